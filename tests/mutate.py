@@ -800,7 +800,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/elastic/mesh.py", "self.view.pack().encode()", "str(self.view.epoch).encode()", ELASTIC_MESH),
     ("links/elastic/mesh.py", "keep, CHECK_SECONDS\n", "keep, 60.0\n", ELASTIC_MESH),
     ("links/elastic/mesh.py", "        except LinkError as error:\n            raise Interrupted", "        except LostError as error:\n            raise Interrupted", ELASTIC_MESH),
-    ("links/elastic/relay.py", "self._add(-_bytes(vars(frame)))", "pass", RELAY),
+    ("links/elastic/relay.py", "self._add(-size_of(vars(frame)))", "pass", RELAY),
     ("links/elastic/relay.py", "if self._waiting > self._limit:", "if False:", RELAY),
     ("links/elastic/relay.py", "min(length - data.tell(), MOST_AT_ONCE)", "length - data.tell()", RELAY),
     ("links/elastic/relay.py", "        self._state = state\n", "", RELAY),

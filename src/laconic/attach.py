@@ -273,7 +273,11 @@ def attach(
         driver = Driver(model, optimizer, rounds, sets, device, settings)
         on_error.pop_all()  # the synchronizer keeps the links open
     if joined is not None:
-        joined.take_part(driver)
+        try:
+            joined.take_part(driver)
+        except BaseException:
+            driver.detach()
+            raise
     sync = Synchronizer(driver)
     sync.record(places, number)
     if scaler is not None:

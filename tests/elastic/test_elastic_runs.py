@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
 
 import pytest
+import torch
 
+import laconic
 from elastic_runs import MANY, Run, Worker
 from laconic.links.elastic.registry import serve
+
+import gloo
 
 RECIPES = [
     "laconic.ddp()",
@@ -45,6 +50,17 @@ def test_a_killed_worker_and_its_replacement(recipe: str) -> None:
     assert len(digests) == 3 and len(set(digests)) == 1
 
 
+@pytest.mark.fault("while a newcomer compiled its first step, all others waited for it")
+@pytest.mark.parametrize("recipe", ["laconic.ddp()", "laconic.local_sgd(4)"])
+def test_a_newcomer_whose_first_step_is_slow(recipe: str) -> None:
+    with Run(recipe, count=2, steps=MANY, slow=3, clip=True) as run:
+        run.workers[0].wait_for("ready")
+        run.add()
+        run.workers[0].wait_for("view", workers=3)
+        digests = run.digests()
+    assert len(digests) == 3 and len(set(digests)) == 1
+
+
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -58,8 +74,8 @@ def test_workers_that_drift_apart_are_named(recipe: str) -> None:
     with Run(recipe, count=3, steps=MANY) as run:
         for worker in run.workers:
             worker.wait_for("ready")
-        newcomer = run.add()
-        newcomer.wait_for("ready")
+        run.add()
+        run.workers[1].wait_for("view", workers=4)
         run.workers[0].send(signal.SIGKILL)
         run.workers[1].wait_for("view", workers=3)
         run.spoil(run.workers[1])
@@ -94,6 +110,55 @@ def test_a_worker_leaves_on_sigterm() -> None:
         run.workers[1].wait_for("view", workers=2)
         digests = run.digests(run.workers[0])
     assert len(set(digests)) == 1
+
+
+@pytest.mark.fault("SIGTERM to a whole process group: no orderly end, or a forked child stayed")
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_sigterm_reaches_the_processes_of_a_data_loader(start: str) -> None:
+    with Run("laconic.local_sgd(2)", 2, MANY, fresh=True, samples=5000) as run:
+        worker = run.workers[1]
+        loads = run.add(loader=start)
+        loads.wait_for("loads")
+        worker.wait_for("view", workers=3)
+        os.killpg(loads.process.pid, signal.SIGTERM)
+        assert loads.end() == 128 + signal.SIGTERM
+        worker.wait_for("view", workers=2)
+
+
+@pytest.mark.fault("a process that was interrupted while it waited ended with a thread in torch")
+def test_a_worker_that_is_interrupted_ends_its_threads() -> None:
+    with Run("laconic.ddp()", 2, MANY, fresh=True, min_workers=2, wait=200.0) as run:
+        for worker in run.workers:
+            worker.wait_for("ready")
+        run.workers[0].send(signal.SIGKILL)
+        run.workers[1].wait_for_nothing(2.0)
+        run.workers[1].send(signal.SIGINT)
+        run.workers[1].wait_for("end", threads=[])
+
+
+@pytest.mark.fault("finish() of a worker that had just joined raised")
+def test_a_newcomer_that_finishes_at_once() -> None:
+    with Run("laconic.local_sgd(4)", count=2, steps=MANY) as run:
+        run.workers[0].wait_for("ready")
+        run.steps = 0
+        run.add().wait_for("ready")
+        digests = run.digests()
+    assert len(digests) == 3 and len(set(digests)) == 1
+
+
+@pytest.mark.fault("attach after detach found none of three LACONIC_PORTS free")
+def test_attached_again_under_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Run("laconic.ddp()", 0, MANY) as run:
+        first = gloo.free_port()
+        monkeypatch.setenv("LACONIC_PORTS", f"{first}-{first + 2}")
+        for job in ("one", "two"):
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            elastic = laconic.Elastic(run.address, workers=1, min_workers=1, job=job, wait=20.0)
+            before = signal.getsignal(signal.SIGTERM)
+            sync = laconic.attach(model, optimizer, laconic.ddp(), elastic=elastic)
+            signal.signal(signal.SIGTERM, before)
+            sync.detach()
 
 
 def test_the_coordinator_is_killed_and_started_again_empty() -> None:

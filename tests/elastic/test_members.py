@@ -680,7 +680,7 @@ def test_what_is_damaged_is_said_once(
 
     def wait(seconds: float) -> None:
         turns.append(seconds)
-        members._closed = len(turns) == 10
+        members.closed = len(turns) == 10
 
     store(members).view = damaged  # type: ignore[method-assign]
     monkeypatch.setattr(members._wake_read, "wait", wait)
@@ -688,6 +688,7 @@ def test_what_is_damaged_is_said_once(
         members._read()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert len(turns) == 10 and store(members).restored == []
+    members.closed = False
     monkeypatch.setattr(members._changed, "wait", clock.sleep)
     with pytest.raises(LinkError, match=r"a worker was lost, and what the coord.* within 9 s"):
         members.next(1)
@@ -860,7 +861,7 @@ def test_a_thread_that_fails_ends_the_wait(clock: Clock) -> None:
     with pytest.raises(LinkError, match="a thread of this worker has failed"):
         members.next(1)
     members.is_at(CallPosition(9, Call(8, "round")))
-    assert members.record.position.left and members._closed
+    assert members.record.position.left and members.closed
 
 
 def test_a_question_that_was_answered_later_counts(clock: Clock) -> None:

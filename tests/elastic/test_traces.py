@@ -129,6 +129,13 @@ def test_without_faults_it_is_the_mean_of_all(recipe: str) -> None:
     assert len({digest for digest, *_ in results}) == 1
 
 
+@pytest.mark.fault("a worker that joined at the end of a run did not get its result")
+@pytest.mark.parametrize("recipe", ["laconic.local_sgd(4)", "laconic.ddp()"])
+def test_a_newcomer_that_joins_at_the_end_finishes(recipe: str) -> None:
+    results = laconic.simulate(program(recipe, 8), faults=laconic.Faults(2, join=(8,)))
+    assert None not in results and len({digest for digest, *_ in results}) == 1
+
+
 def test_faults_by_chance() -> None:
     faults = laconic.Faults.random(4, 1000, 10, seed=3, restart=2)
     assert faults == laconic.Faults.random(4, 1000, 10, seed=3, restart=2)

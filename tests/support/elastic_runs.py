@@ -39,6 +39,7 @@ class Worker:
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
             "text": True,
+            "start_new_session": True,
         }
         self.process = subprocess.Popen([*command, json.dumps(options)], **pipes)  # type: ignore[call-overload]
         self.events: list[dict[str, Any]] = []

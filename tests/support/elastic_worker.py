@@ -5,22 +5,40 @@ Writes a line for each event: ready, view, done with a digest of the model.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import hashlib
 import json
 import logging
+import multiprocessing
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
-import forgetful
-import laconic
 
-OWN = ("samples", "clip", "fails_after", "linger", "signs")
+def say(event: str, **more: Any) -> None:
+    print(json.dumps({"event": event, "time": time.monotonic(), **more}), flush=True)
+
+
+def end() -> None:
+    """Say which threads may be inside torch at the end of this process."""
+    say("end", threads=[t.name for t in threading.enumerate() if t.name == "laconic-comm"])
+
+
+if __name__ == "__main__":
+    atexit.register(end)  # before laconic's functions, which run before it
+
+import forgetful  # noqa: E402
+import laconic  # noqa: E402
+
+OWN = ("samples", "clip", "fails_after", "linger", "signs", "slow", "loader")
 """The options that are not those of `laconic.Elastic`."""
 
 
@@ -36,6 +54,15 @@ def last_step(signs: Path, number: int, step: int) -> int | None:
         (signs / "new").write_text(str(step + FEW))
         (signs / "new").rename(agreed)
     return int(agreed.read_text()) if agreed.exists() else None
+
+
+def wait_for_steps(signs: Path) -> bool:
+    """Wait until worker 1 has taken `FEW` steps more, which it writes to a file."""
+    end, step = time.monotonic() + 30, int((signs / "step1").read_text() or 0)
+    while int((signs / "step1").read_text() or 0) < step + FEW:
+        assert time.monotonic() < end, "the others wait for this worker's first step"
+        time.sleep(0.1)
+    return False
 
 
 class Clock:
@@ -67,7 +94,8 @@ def train(
     """Train a small model. ``options``: ``samples`` of a dataset, else each worker draws its own by
     its ``number``; ``clip``: clip the gradients; ``fails_after``: see `Clock`; ``linger``: seconds
     to live on after the end; ``signs``: the folder in which a test asks for something, see
-    `last_step` and `elastic_runs.Run.spoil`."""
+    `last_step` and `elastic_runs.Run.spoil`; ``slow``: the worker whose first step takes as long as
+    many of worker 1, 0 for none; ``loader``: how the processes of a DataLoader are started."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 100),
@@ -89,12 +117,29 @@ def train(
     data = torch.randn(options.get("samples", 1), 20, generator=torch.Generator().manual_seed(5))
     samples = iter(sampler)
     signs = Path(options.get("signs", "/nowhere"))
+    slow = options.get("slow") == number
+    loader, loss = iter(()), torch.zeros(())
+    if "loader" in options:
+        context = multiprocessing.get_context(options["loader"])
+        if options["loader"] == "fork":
+            context.Process(target=time.sleep, args=(1000,)).start()
+        loaded = DataLoader(
+            data, 4, sampler=sampler, num_workers=2, multiprocessing_context=context
+        )
+        loader = iter(loaded)
+        say("loads")
     while sync.step < min(steps, last_step(signs, number, sync.step) or steps):
-        if "samples" in options:
+        if "loader" in options:
+            x = next(loader)
+        elif "samples" in options:
             x = data[[next(samples) for _ in range(4)]]
         else:
             x = torch.randn(16, 20, generator=generator)
         loss = (model(x) - x[:, :5].sin()).square().mean()
+        if slow:
+            slow = wait_for_steps(signs)
+        elif "slow" in options and number == 1:
+            (signs / "step1").write_text(str(sync.step))
         optimizer.zero_grad()
         loss.backward()
         if options.get("clip"):
@@ -118,9 +163,7 @@ def train(
 
 
 def main(name: str, recipe: str, steps: int, coordinator: str, options: dict[str, Any]) -> None:
-    def say(event: str, **more: Any) -> None:
-        print(json.dumps({"event": event, "time": time.monotonic(), **more}), flush=True)
-
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests' own may be ignored
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     if options.pop("hasten", False):

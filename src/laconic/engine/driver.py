@@ -24,6 +24,7 @@ from laconic.engine.steps import StepHooks, UnseenSteps
 from laconic.engine.switching import Switcher
 from laconic.links.agreement import agree
 from laconic.links.calls import FINISH
+from laconic.links.comm_thread import EXIT_SECONDS
 from laconic.links.link import Link
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Driver:
         self.after_finish: list[Callable[[bool], None]] = []
         """Called with ``mean``, see `finish`."""
         self.after_switch: list[Callable[[], None]] = []
+        self.before_failure: list[Callable[[BaseException], None]] = []
+        """Called with the error that has ended the training, before the other ranks hear of it."""
         self._closure = False
         """Whether a closure computes this step's gradients."""
         self._past_choices: list[Choice] = []
@@ -73,22 +76,23 @@ class Driver:
             session.join(session.joining())
         self.run = RecipeRun(session, settings.arrange(recipe))
         session.settle = lambda: self.run.settle()
-        self.run.check_alike()
-        if session.policy is not None:
-            session.policy.start(session)
-            if session.policy.recipe != recipe:
-                self.run = RecipeRun(session, settings.arrange(session.policy.recipe))
-                self.run.check_alike(chosen=True)
-        self.ending = Ending(self.run.recipe, session.comm)
-        session.share(session.state())
-        session.note_order()
         try:
+            self.run.check_alike()
+            if session.policy is not None:
+                session.policy.start(session)
+                if session.policy.recipe != recipe:
+                    self.run = RecipeRun(session, settings.arrange(session.policy.recipe))
+                    self.run.check_alike(chosen=True)
+            self.ending = Ending(self.run.recipe, session.comm)
+            session.share(session.state())
+            session.note_order()
             self.run.start_gradient_rounds({})
             if optimizer is not None:
                 self.run.start(optimizer)
                 self._listen(optimizer)
         except BaseException:
             self.run.detach()  # else its hooks would average the gradients of the next attempt
+            session.comm.close()
             raise
         session.status("computing")
 
@@ -163,13 +167,16 @@ class Driver:
     @torch.no_grad()
     def begin_step(self, closure: bool) -> None:
         """Prepare a step of the optimizer. With a ``closure`` its gradients are still to come."""
-        session, run = self.session, self.run
+        session = self.session
         if self._unseen is not None:
             self._unseen.end()
             self._unseen = None
         refuse_capture(session.device, "optimizer.step()")
         session.refuse_in_consensus("optimizer.step()")
         session.check_complete()
+        if session.newcomer is not None:
+            session.newcomer.arrive()
+        run = self.run
         run.take_in()
         self._closure = closure
         if closure:
@@ -271,6 +278,10 @@ class Driver:
         session, run = self.session, self.run
         session.refuse_in_consensus("sync.finish()")
         session.check_complete()
+        if session.newcomer is not None:
+            session.newcomer.finish()
+            session.status("finished")
+            return
         session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
         session.call(FINISH)
         run.finish()
@@ -341,6 +352,7 @@ class Driver:
         self.run.close()
         if self.session.elastic is not None:
             self.session.comm.poke(self.session.elastic.close)  # the others go on without it
+            self.session.comm.close_and_wait(time.monotonic() + EXIT_SECONDS)  # frees its ports
         self.session.comm.close()
         self.session.recorder.close()
         self.session.status("detached")
@@ -352,6 +364,8 @@ class Driver:
 
     def failed(self, error: BaseException) -> None:
         """The training raised ``error``: send nothing more, and tell the other ranks."""
+        for each in self.before_failure:
+            each(error)
         self.session.recorder.failed(error)
         broken = self.session.comm.abandon() or self.run.broken
         if self.run.quorum is not None:

@@ -45,10 +45,13 @@ class Joined:
         return self.link.members.registry.number - 1 if self.link.replaying else None
 
     def take_part(self, driver: Driver) -> None:
-        """Return when this worker takes part in the rounds of ``driver``."""
+        """Take part in the rounds of ``driver``: at once, or as a newcomer from its first step on.
+        A newcomer has loaded another worker's state when this returns."""
+        donor = Donor(driver, self.link, self.reports, self.others)
         if self.link.replaying:
-            Newcomer(driver, self.link, self.others).catch_up()
-        Donor(driver, self.link, self.reports, self.others)
+            Newcomer(driver, self.link, self.others, donor.open).begin()
+        else:
+            donor.open()
 
 
 def asked_for(

@@ -1,8 +1,10 @@
 """Newcomers of an elastic run: a donor sends its state, and the newcomer catches up.
 
-The newcomer loads the donor's state after some step. Then it repeats what the donor's rounds have
-brought since: the same engine runs the same rounds, over a link that returns what the donor has
-received (`laconic.links.elastic.relay`). Outer state is therefore the same as on all workers, bit
+The newcomer loads the donor's state after some step, and `laconic.attach` returns. Its first step
+may take minutes, as to compile the model, and the others do not wait for it. When its first
+backward pass is complete, it repeats what the donor's rounds have brought since: the same engine
+runs the same rounds, over a link that returns what the donor has received
+(`laconic.links.elastic.relay`). Outer state is therefore the same as on all workers, bit
 for bit. So are the model and the optimizer's state where gradients are averaged in every step;
 else the newcomer has the donor's, without the steps since.
 """
@@ -15,14 +17,19 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from functools import partial
+from types import TracebackType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms.exchange import Gossip
 from laconic.checkpoints.rank_file import plain
@@ -33,7 +40,7 @@ from laconic.engine.reports import Reports
 from laconic.engine.saved_state import checksum
 from laconic.engine.session import Session
 from laconic.errors import LinkError, after_step
-from laconic.links.calls import GRADIENTS, Call
+from laconic.links.calls import FINISH, GRADIENTS, Call
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink, Settings
 from laconic.links.elastic.relay import (
@@ -88,24 +95,53 @@ class Donor:
         self._settings: dict[int, _Settings] = {}
         """By the number of steps before the one that begins with them."""
         self._rounds = 0
+        self._leaving = False
+        self._process = os.getpid()
+        driver.before_failure.append(self._failed)
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._leave)
+
+    def open(self) -> None:
+        """This worker takes part from now on, and answers newcomers."""
+        driver, link = self._driver, self._link
         link.settings = self._settings_for
         driver.before_steps.append(self._before_step)
         driver.after_steps.append(self._after_step)
         driver.after_finish.append(self._after_finish)
         driver.after_switch.append(self._send_state)
         link.reception.open()
-        self._leaving = False
-        reports.begin()
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._leave)
+        self._reports.begin()
 
     def _leave(self, *_: object) -> None:
-        if self._leaving or self._link.members.ended or not self._driver.attached:
+        # a forked child has this handler, too
+        needed = self._driver.attached and not self._link.replaying
+        needed = needed and os.getpid() == self._process
+        if self._leaving or self._link.members.ended or not needed:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         log.info("SIGTERM: this worker leaves after the present step")
         self._leaving = True
+        # the signal may have ended the processes of a DataLoader, too: its handler raises that
+        # wherever this thread is, and its iterator, when no batch is left
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        sys.excepthook = partial(self._uncaught, sys.excepthook)
+
+    def _uncaught(
+        self,
+        hook: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._failed(error)
+        hook(kind, error, traceback)
+
+    def _failed(self, error: BaseException) -> None:
+        """The training has ended by ``error``. After SIGTERM this worker leaves all the same."""
+        if self._leaving and isinstance(error, Exception) and not isinstance(error, LinkError):
+            log.warning("after SIGTERM: %s: %s", type(error).__name__, error)
+            self._leave_run()
 
     def _before_step(self) -> None:
         """Send the settings of the step that begins."""
@@ -115,22 +151,32 @@ class Donor:
         step, begun = self._driver.session.step, self._link.units.call.step
         for old in [s for s in self._settings if s < begun - 1]:
             del self._settings[old]
+        others = self._read_others()
+        if others is None:
+            return
+        self._settings[step] = self._settings_now(others)
+        for relay in list(self._link.relays):
+            relay.put(StepSettings(step, self._settings[step][0]))
+
+    def _settings_now(self, others: dict[str, Any]) -> _Settings:
+        optimizer = _optimizer(self._driver.session)
+        return numbers_of(optimizer.param_groups), others, self._policy()
+
+    def _read_others(self) -> dict[str, Any] | None:
+        """The state of the user's objects. If it cannot be read, this worker's training goes on,
+        and newcomers are refused."""
         try:
-            self._settings[step] = self._settings_now()
-        except Exception:  # of the user's objects: this worker's training goes on
+            return self._copy_others()
+        except Exception:  # anything, of the user's objects
             log.exception("the state of others= cannot be read, so no worker can join")
             self._link.refuse_newcomers(
                 "the worker that sends its state cannot read the state of others=, and has the "
                 "error in its output"
             )
-            return
-        for relay in list(self._link.relays):
-            relay.put(StepSettings(step, self._settings[step][0]))
+            return None
 
-    def _settings_now(self) -> _Settings:
-        optimizer = _optimizer(self._driver.session)
-        others = {name: plain_copy(each.state_dict()) for name, each in self._others.items()}
-        return numbers_of(optimizer.param_groups), others, self._policy()
+    def _copy_others(self) -> dict[str, Any]:
+        return {name: plain_copy(each.state_dict()) for name, each in self._others.items()}
 
     def _policy(self) -> dict[str, Any] | None:
         policy = self._driver.session.policy
@@ -152,7 +198,7 @@ class Donor:
             }
             return Snapshot(session.step, plain_copy(values))
 
-        return (_digest(session), *self._settings_now()), state
+        return (_digest(session), *self._settings_now(self._copy_others())), state
 
     def _after_step(self) -> None:
         """Between two steps: begin to send to the newcomers that have called; leave the run if
@@ -191,6 +237,8 @@ class Donor:
     def _after_finish(self, mean: bool) -> None:
         self._reports.finish(mean=mean)
         self._send_state()
+        for relay in self._link.relays:
+            relay.flush(self._link.members.rules.limit)
 
     def _send_state(self) -> None:
         """Newcomers repeat rounds only: they begin again with the state that `finish` or a change
@@ -205,6 +253,7 @@ class Donor:
             "model": session.model.state_dict(),
             "optimizer": _optimizer(session).state_dict(),
             "sync": self._driver.state_dict(),
+            "others": self._read_others() or {},
             "policy": self._policy(),
         }
         copied = {name: plain_copy(value) for name, value in state.items()}
@@ -234,63 +283,141 @@ def plain_copy(state: Any) -> Any:
 
 
 class Newcomer:
-    """Catches up with a run, in front of the first step of this worker."""
+    """A worker that joins a run. ``ready()`` is called once it takes part."""
 
-    def __init__(self, driver: Driver, link: ElasticLink, others: Mapping[str, Stateful]) -> None:
-        self._driver, self._link, self._others = driver, link, others
+    def __init__(
+        self,
+        driver: Driver,
+        link: ElasticLink,
+        others: Mapping[str, Stateful],
+        ready: Callable[[], None],
+    ) -> None:
+        self._driver, self._link, self._others, self._ready = driver, link, others, ready
         self._pace = math.inf
         """How many seconds the latest step took to repeat."""
         self._said_ready = False
         """Whether this worker may be in a view: then the others wait for it."""
-        self._loaded = False
-        """Whether the present donor has sent its state."""
+        self._donors = itertools.count()
+        self._feed: Feed | None = None
+        """Of the present donor, once it has sent its state."""
+        self._snapshot = Snapshot(0, {})
+        """That state."""
+        self._most = 0
+        """How many frames may wait to be taken in."""
         self._outputs: dict[str, Tensor] = {}
         """What the policy's collectives have brought last, by the name of their call."""
+        self._handles: list[RemovableHandle] = []
+        self._task = -1
+        """The latest backward pass, as autograd numbers them."""
 
-    def catch_up(self) -> None:
-        """Return when this worker takes part from the next step on."""
+    # -- until the first step ----
+
+    def begin(self) -> None:
+        """Load the state of a worker of the run. `arrive` follows by itself, at the end of this
+        worker's first backward pass, or else in its first step."""
+        session = self._driver.session
+        self._with_donor(lambda feed: self._load(self._snapshot.state))
+        session.newcomer = self
+        for p in session.params():
+            if p.requires_grad:
+                hook = p.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                self._handles.append(hook)
+
+    def _on_gradient(self, _: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._task != task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _after_backward(self) -> None:
+        # a pass within another one needs the parameters as they are
+        if self._driver.session.newcomer is not None and not torch._C._current_autograd_node():
+            self.arrive()
+            self._driver.run.average_gradients()
+
+    def arrive(self) -> None:
+        """Take part from the next step on. The gradients that this worker has computed are those of
+        an older model: they become zeros."""
+        session = self._driver.session
+        session.newcomer = None
+        while self._handles:
+            self._handles.pop().remove()
+        with_gradients = [p for p in session.params() if p.grad is not None]
+        self._with_donor(self._follow)
+        self._close_feed()
+        for p in with_gradients:
+            p.grad = torch.zeros_like(p)
+        self._ready()
+
+    def finish(self) -> None:
+        """Load what `Synchronizer.finish` leaves on the workers of the run."""
+        self._with_donor(self._follow_to_end)
+
+    def _follow_to_end(self, feed: Feed) -> None:
+        finished = False
+        while not isinstance(frame := feed.pop(), Start):
+            if isinstance(frame, Record):
+                finished = finished or frame.call.name == FINISH
+            elif finished and isinstance(frame, Snapshot):
+                self._snapshot = frame
+                self._load(frame.state)
+                return
+        raise LinkError(
+            f"{FINISH} comes before this worker's first step in a plan that has it step"
+        )
+
+    def _with_donor(self, work: Callable[[Feed], None]) -> None:
+        """Have ``work`` take in what a donor sends after its state. If that donor is lost, again
+        with the next one."""
         try:
-            self._catch_up()
+            end = time.monotonic() + self._link.members.rules.wait
+            while not self._try_donor(work, end):
+                if self._feed is not None:  # it had sent its state
+                    end = time.monotonic() + self._link.members.rules.wait
+                self._close_feed()
+                time.sleep(RETRY_SECONDS)
         except BaseException:
-            if self._said_ready:
-                self._link.close()  # it may be in a view, and the others wait for it
+            self._link.close()  # it may be in a view, and the others wait for it
             raise
 
-    def _catch_up(self) -> None:
+    def _try_donor(self, work: Callable[[Feed], None], end: float) -> bool:
         reception, wait = self._link.reception, self._link.members.rules.wait
-        end = time.monotonic() + wait
-        for number in itertools.count():
-            try:
-                with closing(reception.call_donor(number, self._link.replay.awake)) as feed:
-                    self._follow(feed, wait)
-                return
-            except RelayError as error:
-                if self._said_ready:
-                    raise LinkError(
-                        f"the worker that sent its state was lost ({error}): start this one again"
-                    ) from None
-                if self._loaded:
-                    self._loaded, end = False, time.monotonic() + wait
-                self._driver.session.comm.drain()  # a job may have met the error first
-                self._driver.session.comm.recover()
-                log.info("a donor was lost (%s): asking another one", error)
-                if time.monotonic() >= end:
-                    raise LinkError(
-                        f"no worker of the run has sent its state within {wait:g} s: {error}"
-                    ) from None
-                time.sleep(RETRY_SECONDS)
+        try:
+            if self._feed is None:
+                feed = reception.call_donor(next(self._donors), self._link.replay.awake)
+                snapshot = feed.pop(wait)
+                if not isinstance(snapshot, Snapshot):
+                    raise RelayError("the donor violates the protocol")
+                self._feed, self._snapshot = feed, snapshot
+                self._most = MOST_BEHIND + 2 * feed.waiting
+            work(self._feed)
+            return True
+        except RelayError as error:
+            if self._said_ready:
+                raise LinkError(
+                    f"the worker that sent its state was lost ({error}): start this one again"
+                ) from None
+            self._driver.session.comm.drain()  # a job may have met the error first
+            self._driver.session.comm.recover()
+            log.info("a donor was lost (%s): asking another one", error)
+            if self._feed is None and time.monotonic() >= end:
+                raise LinkError(
+                    f"no worker of the run has sent its state within {wait:g} s: {error}"
+                ) from None
+            return False
 
-    def _follow(self, feed: Feed, patience: float) -> None:
-        """Take in what ``feed`` brings. Raises `RelayError` if nothing comes for ``patience``
-        seconds before the state is complete."""
+    def _close_feed(self) -> None:
+        if self._feed is not None:
+            self._feed.close()
+        self._feed = None
+
+    # -- catching up ----
+
+    def _follow(self, feed: Feed) -> None:
+        """Take in what ``feed`` brings until this worker takes part."""
         replay = self._link.replay
         replay.feed = None
-        snapshot = feed.pop(patience)
-        if not isinstance(snapshot, Snapshot):
-            raise RelayError("the donor violates the protocol")
-        self._load(snapshot.state)
-        self._loaded = True
-        most = MOST_BEHIND + 2 * feed.waiting
+        self._load(self._snapshot.state)  # the first step may have changed buffers
         replay.feed, replay.wake = feed.record, feed.wake
         while not isinstance(frame := self._next(feed), Start):
             if isinstance(frame, Snapshot):
@@ -298,7 +425,7 @@ class Newcomer:
                 self._load(frame.state)
                 continue
             assert isinstance(frame, Record), "settings were taken out"
-            if feed.waiting > most and not self._said_ready:
+            if feed.waiting > self._most and not self._said_ready:
                 raise RelayError("this worker falls behind, and needs a newer state")
             rounds = {GRADIENTS, *(running.round.name for running in self._driver.run.rounds)}
             repeated = _steps_before(frame.call) < self._driver.session.step
@@ -335,6 +462,8 @@ class Newcomer:
         for running in driver.run.rounds:
             if isinstance(running.round.exchange, Gossip):
                 running.in_flight.clear()
+        for name, own_state in state["others"].items():
+            self._others[name].load_state_dict(own_state)
         if state["policy"] is not None:
             self._outputs = dict(state["policy"]["outputs"])
             self._follow_policy(state["policy"])

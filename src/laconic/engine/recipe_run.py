@@ -108,7 +108,8 @@ class RecipeRun:
         link = session.links[r.over]
 
         def active() -> bool:
-            return session.sync_gradients and r.when(session.step + 1)
+            joined = session.newcomer is None
+            return joined and session.sync_gradients and r.when(session.step + 1)
 
         def announce() -> str:
             if session.step == 0:

@@ -99,6 +99,16 @@ class Settings:
     offload: bool = False
 
 
+class Joining(Protocol):
+    """A worker that has loaded the state of an elastic run, and has taken no step."""
+
+    def arrive(self) -> None:
+        """Take part from the next step on."""
+
+    def finish(self) -> None:
+        """Load what `Synchronizer.finish` leaves on the others."""
+
+
 class Session:
     """The model, its optimizer and the ranks that train it.
 
@@ -118,13 +128,14 @@ class Session:
         self.links = {name: Metered(link, self.ledger, name) for name, link in sets.items()}
         self.world, self.workers = self.links["world"], self.links["workers"]
         self.elastic = settings.elastic
+        self.newcomer: Joining | None = None
+        """Until this worker takes part in the rounds of an elastic run that was under way."""
         if self.elastic is None:
             threaded = self.world.threaded and self.world.size > 1
             self.comm = CommThread(threaded, device, self.world.check, queues=self.world.queues)
         else:
-            self.comm = CommThread(
-                self.elastic.threaded, device, self.world.check, self.elastic.unit
-            )
+            at = self.elastic.threaded, device, self.world.check, self.elastic.unit
+            self.comm = CommThread(*at, interrupt=self.elastic.interrupt)
             self.elastic.wake = self.comm.poke
         self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
         self.recorder = Recorder()
@@ -252,6 +263,11 @@ class Session:
         """Tell the other ranks which call comes next; raise on all if they make different ones.
         ``step``: None for the present one."""
         label = f"{name} {after_step(self.step)}"
+        if self.newcomer is not None:
+            raise LinkError(
+                f"this worker has just joined the run, and {name} comes before its first step: "
+                "take an optimizer step first"
+            )
         self.status(label)
         if self.settle is not None:
             self.settle()

@@ -333,7 +333,7 @@ class Synchronizer:
             size = session.workers.size
             return WorkersView(0, tuple(map(str, range(size))), session.workers.rank)
         link = session.elastic
-        active, me = link.units.active, link.units.me
+        active, me = link.units.active or link.members.view.ids, link.units.me
         workers = tuple(active if me in active else [*active, me])  # it takes part in the next step
         return WorkersView(link.members.view.epoch, workers, workers.index(me))
 

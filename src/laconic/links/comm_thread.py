@@ -145,7 +145,7 @@ class CommThread:
     ``threaded``: in a thread of its own; otherwise at once, as simulated workers need. ``device``:
     where the tensors are. ``check`` raises a `LinkError` if another rank is known not to come to
     the collective that this one waits for. ``around`` runs each job, perhaps several times.
-    ``queues``: see `Link.queues`.
+    ``queues``: see `Link.queues`. ``interrupt()`` ends the job under way, since the process ends.
     """
 
     def __init__(
@@ -156,6 +156,7 @@ class CommThread:
         around: Around = _just_run,
         *,
         queues: bool = False,
+        interrupt: Callable[[], None] = lambda: None,
     ) -> None:
         self.seconds_waiting = 0.0
         self.processor_seconds = 0.0
@@ -168,6 +169,7 @@ class CommThread:
         """Whether `call` runs its job in the caller's thread, on the caller's stream."""
         self._check = check
         self._around = around
+        self._interrupt = interrupt
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._before: threading.Thread | None = None
@@ -313,6 +315,12 @@ class CommThread:
         if self._before is not None:
             self._before.join(max(until - time.monotonic(), 0))
 
+    def end(self) -> None:
+        """End the thread, which still runs a job."""
+        if self._before is not None and self._before.is_alive():
+            self._interrupt()
+            self._before.join(EXIT_SECONDS)
+
     def drain(self) -> None:
         """Wait until the last job has ended, with a result or an error."""
         if self._latest is not None:
@@ -374,6 +382,8 @@ def _close_all() -> None:
     until = time.monotonic() + EXIT_SECONDS
     for thread in list(_threads):
         thread.close_and_wait(until)
+    for thread in list(_threads):
+        thread.end()
 
 
 def _work(

@@ -270,7 +270,8 @@ class Beacon:
         self._since = time.monotonic()
         self._general: dict[bytes, str] = {}
         self._lock = threading.Lock()
-        threading.Thread(target=self._serve, daemon=True, name="laconic-beacon").start()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="laconic-beacon")
+        self._thread.start()
         # of multiprocessing, whose processes do not run what atexit has
         multiprocessing.util.Finalize(None, self.announce_exit, exitpriority=0)
 
@@ -319,6 +320,7 @@ class Beacon:
         self._closed = True
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(ANSWER_SECONDS)
 
     def _exchange(self) -> handshake.Exchange:
         return handshake.answer(PURPOSE, self._secret_of, self._reply)

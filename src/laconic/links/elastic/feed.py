@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.elastic.relay import (
+    MOST_WAITING,
     READY,
     STATE,
     Frame,
@@ -21,6 +22,7 @@ from laconic.links.elastic.relay import (
     Snapshot,
     Start,
     StepSettings,
+    size_of,
 )
 
 CHECK_SECONDS = 0.1
@@ -62,17 +64,28 @@ class Feed:
         self._seen: list[Frame] = []
         self.settings: dict[int, list[dict[str, Any]]] = {}
         self._patience = math.inf
-        threading.Thread(target=self._read, daemon=True, name="laconic-feed").start()
+        self._waiting = 0
+        """How many bytes have come and were not taken."""
+        self._limit: float = math.inf
+        self._thread = threading.Thread(target=self._read, daemon=True, name="laconic-feed")
+        self._thread.start()
 
     def _read(self) -> None:
         try:
-            while True:
+            while self._waiting <= self._limit:
                 self._put(self._stream.receive())
+            self._stream.close()
+            with self._changed:
+                self._frames.clear()  # they would take memory only
+            self._put(RelayError("this worker falls behind, and needs a newer state"))
         except RelayError as error:
             self._put(error)
 
     def _put(self, frame: Frame | RelayError) -> None:
         with self._changed:
+            self._waiting += size_of(vars(frame))
+            if isinstance(frame, Snapshot):
+                self._limit = MOST_WAITING + 2 * size_of(frame.state)
             self._frames.append(frame)
             self._changed.notify()
 
@@ -90,6 +103,7 @@ class Feed:
                 if self._frames and isinstance(self._frames[0], RelayError):
                     return self._frames[0]  # nothing follows
                 if self._frames:
+                    self._waiting -= size_of(vars(self._frames[0]))
                     return self._frames.popleft()
                 woken, self._woken = self._woken, False
             if woken:
@@ -162,6 +176,10 @@ class Feed:
     def close(self) -> None:
         """End the connection."""
         self._stream.close()
+
+    def join(self, until: float) -> None:
+        """Wait for the end of the thread until the time ``until``."""
+        self._thread.join(max(until - time.monotonic(), 0))
 
     def record(self, call: Call) -> Record:
         """The next unit of ``call``."""

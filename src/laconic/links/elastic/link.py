@@ -7,7 +7,9 @@ returns only.
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,6 +37,8 @@ T = TypeVar("T")
 Settings = tuple[int, list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]
 """The last four values of a `Start`."""
 
+EXIT_SECONDS = 5.0
+"""How long a process that ends waits for its threads."""
 PACES = 8
 """The longest of so many times between calls counts as the time between rounds."""
 
@@ -249,6 +253,20 @@ class ElasticLink:
         self.members.close()
         self.rendezvous.close()
         self.reception.close()
+        self.members.silence()
+
+    def interrupt(self) -> None:
+        """The process ends: end what the communication thread waits for. In another thread."""
+        self.members.close()
+        self.rendezvous.shutdown()
+
+    def end(self, until: float) -> None:
+        """End all threads but the communication thread, and wait for that until the time
+        ``until``."""
+        self.members.end(until)
+        self.reception.end(until)
+        for relay in self.relays:
+            relay.end(until)
 
     def split(self, sets: Sequence[Sequence[int]]) -> NoReturn:
         raise ValueError("the workers of an elastic run cannot be divided into sets")
@@ -375,6 +393,23 @@ class ElasticLink:
             return [*link.swap(x, to, source)]
 
         return self._collective(run, lambda outcome: outcome.pieces)
+
+
+_open: weakref.WeakSet[ElasticLink] = weakref.WeakSet()
+
+
+def end_at_exit(link: ElasticLink) -> None:
+    """Have the process end the threads of ``link`` before it ends itself."""
+    _open.add(link)
+
+
+@atexit.register
+def _end_all() -> None:
+    """The interpreter stops threads wherever they are. If one of them is inside torch, the process
+    ends with SIGABRT."""
+    until = time.monotonic() + EXIT_SECONDS
+    for link in list(_open):
+        link.end(until)
 
 
 def _different(call: Call) -> str:

@@ -6,11 +6,9 @@ other reads from the coordinator which view was decided, and proposes the next o
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,8 +38,6 @@ QUESTIONS = 3
 """How often a newcomer is asked for a sign of life before it is refused."""
 NEWCOMER_SECONDS = 2.0
 """How long a newcomer that is ready waits at least until it interrupts a transfer."""
-EXIT_SECONDS = 5.0
-"""How long a process that ends waits for its threads."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +89,8 @@ class Members:
         """What the other members hear when they ask."""
         self.status: Callable[[str], None] = lambda text: None
         """Sets what they are told that this process is doing."""
+        self.silence: Callable[[], None] = lambda: None
+        """Ends the answers to them."""
         self.ended = False
         """Whether this worker needs no further view, unless a call begins."""
         self._view: View | None = None
@@ -116,7 +114,7 @@ class Members:
         self._reconnects = 0
         """How many of the latest views had no other members than the view before."""
         self._wake_beat, self._wake_read = threading.Event(), threading.Event()
-        self._closed = False
+        self.closed = False
         self._threads: list[threading.Thread] = []
 
     # -- what is known ----
@@ -140,7 +138,6 @@ class Members:
             thread = threading.Thread(target=partial(self._run, work), daemon=True, name=name)
             self._threads.append(thread)
             thread.start()
-        _open.add(self)
 
     def _run(self, work: Callable[[], None]) -> None:
         """Do a thread's ``work``. If it fails, this worker cannot follow the views any more: it
@@ -157,7 +154,9 @@ class Members:
 
     def close(self) -> None:
         """End the threads."""
-        self._closed = True
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
         self._wake_beat.set()
         self._wake_read.set()
 
@@ -196,8 +195,10 @@ class Members:
         stalled_since: float | None = None
         while True:
             with self._changed:
-                if not self._removed and self.view.epoch <= epoch:
+                if not (self._removed or self.closed) and self.view.epoch <= epoch:
                     self._changed.wait(0.5)
+            if self.closed and not self._removed:
+                raise LinkError("this worker has left the run")
             if self._removed:
                 raise LinkError(
                     f"the other workers go on without this one ({self._removed}): start it again, "
@@ -246,7 +247,7 @@ class Members:
     # -- signs of life ----
 
     def _beat(self) -> None:
-        while not self._closed:
+        while not self.closed:
             view, broken = self.view, self._broken_since is not None
             asked = self._others(view)
             if view.place(self.me.id) is None:
@@ -279,7 +280,7 @@ class Members:
     # -- views ----
 
     def _read(self) -> None:
-        while not self._closed and not self._removed:
+        while not self.closed and not self._removed:
             try:
                 self._turn()
             except CoordinatorError as error:
@@ -412,15 +413,3 @@ class Members:
 
 def _too_few(left: int, least: int) -> str:
     return f"{left} of at least {least} workers are left"
-
-
-_open: weakref.WeakSet[Members] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """The interpreter stops threads wherever they are. If one of them is inside torch's store, the
-    process ends with SIGABRT."""
-    until = time.monotonic() + EXIT_SECONDS
-    for members in list(_open):
-        members.end(until)

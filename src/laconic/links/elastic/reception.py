@@ -22,6 +22,7 @@ class Reception:
     def __init__(self, members: Members, service: socket.socket, units: Units) -> None:
         self._members, self._service, self._units = members, service, units
         self._answering: Service | None = None
+        self._feed: Feed | None = None
         self._waiting: SimpleQueue[Relay] = SimpleQueue()
         self._bequests: SimpleQueue[tuple[str, Bequest]] = SimpleQueue()
 
@@ -73,11 +74,20 @@ class Reception:
                 raise RelayError(f"the run goes on without {donor.name}")
 
         stream = call_donor(donor, members.secret, members.me)
-        return Feed(stream, donor.id, awake, check)
+        self._feed = Feed(stream, donor.id, awake, check)
+        return self._feed
 
     def close(self) -> None:
-        """Answer nobody from now on."""
+        """Answer nobody from now on, and ask nobody."""
+        if self._feed is not None:
+            self._feed.close()
         if self._answering is None:
             self._service.close()
         else:
             self._answering.close()
+
+    def end(self, until: float) -> None:
+        """As `close`, and wait until the time ``until`` for the thread of a donor's frames."""
+        self.close()
+        if self._feed is not None:
+            self._feed.join(until)

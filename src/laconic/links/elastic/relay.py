@@ -282,27 +282,36 @@ class Relay:
         self.newcomer = newcomer
         self.ended = False
         self._stream, self._ready, self._turns = stream, ready, turns
-        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
         self._state: Callable[[], Snapshot] | None = None
         self._lock = threading.Lock()
         self._limit = self._waiting = 0
         """How many bytes may wait to be sent, and how many do."""
         self._size = 0
         """Of the snapshot."""
+        self._threads: list[threading.Thread] = []
 
     def begin(self, snapshot: Snapshot) -> None:
         """Send the ``snapshot`` first."""
-        self._size = _bytes(vars(snapshot))
+        self._size = size_of(vars(snapshot))
         self._limit = MOST_WAITING + 2 * self._size
         self.put(snapshot)
         for work in (self._send, self._listen):
-            threading.Thread(target=work, daemon=True, name="laconic-relay").start()
+            thread = threading.Thread(target=work, daemon=True, name="laconic-relay")
+            self._threads.append(thread)
+            thread.start()
+
+    def end(self, until: float) -> None:
+        """End the threads, and wait for that until the time ``until``."""
+        self.give_up("this worker ends")
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0))
 
     def put(self, frame: Frame) -> None:
         """Send ``frame`` after those before. A newcomer that takes in too little is given up. If
         more bytes than twice the snapshot's wait to be sent, units leave too little bandwidth, and
         this relay no longer yields to them."""
-        self._add(_bytes(vars(frame)))
+        self._add(size_of(vars(frame)))
         if self._waiting > 2 * self._size:
             self._turns.over()
         if self._waiting > self._limit:
@@ -313,6 +322,14 @@ class Relay:
     def _add(self, length: int) -> None:
         with self._lock:
             self._waiting += length
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all frames so far are sent, at most so many ``seconds``: this worker may
+        end."""
+        sent, end = threading.Event(), time.monotonic() + seconds
+        self._frames.put(sent)
+        while not (self.ended or sent.wait(LOOK_SECONDS) or time.monotonic() > end):
+            pass
 
     def refuse(self, why: str) -> None:
         """Tell the newcomer that it cannot take part, and end the connection."""
@@ -341,8 +358,11 @@ class Relay:
     def _send(self) -> None:
         try:
             while (frame := self._frames.get()) is not None:
+                if isinstance(frame, threading.Event):
+                    frame.set()
+                    continue
                 self._stream.send(frame, self._turns)
-                self._add(-_bytes(vars(frame)))
+                self._add(-size_of(vars(frame)))
         except RelayError as error:
             self.give_up(str(error))
 
@@ -460,10 +480,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _bytes(value: Any) -> int:
+def size_of(value: Any) -> int:
     """The bytes of all tensors in ``value``."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Mapping):
-        return sum(map(_bytes, value.values()))
-    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
+        return sum(map(size_of, value.values()))
+    return sum(map(size_of, value)) if isinstance(value, (list, tuple)) else 0

@@ -101,6 +101,12 @@ class Rendezvous:
             if self._mesh is not None and self._mesh.view.epoch < view.epoch:
                 self._mesh.connections.shutdown()
 
+    def shutdown(self) -> None:
+        """The process ends: if there is a unit under way, it ends. In another thread."""
+        with self._lock:
+            if self._mesh is not None:
+                self._mesh.connections.shutdown()
+
     def take_part(self, ids: Sequence[str]) -> None:
         """The unit under way is among the workers ``ids``, the first members of the view."""
         assert self._mesh is not None and self.ids[: len(ids)] == list(ids), "newcomers come last"
@@ -150,7 +156,7 @@ class Rendezvous:
             return completed
 
     def _check_latest(self, view: View) -> None:
-        if self._members.view.epoch > view.epoch:
+        if self._members.closed or self._members.view.epoch > view.epoch:
             raise Interrupted("another view was decided")
 
     # -- comparing ----

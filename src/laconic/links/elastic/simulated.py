@@ -136,6 +136,10 @@ class _Relay:
             return
         self._cast.feeds[self._number].append(frame)
 
+    def flush(self, seconds: float) -> None:
+        """See `Relay.flush`. The newcomer begins, and finds that the run has finished."""
+        self._cast.stage.runnable[self._number] = True
+
     def refuse(self, why: str) -> None:
         """See `Relay.refuse`. The plan goes on with the newcomer, so the run ends."""
         raise LinkError(f"worker {self._number} cannot join: {why}")
@@ -211,7 +215,7 @@ class _Reception:
     def call_donor(self, number: int, awake: Callable[[], None]) -> Feed:
         """See `Reception.call_donor`."""
         frames = self._cast.feeds.get(self._me, [])
-        if not any(isinstance(frame, Start) for frame in frames):
+        if number or not frames:
             raise EndedError  # the run has ended before this worker could take part
         return Feed(_Stream(frames), str(self._cast.donors[self._me]), awake)
 
@@ -227,8 +231,8 @@ def _members(me: int) -> Any:
 
     return SimpleNamespace(
         me=SimpleNamespace(id=str(me)),
-        view=SimpleNamespace(epoch=1),
-        rules=SimpleNamespace(wait=0.0),
+        view=SimpleNamespace(epoch=1, ids=[]),
+        rules=SimpleNamespace(wait=0.0, limit=0.0),
         registry=SimpleNamespace(number=me + 1),
         signs=Signs(math.inf),
         record=LinkRecord(),
@@ -238,6 +242,7 @@ def _members(me: int) -> Any:
         leave=nothing,
         idle=nothing,
         close=nothing,
+        silence=nothing,
     )
 
 
@@ -249,6 +254,7 @@ class SimulatedElasticLink(ElasticLink):
         parts: Any = _Rendezvous(cast, me, units), _Reception(cast, me, units), reports
         super().__init__(_members(me), units, *parts, threaded=False)
         self._cast = cast
+        self.members.expect = self._expect  # type: ignore[method-assign]
         cast.reporting[me] = reports
         deals = cast.plan.deals(me)
         self._deals = deals is None
@@ -261,6 +267,11 @@ class SimulatedElasticLink(ElasticLink):
             start = next(frame for frame in cast.feeds[me] if isinstance(frame, Start))
             present = cast.plan.present(start.serial, start.call)
             self._deal(present, start.serial, newcomer=True)
+
+    def _expect(self) -> None:
+        """In place of `Members.expect`: the run has ended if the plan never has it take part."""
+        if not any(isinstance(frame, Start) for frame in self._cast.feeds[int(self.units.me)]):
+            raise EndedError
 
     def _deal(self, workers: Sequence[int], serial: int, *, newcomer: bool = False) -> None:
         if self._deals:

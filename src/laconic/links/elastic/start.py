@@ -13,7 +13,7 @@ from typing import Any
 from laconic.errors import LinkError
 from laconic.links.addresses import Address, address_of, address_toward, listen, own_address
 from laconic.links.elastic.founding import RestoredError, agreed, found
-from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.link import ElasticLink, end_at_exit
 from laconic.links.elastic.members import Members, Rules
 from laconic.links.elastic.reception import Reception
 from laconic.links.elastic.registry import Registry
@@ -70,7 +70,7 @@ def _begin(
         members.record = beacon.links[key_of(health)]
         members.record.note = members.farewell = reports.note
         reports.heard = members.signs.notes
-        members.status = beacon.set
+        members.status, members.silence = beacon.set, beacon.close
         units = Units(member.id)
         units.note = reports.record = recording(member.id)
         rendezvous = Rendezvous(members, mesh, units, reports)
@@ -83,6 +83,7 @@ def _begin(
         members.start(view)
         if not under_way:
             link.begin(view.ids)
+        end_at_exit(link)
         on_error.pop_all()
     return link
 
