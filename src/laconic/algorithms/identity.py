@@ -30,8 +30,10 @@ def _hash(value: object) -> str:
 
 
 def _anonymous(value: object) -> Iterator[object]:
-    """The functions and objects in ``value`` whose ``repr`` has an address."""
-    if isinstance(value, FunctionType) or type(value).__repr__ is object.__repr__:
+    """The functions and objects in ``value`` whose ``repr`` has an address. laconic's own functions
+    are told by their names."""
+    own = str(getattr(value, "__module__", "")).startswith("laconic.")
+    if (isinstance(value, FunctionType) and not own) or type(value).__repr__ is object.__repr__:
         yield value
     for part in _parts(value):
         yield from _anonymous(part)
