@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from laconic.errors import check_choice, check_int
-from laconic.tensors import overwrite, with_mean, writing
+from laconic.tensors import overwrite, parts, with_mean, writing
 
 BUCKET_BYTES = 25 * 2**20
 """Most bytes in a bucket: enough that a round's time depends on its bytes, not its messages."""
@@ -272,8 +272,8 @@ def sums(tensors: Sequence[Tensor]) -> Tensor:
     """The sums of all elements and of their absolute values, in float64, to compare tensors. Adds
     up a piece at a time, so that no large tensor is copied."""
     total = torch.zeros(2, dtype=torch.float64)
-    for t in tensors:
-        real = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+    for t in (part for tensor in tensors for part in parts(tensor).values()):
+        real = torch.view_as_real(t) if t.is_complex() else t
         for piece in torch.split(real.reshape(-1), 2**16):
             both = piece.sum(dtype=torch.float64), piece.abs().sum(dtype=torch.float64)
             total += torch.stack(both).cpu()

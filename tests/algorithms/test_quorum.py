@@ -857,7 +857,7 @@ def test_new_groups_are_refused() -> None:
         la.attach(model, optimizer, la.local_sgd(2, quorum=1))
         optimizer.add_param_group({"params": [*model[1].parameters()]})
         model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(ValueError, match="groups of the start"):
+        with pytest.raises(ValueError, match="parameters of the start"):
             optimizer.step()
 
     la.simulate(train, workers=2)

@@ -310,6 +310,28 @@ def test_evaluating_in_another_mode_changes_no_training(recipe: la.Recipe, swaps
     assert float((agreed - finished[1]).abs().max()) < 1e-12
 
 
+@pytest.mark.parametrize("mean", [False, True])
+def test_the_consensus_does_not_depend_on_the_mode_of_the_optimizer(mean: bool) -> None:
+    def run(rank: int, evaluate: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).double()
+        optimizer = ScheduleFree(list(model.parameters()), False)
+        optimizer.train()
+        sync = la.attach(model, optimizer, la.diloco(4))
+        draw = torch.Generator().manual_seed(rank)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, generator=draw).double()).square().mean().backward()
+            optimizer.step()
+        if evaluate:
+            optimizer.eval()
+        with sync.consensus(mean=mean):
+            return vector(model)
+
+    one, other = (la.simulate(lambda r, e=e: run(r, e), workers=2)[0] for e in (False, True))
+    assert float((one - other).abs().max()) < 1e-12
+
+
 @pytest.mark.parametrize("first, last, warns", [(1, 1, 0), (0, 2, 0), (1, 2, 1), (0, 1, 1)])
 @pytest.mark.fault("weights swapped inside consensus() and swapped back after it, without a word")
 def test_a_swap_across_the_edge_of_the_block_warns(first: int, last: int, warns: int) -> None:

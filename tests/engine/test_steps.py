@@ -240,6 +240,97 @@ def test_a_state_saved_after_a_thaw_is_loaded_before_it() -> None:
         assert torch.equal(one[1], other[1])
 
 
+def test_what_was_frozen_when_it_was_saved_joins_after_the_load() -> None:
+    def train(rank: int, frozen: bool, state: Any = None) -> Any:
+        model = net()
+        model[0].requires_grad_(not frozen)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        sync = laconic.attach(model, optimizer, laconic.local_sgd(2))
+        if state is not None:
+            model.load_state_dict(state[0])
+            sync.load_state_dict(state[1])
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+        saved = model.state_dict(), sync.state_dict()
+        sync.detach()
+        return saved, flat(model)
+
+    saved = laconic.simulate(lambda rank: train(rank, True)[0], workers=2)
+    one, other = laconic.simulate(lambda rank: train(rank, False, saved[rank])[1], workers=2)
+    assert torch.equal(one, other)
+
+
+def test_a_state_of_version_3_is_loaded() -> None:
+    """It counts parameter groups, and its text is that of today."""
+
+    def train(rank: int) -> bool:
+        model = net()
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.05)
+        sync = laconic.attach(model, optimizer, laconic.diloco(3, momentum=0.5))
+        for step in range(4):
+            backward(model, rank, step)
+            optimizer.step()
+        state = sync.state_dict()
+        assert "part=<function parameters>" in state["recipe"]
+        older = {**state, "version": 3, "rounds": [{**r, "joined": [2]} for r in state["rounds"]]}
+        sync.load_state_dict(older)
+        again = sync.state_dict()
+        sync.detach()
+        return bool(again["rounds"][0]["joined"] == state["rounds"][0]["joined"])
+
+    assert laconic.simulate(train, workers=2) == [True, True]
+
+
+def test_a_frozen_tensor_that_is_not_plain_is_saved() -> None:
+    def train(rank: int) -> int:
+        model = net()
+        odd = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+        model.register_parameter("odd", odd)
+        optimizer = torch.optim.SGD([*model[0].parameters(), *model[2].parameters(), odd], lr=0.05)
+        with laconic.attach(model, optimizer, laconic.local_sgd(2)) as sync:
+            backward(model[:3], rank, 0)
+            optimizer.step()
+            sync.load_state_dict(sync.state_dict())
+            return sync.step
+
+    assert laconic.simulate(train, workers=2) == [1, 1]
+
+
+def test_a_closure_of_the_optimizers_own_is_refused_where_gradients_are_averaged() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(self.closure)
+
+    def train(rank: int, recipe: laconic.Recipe) -> int:
+        model = net()
+        optimizer = Own(model.parameters(), lr=0.05)
+        optimizer.closure = lambda: backward(model, rank, 0)
+        torch.optim.SGD(net().parameters(), lr=1.0)
+        with laconic.attach(model, optimizer, recipe) as sync:
+            optimizer.step()
+            optimizer.step()
+        return sync.stats().rounds
+
+    assert laconic.simulate(lambda rank: train(rank, laconic.local_sgd(2)), workers=2) == [1, 1]
+    with pytest.raises(ValueError, match=r"makes a closure.*Pass the closure"):
+        laconic.simulate(lambda rank: train(rank, laconic.ddp()), workers=2)
+
+
+def test_no_warning_after_detach() -> None:
+    def train(rank: int) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        laconic.attach(model, optimizer, laconic.local_sgd(2)).detach()
+        for step in range(6):
+            backward(model, rank, step)
+            optimizer.step()
+
+    laconic.simulate(train, workers=2)
+
+
 def replace(model: Any, optimizer: torch.optim.Optimizer, how: str) -> None:
     rows = torch.cat([model.p.detach(), model.p.detach()[:2]])
     if how == "data":

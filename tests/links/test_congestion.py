@@ -229,10 +229,12 @@ def test_what_is_sent_next_needs_the_rate_itself(socket_pairs: Callable[[int], l
     connections = socket_pairs(3)
     x = torch.zeros(4 << 20, dtype=torch.uint8)
     messages = (frames.Message * 4)()
+    room = torch.zeros(4 * frames.check_bytes(4 << 20), dtype=torch.uint8)  # for checksums
     # two messages on the first connection, a long one on the second, one on the third that waits
     each = [(0, 1000, 1000, -1), (0, 1000, -1, 0), (1, 4 << 20, 4 << 20, -1), (2, 4 << 20, -1, -1)]
     for index, (connection, size, ready, after) in enumerate(each):
-        at = (1, 1), 0, x.data_ptr(), size, ready, connections[connection], False, after
+        checks = room.data_ptr() + index * frames.check_bytes(4 << 20)
+        at = (1, 1), 0, checks, x.data_ptr(), size, ready, connections[connection], False, after
         frames.begin(messages, index, *at, bbr=True)
     assert move(messages) == [1, 1, 1, 1]
     messages[1].ready = 1000
@@ -248,9 +250,10 @@ def test_when_a_message_is_sent_others_start_anew(
     connections = socket_pairs(len(sizes))
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     messages = (frames.Message * len(sizes))()
+    rooms = [torch.zeros(frames.check_bytes(size), dtype=torch.uint8) for size in sizes]
     for index in (2, 1, 0):  # the first one last: the others have begun when it is complete
         where = tensors[index].data_ptr(), sizes[index], -1 if index == 0 else sizes[index]
-        at = (1, 1), 0, *where, connections[index], False, -1
+        at = (1, 1), 0, rooms[index].data_ptr(), *where, connections[index], False, -1
         frames.begin(messages, index, *at, bbr=True)
     assert move(messages) == [1, 1, 1]
     messages[0].ready = sizes[0]
@@ -265,9 +268,11 @@ def test_what_a_connection_sends_next_counts_as_left(
     connections = socket_pairs(2)
     x = torch.zeros(4 << 20, dtype=torch.uint8)
     messages = (frames.Message * 3)()
+    room = torch.zeros(3 * frames.check_bytes(4 << 20), dtype=torch.uint8)
     each = [(0, 1000, -1, -1), (1, 400_000, 400_000, -1), (1, later, -1, 1)]
     for index, (connection, size, ready, after) in enumerate(each):
-        at = (1, 1), 0, x.data_ptr(), size, ready, connections[connection], False, after
+        checks = room.data_ptr() + index * frames.check_bytes(4 << 20)
+        at = (1, 1), 0, checks, x.data_ptr(), size, ready, connections[connection], False, after
         frames.begin(messages, index, *at, bbr=True)
     move(messages)
     assert 0 < messages[1].moved < 400_000

@@ -222,10 +222,11 @@ def test_calls_are_booked_each_under_its_own_name(n: int) -> None:
     for book in la.simulate(run, workers=n):
         attached = {name: value for name, value in book["attach"].items() if value}
         assert attached == {
-            "gather": (n - 1) * 8,  # the digest of the set-up
+            "gather": (n - 1) * 8 * 10,  # of the set-up, and of the tensors to compare
             "broadcast": (n - 1) * 4 * sum(map(math.prod, SHAPES)) // n,
         }
-        consensus = {"agree": announcement(n), "mean": ring(anchors, n)}
+        nothing = (n - 1) * 8  # no other tensors to compare
+        consensus = {"agree": announcement(n), "mean": ring(anchors, n), "gather": nothing}
         assert book["consensus"] == consensus
         assert book["finish"] == consensus
         one_number = (n - 1) * 8  # it has no slices
@@ -245,7 +246,8 @@ def test_the_consensus_of_local_sgd_is_one_mean() -> None:
             pass
         return difference(before, dict(sync.stats().bytes_by_collective))
 
-    expected = {"agree": announcement(3), "mean": ring(parameter_bytes(SINGLE, 3), 3)}
+    mean = ring(parameter_bytes(SINGLE, 3), 3)
+    expected = {"agree": announcement(3), "mean": mean, "gather": 2 * 8}
     assert la.simulate(run, workers=3) == [expected] * 3
 
 

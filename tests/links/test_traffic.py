@@ -157,7 +157,7 @@ def recorded(
 
 
 @pytest.mark.parametrize("n", [5, 6])
-@pytest.mark.parametrize("graph", ["directed_exponential", "bipartite_linear", "random", "ring"])
+@pytest.mark.parametrize("graph", ["directed_exponential", "bipartite_linear", "ring"])
 def test_gossip_reaches_out_peers_and_nobody_else(graph: str, n: int) -> None:
     recipe = la.slowmo(la.sgp(graph, 2), 3, momentum=0.5)
     for rank, run in enumerate(recorded(recipe, n, steps=8)[1]):

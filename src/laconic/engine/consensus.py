@@ -16,7 +16,7 @@ from laconic.algorithms.round import Round
 from laconic.algorithms.schedules import every
 from laconic.algorithms.updates import Average
 from laconic.buckets import is_sharded, local, optimizer_state, reshard, sums
-from laconic.engine.modes import evaluation, in_training, modal
+from laconic.engine.modes import evaluation, in_training, modal, training_weights
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.session import Session
@@ -121,15 +121,16 @@ def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
         saved = copies([*session.params(), *session.model.buffers()])
     session.holds_consensus = mean
     try:
-        with torch.no_grad():
-            _write_own(run, mean)
-        with evaluation(session.optimizer, session.params()):
+        with training_weights(session.optimizer):
             with torch.no_grad():
-                _write_mean(run, mean, saved)
-                written = sums([local(p) for p in session.params()])
-            session.status("in consensus()")
-            yield session.model
-            _check_unchanged(session, written)
+                _write_own(run, mean)
+            with evaluation(session.optimizer, session.params()):
+                with torch.no_grad():
+                    _write_mean(run, mean, saved)
+                    written = sums([local(p) for p in session.params()])
+                session.status("in consensus()")
+                yield session.model
+                _check_unchanged(session, written)
     finally:
         restore(reversed(saved))
         reshard(session.model)

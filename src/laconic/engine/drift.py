@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.algorithms.identity import plain
 from laconic.buckets import is_sharded, local
 from laconic.engine.comparison import digest
 from laconic.links.comm_thread import Pending
@@ -187,12 +186,10 @@ def _settings(session: Session) -> dict[str, str]:
 
 
 class RoundCheck:
-    """Compares what should be equal on all workers after the parameter round of ``running``, number
-    ``index`` of the recipe."""
+    """Compares what should be equal on all workers after the parameter round of ``running``."""
 
-    def __init__(self, session: Session, running: ParameterRunner, index: int) -> None:
+    def __init__(self, session: Session, running: ParameterRunner) -> None:
         self._session, self._check, self._running = session, session.drift, running
-        self._name = f"{index} {plain(running.round)}"
         self.x_digest = 0
         """Of x right after the last round, if that is what is compared; 0 before the first."""
         self._looking: list[tuple[int, Pending[Difference | None]]] = []

@@ -17,6 +17,7 @@ from laconic.engine import consensus, loading
 from laconic.engine.ending import Ending
 from laconic.engine.joint_optimizer import JointOptimizer, class_names, members
 from laconic.engine.loading import Loading, LoadModel
+from laconic.engine.modes import training_weights
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session, Settings
@@ -125,6 +126,12 @@ class Driver:
         if hooked:
             self._unseen = UnseenSteps(self.session.params(), class_names(members(optimizer)))
 
+    def _end_watch(self) -> None:
+        """The optimizer steps, or its steps no longer count."""
+        if self._unseen is not None:
+            self._unseen.end()
+            self._unseen = None
+
     def agree_on_binding(self, start: Tensor | None, problem: str | None) -> None:
         """Compare what the ranks have bound: the shapes, and ``start``, which sums up the common
         start (None: the run was resumed, and workers differ). Every rank must call it. Raises
@@ -168,9 +175,7 @@ class Driver:
     def begin_step(self, closure: bool) -> None:
         """Prepare a step of the optimizer. With a ``closure`` its gradients are still to come."""
         session = self.session
-        if self._unseen is not None:
-            self._unseen.end()
-            self._unseen = None
+        self._end_watch()
         refuse_capture(session.device, "optimizer.step()")
         session.refuse_in_consensus("optimizer.step()")
         session.check_complete()
@@ -178,8 +183,14 @@ class Driver:
             session.newcomer.arrive()
         run = self.run
         run.take_in()
-        self._closure = closure
+        had_closure, self._closure = self._closure, closure or (self._in_step and self._closure)
         if closure:
+            if self._in_step and not had_closure and run.averages_gradients(session.step + 1):
+                raise ValueError(
+                    "the optimizer's step() makes a closure and passes it to its parent's step(): "
+                    "laconic has averaged the gradients before it. Pass the closure to "
+                    "optimizer.step(), or attach a recipe that averages parameters"
+                )
             run.refresh(keep=True)
         else:
             if session.step == 0:
@@ -284,8 +295,9 @@ class Driver:
             return
         session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
         session.call(FINISH)
-        run.finish()
-        consensus.write_consensus(run, mean=mean)
+        with training_weights(session.optimizer):
+            run.finish()
+            consensus.write_consensus(run, mean=mean)
         if session.elastic is not None:
             session.gather_json(None)  # after that all have it, and any may end
         if not mean:
@@ -299,6 +311,7 @@ class Driver:
     @torch.no_grad()
     def switch(self, recipe: Recipe) -> None:
         """See `Synchronizer.switch`."""
+        self.session.check_complete()
         if self.session.elastic is not None:
             raise ValueError(
                 "an elastic run cannot switch, since newcomers start with the recipe of the start: "
@@ -345,6 +358,7 @@ class Driver:
     def detach(self) -> None:
         """See `Synchronizer.detach`."""
         self.ending.complete = self.ending.step  # the user keeps this worker's own model
+        self._end_watch()
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -127,8 +127,9 @@ class Loading:
         saved = [parts[rank] for rank in sorted(parts)] if mine is None else [parts[mine]]
         first = saved[0]
         source: Source = Own(0) if mine is not None else _others(self.run.session, parts)
-        joined = [batch for r in first["rounds"] for batch in r["joined"]]
-        self._undo.append(self.run.session.join_at({k for batch in joined for k in batch}))
+        joined = {k for r in first["rounds"] for batch in r["joined"] for k in batch}
+        if joined:
+            self._undo.append(self.run.session.join_at(joined))
         self.run.refresh()
         if policy is not None:
             policy.load_state_dict(first["auto"])

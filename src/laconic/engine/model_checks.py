@@ -108,7 +108,8 @@ def check_devices(
 def shared_memory(params: Iterable[Tensor]) -> int:
     """A number that tells the memory that ``params`` share with other processes, on all hosts; 0 if
     they share none. Found where Linux lists the memory of this process."""
-    first = next((p for p in params if p.device.type == "cpu" and p.is_shared()), None)  # type: ignore[no-untyped-call]
+    plain = (t for p in params if p.device.type == "cpu" for t in parts(local(p)).values())
+    first = next((t for t in plain if t.is_shared()), None)  # type: ignore[no-untyped-call]
     maps = Path("/proc/self/maps")
     if first is None or not maps.exists():
         return 0

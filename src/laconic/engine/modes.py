@@ -45,6 +45,19 @@ def _trains(optimizer: Modal) -> bool:
 
 
 @contextmanager
+def training_weights(optimizer: Optimizer | None) -> Iterator[None]:
+    """A context in which optimizers with modes are in train mode: rounds are about its weights."""
+    evaluating = [each for each in modal(optimizer) if not _trains(each)]
+    for each in evaluating:
+        each.train()
+    try:
+        yield
+    finally:
+        for each in evaluating:
+            each.eval()
+
+
+@contextmanager
 def evaluation(optimizer: Optimizer | None, params: Sequence[Tensor]) -> Iterator[None]:
     """A context in which optimizers with modes are in eval mode, and ``params`` may be overwritten.
     Afterward modes and states are those of before, whatever is called inside, and ``params`` are so

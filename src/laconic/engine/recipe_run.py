@@ -27,7 +27,7 @@ from laconic.engine.drift import RoundCheck
 from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.joint_optimizer import JointOptimizer
-from laconic.engine.model_checks import shared_memory
+from laconic.engine.model_checks import check_tensors, shared_memory
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.quorum_rounds import QuorumRounds
 from laconic.engine.session import Session
@@ -91,7 +91,7 @@ class RecipeRun:
         ]
         for running in self.rounds:
             running.set.add(session.params())
-        self._checks = {id(r): RoundCheck(session, r, i) for i, r in enumerate(self.rounds)}
+        self._checks = {id(r): RoundCheck(session, r) for r in self.rounds}
         if any(isinstance(r.exchange, QuorumMean) for r in self._planned):
             self.quorum = QuorumRounds(session, self.rounds)
 
@@ -149,6 +149,7 @@ class RecipeRun:
                 "rounds with a quorum are about the parameters of the start: add groups, and thaw "
                 "parameters, before laconic.attach"
             )
+        check_tensors(session.model, new)
         session.call("parameters added")
         self.check_alike()
         session.broadcast(new)
@@ -233,12 +234,9 @@ class RecipeRun:
         """Raise ``ValueError`` on every rank unless all ranks run the same recipe on the same
         parameters. ``module``: compare the module's tensors, too."""
         session = self.session
-        groups = [
-            [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group]
-            for group in session.held()
-        ]
+        groups = [[(_described(p), p.requires_grad) for p in group] for group in session.held()]
         rest = [*session.model.parameters(), *session.model.buffers()] if module else []
-        shapes = [f"{t.shape} {t.dtype}" if is_sharded(t) else describe_tensor(t) for t in rest]
+        shapes = list(map(_described, rest))
         workers = None if session.elastic is not None else session.workers.size
         text = repr((self.describe(chosen=chosen), groups, shapes, workers))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -397,3 +395,8 @@ class RecipeRun:
         if averaged(step + 1) or not averaged(step):
             return False
         return all(averaged(s) for s in range(1, step))
+
+
+def _described(tensor: Tensor) -> str:
+    """Equal on ranks that can exchange values of ``tensor``."""
+    return f"{tensor.shape} {tensor.dtype}" if is_sharded(tensor) else describe_tensor(tensor)

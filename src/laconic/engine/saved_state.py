@@ -23,6 +23,8 @@ from laconic.engine.channel import Channel, is_owned
 from laconic.engine.in_flight import InFlightBucket, InFlightRound
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.links.comm_thread import Pending
+from laconic.tensors import as_bytes
+from laconic.tensors import parts as plain_parts
 
 VERSION, OLDER = 4, 3
 """States of version 3 count the parameter groups that joined; see `upgraded`."""
@@ -36,10 +38,11 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     """A number that differs if any bit of ``tensors`` differs (except for rare collisions)."""
     total = 0
     for index, tensor in enumerate(tensors, 1):
-        data = local(tensor).contiguous().reshape(-1).view(torch.uint8)
-        for number, chunk in enumerate(torch.split(data, _CHUNK), 1):
-            weights = torch.arange(1, len(chunk) + 1, device=chunk.device) % 65521
-            total += index * number * int((chunk * weights).sum())
+        for part in plain_parts(local(tensor)).values():
+            data = as_bytes(part).contiguous().reshape(-1)
+            for number, chunk in enumerate(torch.split(data, _CHUNK), 1):
+                weights = torch.arange(1, len(chunk) + 1, device=chunk.device) % 65521
+                total += index * number * int((chunk * weights).sum())
     return total % 2**61
 
 

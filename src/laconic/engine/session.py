@@ -160,8 +160,9 @@ class Session:
         self._order: list[Tensor] = []
         self._x: dict[int, Tensor] = {}
         """The optimizer's parameters that have joined x, by id."""
-        self._trained: list[int] | None = None
-        """The ids of those that were trained when `joining` looked last."""
+        self._trained: list[tuple[int, bool]] | None = None
+        """The optimizer's parameters, by id, and whether each was trained when `joining` looked
+        last."""
 
     # -- parameters ----
 
@@ -188,7 +189,7 @@ class Session:
         or thawed. `join` takes them in. Parameters that are no longer the optimizer's leave x;
         where rounds are about a ``fixed`` x, that raises ``ValueError``."""
         held = [p for group in self.held() for p in group]
-        trained = [id(p) for p in held if p.requires_grad or p.grad is not None]
+        trained = [(id(p), p.requires_grad or p.grad is not None) for p in held]
         if trained == self._trained:
             return []
         gone = self._x.keys() - {id(p) for p in held}
@@ -201,7 +202,8 @@ class Session:
             )
         for key in gone:
             del self._x[key]
-        own, chosen = {id(p) for p in self.model.parameters()}, {*trained}
+        own = {id(p) for p in self.model.parameters()}
+        chosen = {key for key, is_trained in trained if is_trained}
         found = [
             p for p in held if id(p) not in self._x and (id(p) in chosen or _moved_outside(p, own))
         ]
@@ -214,16 +216,17 @@ class Session:
         self._x.update((id(p), p) for p in params)
 
     def join_at(self, positions: Collection[int]) -> Callable[[], None]:
-        """Let x be the parameters at these ``positions`` in the optimizer's order, and those that
-        are in it already. Returns a function that undoes it."""
-        before = dict(self._x)
+        """Let x be the parameters at these ``positions`` in the optimizer's order; others that are
+        trained join it with the next step. Returns a function that undoes it."""
+        before = self._x
         held = [p for group in self.held() for p in group]
         if max(positions, default=-1) >= len(held):
             raise ValueError(
                 f"the state was saved with {max(positions) + 1} parameters or more, and the "
                 f"optimizer has {len(held)}: add the same groups before loading it"
             )
-        self.join([held[k] for k in positions])
+        self._x, self._trained = {}, None
+        self.join([held[k] for k in sorted(positions)])
         return partial(setattr, self, "_x", before)
 
     @property

@@ -37,17 +37,24 @@ class StepHooks(RemovableHandle):
             if type(hooks := getattr(optimizer, name)) is dict:  # it has no weak references
                 setattr(optimizer, name, OrderedDict(hooks))
         self._before, self._after = before, after
-        self._depth = 0
-        """How many of torch's wrappers are at work; more than are if a step raised."""
+        self._depth = self._base = 0
+        """How many of torch's wrappers are at work in this step, where none has raised, and how
+        many were when it began. A newcomer takes steps inside ``before``."""
         self._handles = (
             optimizer.register_step_pre_hook(not_compiled(self._enter)),
             optimizer.register_step_post_hook(not_compiled(self._leave)),
         )
 
     def _enter(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._depth = 1 if not self._depth else max(_wrappers_at_work(optimizer), 1)
-        if self._depth == 1:
-            self._before(optimizer, args, options)
+        at_work = _wrappers_at_work(optimizer)
+        if self._depth and at_work > self._base:
+            self._depth = 1 + at_work - self._base
+            if any(callable(each) for each in (*args[1:], options.get("closure"))):
+                self._before(optimizer, args, options)  # perhaps the class's own closure
+            return
+        self._depth = 0
+        self._before(optimizer, args, options)
+        self._depth, self._base = 1, at_work
 
     def _leave(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self._depth -= 1

@@ -11,6 +11,7 @@ from torch import Tensor
 from laconic.algorithms.compile import check_groups, workers_differ
 from laconic.algorithms.round import Recipe
 from laconic.engine.consensus import write_consensus
+from laconic.engine.modes import training_weights
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.session import Session
 
@@ -62,8 +63,9 @@ class Switcher:
         check_groups(recipe, "group" in session.links)  # while the present rounds still work
         run.take_in()
         session.call("switch()")
-        run.finish()
-        write_consensus(run, state=True)
+        with training_weights(session.optimizer):
+            run.finish()
+            write_consensus(run, state=True)
         if workers_differ(run.recipe):
             self._align_optimizer_state()
             self._scalers_differ = True
