@@ -79,7 +79,10 @@ def _wrappers_at_work(optimizer: Optimizer) -> int:
 
 class UnseenSteps:
     """Warns if ``params`` move from one backward pass to the next, and the attached optimizer never
-    steps. ``name``: its class. `end` it with the first step."""
+    steps. ``name``: its class. `end` it with the first step.
+
+    Looks at the first of them that receives a gradient, and hooks only two: torch goes on calling a
+    parameter's hooks at each pass when all were removed, which costs 2 microseconds."""
 
     def __init__(self, params: Sequence[Tensor], name: str) -> None:
         self._name = name
@@ -90,7 +93,7 @@ class UnseenSteps:
         hook = not_compiled(self._on_gradient)
         self._handles = [
             p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for p in params
+            for p in (*params[:1], *params[1:][-1:])
             if p.requires_grad and p.is_leaf and not is_sharded(p)
         ]
 
