@@ -117,6 +117,8 @@ def test_a_worker_leaves_on_sigterm() -> None:
 def test_sigterm_reaches_the_processes_of_a_data_loader(start: str) -> None:
     with Run("laconic.local_sgd(2)", 2, MANY, fresh=True, samples=5000) as run:
         worker = run.workers[1]
+        for founder in run.workers:  # one that came with them would be no change of the view
+            founder.wait_for("ready")
         loads = run.add(loader=start)
         loads.wait_for("loads")
         worker.wait_for("view", workers=3)
