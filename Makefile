@@ -101,20 +101,20 @@ $(COURSE): $(SOURCES)
 	$(call environment,course)
 
 mutations: $(READY)       ## change a sign in each formula and see a test fail
-	$(BIN)/python tests/mutate.py
+	$(BIN)/python -m tests.mutate
 
 stress: $(READY)          ## start and end 200 labs in every way there is; nothing may be left
 	$(BIN)/python -m benchmarks.stress
 
 look: $(READY)            ## pictures of the demo's report, with Chromium
-	$(BIN)/python tests/look.py
+	$(BIN)/python -m tests.look
 
 look-docs: docs           ## search and pictures of the docs site, with Chromium
-	$(BIN)/python tests/look_docs.py
+	$(BIN)/python -m tests.look_docs
 
 docs: $(DOCS)             ## build the docs site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
-	$(BIN)/python tests/offline.py build/site
+	$(BIN)/python -m tests.offline build/site
 
 pictures: $(READY)        ## draw the timelines of docs/algorithms and the diagrams of the course
 	$(BIN)/python docs/pictures.py

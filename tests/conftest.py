@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import programs
+from tests.support import programs
 
 if TYPE_CHECKING:
-    import gloo
-    import job_keys
+    from tests.support import gloo, job_keys
 
 # pytest keeps the test modules that it has rewritten: half of the time of collecting the tests
 sys.dont_write_bytecode = False
@@ -101,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[gloo.Pool]:
     """Four gloo processes, shared by the tests that need some."""
-    import gloo
+    from tests.support import gloo
 
     pool = gloo.Pool(4)
     yield pool
@@ -111,8 +110,7 @@ def pool() -> Iterator[gloo.Pool]:
 @pytest.fixture(scope="session")
 def late_pool() -> Iterator[gloo.Pool]:
     """Four gloo processes that have the device "late" (`late`)."""
-    import gloo
-    import late
+    from tests.support import gloo, late
 
     pool = gloo.Pool(4)
     pool.run(late.prepare, ranks=4)
@@ -123,7 +121,7 @@ def late_pool() -> Iterator[gloo.Pool]:
 @pytest.fixture(scope="session")
 def context() -> Any:
     """Makes processes that may be killed."""
-    import gloo
+    from tests.support import gloo
 
     return gloo.forking()
 
@@ -132,14 +130,14 @@ def context() -> Any:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> job_keys.Jobs:
     """Directories with keys and certificates."""
     pytest.importorskip("cryptography")
-    import job_keys
+    from tests.support import job_keys
 
     return job_keys.Jobs(tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _tracked() -> None:
-    import synchronizers
+    from tests.support import synchronizers
 
     synchronizers.track_synchronizers()
 
@@ -149,7 +147,7 @@ def _as_it_was(_tracked: None) -> Iterator[None]:
     """One thread for torch; afterward, no synchronizer is left attached."""
     import torch
 
-    import synchronizers
+    from tests.support import synchronizers
 
     torch.set_num_threads(1)
     yield

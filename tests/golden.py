@@ -1,6 +1,6 @@
 """Golden digests: what every recipe does, bit for bit, recorded so that changes can be compared.
 
-    python tests/golden.py record|compare [--only NAME ...] [--file FILE] [--simulated]
+    python -m tests.golden record|compare [--only NAME ...] [--file FILE] [--simulated]
 
 A case is a small training run. It runs over simulated workers and again over gloo processes (but
 for ``--simulated``), and both must give the same digests. Every kind of digest is one hash per step
@@ -56,7 +56,6 @@ from typing import Any, ClassVar
 if __name__ == "__main__":  # before torch is imported, and for the processes of a pool
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
     os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
-    sys.path.append(str(Path(__file__).parent / "support"))
 
 import numpy as np
 import torch
@@ -65,8 +64,8 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.links import Link
 
-import gloo
-from all_recipes import ROWS
+from tests.support import gloo
+from tests.support.all_recipes import ROWS
 
 FILE = Path(__file__).with_suffix(".json")
 SLOPE = 0.25
@@ -1207,6 +1206,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    import golden  # processes find the functions there by name
+    from tests import golden  # processes find the functions there by name
 
     sys.exit(golden.main())

@@ -1,7 +1,7 @@
 """Look at a report in headless Chromium: pictures of it for both themes, on a desk and on a phone,
 folded and with all details open, and how it prints.
 
-    python tests/look.py [DIR/report.html [WHERE]]
+    python -m tests.look [DIR/report.html [WHERE]]
 
 Fails where there is no Chromium, where the page's script says anything on the console, or where a
 chart stays empty. Not part of `make test`, which needs no browser.

@@ -1,6 +1,6 @@
 """Look at the docs site in headless Chromium: its search, from files, and pictures of some pages.
 
-    python tests/look_docs.py [WHERE]     after make docs
+    python -m tests.look_docs [WHERE]     after make docs
 
 Fails where there is no Chromium, where a page's script says anything on the console, or where the
 search finds nothing. Not part of `make test`, which needs no browser.
@@ -13,7 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from look import BROWSERS, THEMES, chromium
+from tests.look import BROWSERS, THEMES, chromium
 
 SITE = Path(__file__).parents[1] / "build" / "site"
 PAGES = ("index", "quickstart", "choose", "spot", "algorithms/streaming_diloco", "api/attach")

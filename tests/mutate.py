@@ -1,8 +1,8 @@
 # ruff: noqa: E501
 """Change one sign or factor of each formula and see that a test fails.
 
-    python tests/mutate.py        # or: make mutations
-    python tests/mutate.py --only updates/eager.py test_wire.py
+    python -m tests.mutate        # or: make mutations
+    python -m tests.mutate --only updates/eager.py test_wire.py
 
 Every change is made in a copy of the sources, and the tests named beside it are run on the copy.
 """

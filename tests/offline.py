@@ -1,6 +1,6 @@
 """Fails if a page of the built docs site loads anything from elsewhere.
 
-    python tests/offline.py build/site
+    python -m tests.offline build/site
 
 Part of `make docs`. Links that a reader may follow are no matter.
 """

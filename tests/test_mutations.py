@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutate import MUTATIONS, unusable
+from tests.mutate import MUTATIONS, unusable
 
 
 def test_every_change_can_be_made() -> None:

@@ -14,7 +14,7 @@ import pytest
 import laconic
 from laconic.algorithms.recipes import RECIPES
 
-import programs
+from tests.support import programs
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import programs
+from tests.support import programs
 
 PROGRAMS = {
     "what it is given": (

@@ -53,8 +53,8 @@ from laconic.links.null import NullLink
 from laconic.links.tcp import TcpLink
 from laconic.predict import BACKWARD, Facts, predict, work_key
 
-import gloo
-from clock import controlled
+from tests.support import gloo
+from tests.support.clock import controlled
 
 LIKE = "4, 1, codec='int4', lr=0.7, momentum=0.6"
 """What `laconic.streaming_diloco` was measured with."""

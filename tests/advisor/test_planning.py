@@ -25,7 +25,7 @@ from laconic.algorithms.round import Recipe
 from laconic.links.cost import Shared
 from laconic.predict import LATER, predict
 
-from all_recipes import ROWS
+from tests.support.all_recipes import ROWS
 
 WHOLE = 6.4 * 3 / 4
 """Seconds of an all-reduce of 8 million numbers between 4 workers at 80 Mbit/s."""

@@ -26,7 +26,7 @@ from laconic.cli import main
 from laconic.lab.race import runner
 from laconic.predict import predict
 
-import programs
+from tests.support import programs
 
 SMALL = ("--workers", "2", "--steps", "16", "--compute", "1ms")
 """A trial of a tenth of a second."""

@@ -24,7 +24,7 @@ from laconic.links.null import NullLink
 from laconic.predict import Facts, Net, predict, work_key
 from laconic.probe import own_rates, unequal_hosts, unequal_workers
 
-from clock import Clock, controlled
+from tests.support.clock import Clock, controlled
 
 BITS = 32 * 1200
 SLOW_WORKER = Facts(3, ((1200,),), 4, 2.0, BITS, 0.5, computes=(1.0, 1.0, 2.0))

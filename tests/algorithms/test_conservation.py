@@ -18,8 +18,8 @@ import laconic as la
 from laconic.algorithms.topology import GRAPHS
 from laconic.engine.parameter_rounds import ParameterRunner
 
-import training
-from training import Job, build
+from tests.support import training
+from tests.support.training import Job, build
 
 EXACT = 1e-12
 

@@ -20,10 +20,9 @@ from laconic.algorithms.updates import Average, Sign
 from laconic.codecs.dct import Tiling, cosines, divisor
 from laconic.errors import NotFiniteError
 
-import gloo
-import linear
-import reference_coded as coded
-from linear import Problem, Training
+from tests.references import reference_coded as coded
+from tests.support import gloo, linear
+from tests.support.linear import Problem, Training
 
 SHAPES = ((12, 8), (6,), (4, 3, 2), (7, 10))
 """In tiles of 4 x 4, 3, 4 x 3 and 1 x 2 for a chunk of 4."""

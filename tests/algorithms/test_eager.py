@@ -13,11 +13,10 @@ import torch
 import laconic as la
 from laconic.codecs import Cast, Int8
 
-import gloo
-import linear
-import reference_coded as coded
-from linear import Problem, Training
-from reference_coded import Array, Params, Worker
+from tests.references import reference_coded as coded
+from tests.references.reference_coded import Array, Params, Worker
+from tests.support import gloo, linear
+from tests.support.linear import Problem, Training
 
 SHAPES = ((5, 3), (7,), (2, 2, 2))
 

@@ -7,11 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import reference as ref
-import reference_decade as decade
-import reference_leader as leader
-from exact_rows import BOUND, GOSSIP, GROUPED, IN_PROCESSES, KINDS, NEWER, ROWS
-from training import OPTIMIZERS, Job, largest_difference, partly_zero_lr, same_bits, simulated
+from tests.references import reference as ref
+from tests.references import reference_decade as decade
+from tests.references import reference_leader as leader
+from tests.support.exact_rows import BOUND, GOSSIP, GROUPED, IN_PROCESSES, KINDS, NEWER, ROWS
+from tests.support.training import (
+    OPTIMIZERS,
+    Job,
+    largest_difference,
+    partly_zero_lr,
+    same_bits,
+    simulated,
+)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,10 @@ from torch import Tensor
 
 import laconic as la
 
-import gloo
-import reference as ref
-import training
-from exact_rows import ROWS
-from training import (
+from tests.references import reference as ref
+from tests.support import gloo, training
+from tests.support.exact_rows import ROWS
+from tests.support.training import (
     OPTIMIZERS,
     Job,
     build,

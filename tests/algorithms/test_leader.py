@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.algorithms.scores import NO_SCORE, Score, Scores, elect
 
-import gloo
+from tests.support import gloo
 
 STEPS = 4
 RECIPE = la.lsgd(STEPS, local_period=0, pull=0.5, drift=0.0, window=3)

@@ -18,11 +18,10 @@ from laconic.algorithms.round import Round
 from laconic.algorithms.updates import Average
 from laconic.errors import NotFiniteError
 
-import gloo
-import linear
-import reference_coded as coded
-from linear import Problem, Training
-from reference_coded import Params
+from tests.references import reference_coded as coded
+from tests.references.reference_coded import Params
+from tests.support import gloo, linear
+from tests.support.linear import Problem, Training
 
 SHAPES = ((12, 9), (7,), (6, 3, 4), (3, 3), (11, 8))
 """Matrices, a vector, three dimensions, and one that is too small for rank 2."""

@@ -26,9 +26,9 @@ from laconic.device import full_precision
 from laconic.errors import NotFiniteError
 from laconic.links.simulated import current_link
 
-import gloo
-import reference_newest as newest
-from training import Job, largest_difference, simulated
+from tests.references import reference_newest as newest
+from tests.support import gloo
+from tests.support.training import Job, largest_difference, simulated
 
 SHAPES = (torch.Size([5, 7]), torch.Size([3]), torch.Size([2, 2]), torch.Size([1]))
 LENGTH = sum(shape.numel() for shape in SHAPES)

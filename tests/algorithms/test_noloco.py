@@ -15,10 +15,9 @@ from torch import Tensor
 import laconic as la
 from laconic.algorithms.topology import Graph
 
-import gloo
-import linear
-import reference_coded as coded
-from linear import Problem, Training
+from tests.references import reference_coded as coded
+from tests.support import gloo, linear
+from tests.support.linear import Problem, Training
 
 SHAPES = ((5, 3), (7,), (2, 2, 2))
 HEAVY_BALL = partial(torch.optim.SGD, lr=0.7, momentum=0.5)

@@ -22,8 +22,16 @@ from laconic.buckets import Fragment, parameters
 from laconic.codecs import Int4
 from laconic.engine import channel
 
-import reference as ref
-from training import Job, build, largest_difference, same_bits, simulated, step, values
+from tests.references import reference as ref
+from tests.support.training import (
+    Job,
+    build,
+    largest_difference,
+    same_bits,
+    simulated,
+    step,
+    values,
+)
 
 
 @dataclass(frozen=True)

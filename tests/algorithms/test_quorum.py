@@ -23,12 +23,12 @@ from laconic.errors import NotFiniteError
 from laconic.links.quorum.port import Announcement, Appointment, Closing, Delivery, Rules
 from laconic.links.quorum.syncer import Syncer
 
-import quorum_training as quorum
-import reference as ref
-import reference_coded as ref_coded
-import training
-from reference_quorum import Quorum
-from training import Job
+from tests.references import reference as ref
+from tests.references import reference_coded as ref_coded
+from tests.references.reference_quorum import Quorum
+from tests.support import quorum_training as quorum
+from tests.support import training
+from tests.support.training import Job
 
 SECONDS = {"one is slow": (1, 1, 1, 3), "all differ": (1, 1.7, 2.1, 0.9)}
 STEPS = (24, 24, 25, 11)

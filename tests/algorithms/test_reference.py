@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from reference import (
+from tests.references.reference import (
     GROUPS,
     HIDDEN,
     INPUT,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import reference
-from reference import NAMES, SGD, Recipe, initial, make_data
-from reference_coded import (
+from tests.references import reference
+from tests.references.reference import NAMES, SGD, Recipe, initial, make_data
+from tests.references.reference_coded import (
     Algorithm,
     Array,
     Codec,
@@ -48,9 +48,9 @@ from reference_coded import (
     topk,
     unflat,
 )
-from reference_decade import Rounds
-from reference_decade import run as run_rounds
-from reference_elastic import EASGD
+from tests.references.reference_decade import Rounds
+from tests.references.reference_decade import run as run_rounds
+from tests.references.reference_elastic import EASGD
 
 n, steps = 3, 13
 data, init = make_data(4, 40, seed=1), initial(1, seed=2)

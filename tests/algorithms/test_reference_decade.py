@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-import reference
-from reference import (
+from tests.references import reference
+from tests.references.reference import (
     NAMES,
     SGD,
     AdamW,
@@ -28,9 +28,9 @@ from reference import (
     max_difference,
     mean,
 )
-from reference_decade import SlowMo, add, run, scale, slowmo, toward
-from reference_elastic import downpour, easgd
-from reference_gossip import (
+from tests.references.reference_decade import SlowMo, add, run, scale, slowmo, toward
+from tests.references.reference_elastic import downpour, easgd
+from tests.references.reference_gossip import (
     GRAPHS,
     SGP,
     Graph,
@@ -41,7 +41,7 @@ from reference_gossip import (
     sgp,
     symmetric_matrix,
 )
-from reference_leader import LSGD, lsgd
+from tests.references.reference_leader import LSGD, lsgd
 
 n, steps = 4, 13
 data, init = make_data(6, 40, seed=1), initial(6, seed=2)

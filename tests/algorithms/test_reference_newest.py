@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from reference import (
+from tests.references.reference import (
     NAMES,
     SGD,
     AdamW,
@@ -26,7 +26,7 @@ from reference import (
     mean,
     run,
 )
-from reference_newest import (
+from tests.references.reference_newest import (
     MARGIN,
     POLYNOMIALS,
     Outer,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from laconic.algorithms.topology import GRAPHS, Graph
 
-import reference_gossip as gossip
+from tests.references import reference_gossip as gossip
 
 Matrix = npt.NDArray[np.float64]
 SIZES = range(1, 18)

@@ -13,8 +13,7 @@ from benchmarks.cuda.__main__ import RESULTS, main, run_all
 
 from laconic.codecs import Int8, kernels
 
-import gloo
-import late
+from tests.support import gloo, late
 
 CPU = torch.device("cpu")
 

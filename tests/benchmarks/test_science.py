@@ -31,7 +31,7 @@ from benchmarks.science.rows import (
 from benchmarks.science.runs import load, outcomes
 from sklearn.datasets import load_digits
 
-import gloo
+from tests.support import gloo
 
 SEEDS = range(200, 205)
 """Neither those that the settings were tuned on nor those of the page."""

@@ -20,7 +20,7 @@ from laconic.cli import COMMANDS, main, overview, parsers, streams
 from laconic.lab.race import report
 from laconic.lab.race.result import NO_COMMUNICATION, Point, Result, Row
 
-import programs
+from tests.support import programs
 
 LACONIC = [*programs.NEW, "-m", "laconic"]
 ADVISE = ["advise", "--params", "1M", "--step-time", "0.1s", "--bandwidth", "1gbit", "--latency",

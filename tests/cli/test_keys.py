@@ -13,7 +13,7 @@ import pytest
 from laconic.cli import main
 from laconic.links import job_secret, tls
 
-import job_keys
+from tests.support import job_keys
 
 pytest.importorskip("cryptography")
 

@@ -1,6 +1,6 @@
 """Compiles the kernels for GPUs, without one, and looks at the instructions.
 
-python tests/codecs/compiled_for_gpus.py
+python -m tests.codecs.compiled_for_gpus
 """
 
 from __future__ import annotations

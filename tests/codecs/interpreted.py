@@ -1,6 +1,6 @@
 """Compares the kernels for GPUs, run by Triton's interpreter on the CPU, with those in C.
 
-    python tests/codecs/interpreted.py FIRST COUNT
+    python -m tests.codecs.interpreted FIRST COUNT
 
 Runs COUNT random shapes, from the one numbered FIRST, and prints how many were compared.
 """

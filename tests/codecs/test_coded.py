@@ -33,9 +33,9 @@ from laconic.links.cost import Cost
 from laconic.links.simulated import current_link
 from laconic.links.wrapped import Wrapped
 
-import gloo
-import reference_coded as ref
-from training import Interrupted
+from tests.references import reference_coded as ref
+from tests.support import gloo
+from tests.support.training import Interrupted
 
 STEPS = 14
 SHAPES = ((7, 5), (7,), (11, 7), (11,), (3, 40))

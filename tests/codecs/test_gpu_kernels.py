@@ -11,14 +11,14 @@ import torch
 
 from laconic.codecs import Cast, Int4, Int8, compiled, kernels
 
-FOLDER = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 SHAPES, PARTS = 500, 2
 
 
 def program(name: str, *arguments: object) -> str:
-    """What a program beside this one prints."""
-    command = [sys.executable, "-W", "ignore", str(FOLDER / name), *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    """What a module beside this one prints."""
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.codecs.{name}", *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip()
 
@@ -26,12 +26,12 @@ def program(name: str, *arguments: object) -> str:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_they_give_the_bits_of_the_kernels_in_c(part: int) -> None:
     each = SHAPES // PARTS
-    assert program("interpreted.py", part * each, each) == f"{each} shapes, all equal"
+    assert program("interpreted", part * each, each) == f"{each} shapes, all equal"
 
 
 def test_they_compile_for_gpus() -> None:
     """The interpreter accepts more than the compiler does."""
-    assert program("compiled_for_gpus.py") == "all compiled"
+    assert program("compiled_for_gpus") == "all compiled"
 
 
 def test_who_serves_which_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

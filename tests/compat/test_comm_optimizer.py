@@ -23,12 +23,11 @@ import laconic as la
 from laconic.algorithms.round import Recipe
 from laconic.compat.comm_optimizer import KEY
 
-import gloo
-import reference as ref
-import reference_elastic as elastic
-import reference_leader as leader
-import training
-from training import Job, build, largest_difference, plain_lr, same_bits
+from tests.references import reference as ref
+from tests.references import reference_elastic as elastic
+from tests.references import reference_leader as leader
+from tests.support import gloo, training
+from tests.support.training import Job, build, largest_difference, plain_lr, same_bits
 
 Trace = list[Any]
 Parts = tuple[nn.Module, la.CommOptimizer]

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import reference
-from reference import NAMES, SGD, SHAPES, AdamW, Array, Data, Optimizer, Params
-from reference_slowmo_ddp import (
+from tests.references import reference
+from tests.references.reference import NAMES, SGD, SHAPES, AdamW, Array, Data, Optimizer, Params
+from tests.references.reference_slowmo_ddp import (
     GRAPHS,
     Cluster,
     Settings,

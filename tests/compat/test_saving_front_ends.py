@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import laconic as la
 from laconic import SlowMoBaseAlgorithm
 
-import gloo
-import slowmo_training as loop
+from tests.support import gloo
+from tests.support import slowmo_training as loop
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),

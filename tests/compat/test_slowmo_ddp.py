@@ -16,12 +16,11 @@ from torch import Tensor
 import laconic as la
 from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 
-import gloo
-import reference
-import reference_slowmo_ddp as ref
-import slowmo_training as loop
-import training
-from slowmo_training import Settings, Wide
+from tests.references import reference
+from tests.references import reference_slowmo_ddp as ref
+from tests.support import gloo, training
+from tests.support import slowmo_training as loop
+from tests.support.slowmo_training import Settings, Wide
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),

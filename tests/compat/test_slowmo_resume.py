@@ -17,10 +17,9 @@ from torch import nn
 import laconic as la
 from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 
-import gloo
-import slowmo_training as loop
-import training
-from slowmo_training import Settings
+from tests.support import gloo, training
+from tests.support import slowmo_training as loop
+from tests.support.slowmo_training import Settings
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),

@@ -22,8 +22,8 @@ import laconic as la
 from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 from laconic.compat import fairscale
 
-import gloo
-import slowmo_training as loop
+from tests.support import gloo
+from tests.support import slowmo_training as loop
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),

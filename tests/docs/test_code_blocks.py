@@ -39,7 +39,7 @@ from laconic.attach import attach, synchronizer_of
 from laconic.buckets import parameters
 from laconic.lab.emulation.cluster import Cluster
 
-import gloo
+from tests.support import gloo
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

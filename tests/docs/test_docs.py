@@ -15,7 +15,7 @@ import laconic
 from laconic.algorithms.recipes import RECIPES
 from laconic.predict import Facts, predict
 
-from offline import elsewhere
+from tests.offline import elsewhere
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

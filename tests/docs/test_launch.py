@@ -13,8 +13,7 @@ from pathlib import Path
 
 import yaml
 
-import gloo
-import programs
+from tests.support import gloo, programs
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"

@@ -27,7 +27,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 import laconic
 from laconic.links import cost
 
-import gloo
+from tests.support import gloo
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # what torch says of its own use of itself

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tutorial import full_ddp
 from tutorial.naive_ddp import free_port
 
-import gloo
+from tests.support import gloo
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--device", "cpu", "-nb", "48", "-i", "10", "-z", "4"]

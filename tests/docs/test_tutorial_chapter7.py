@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_tutorial import python
 
 from laconic import ddp, local_sgd
 from laconic.lab.race.result import Result, Rounds, Row
@@ -17,6 +16,8 @@ from laconic.predict import predict
 from tutorial import slow_network
 from tutorial.slow_network import HOSTS, ONE_WAY, on_paper, sent, train
 from tutorial.toy import count_parameters
+
+from tests.docs.test_tutorial import python
 
 ROW = Row("local_sgd(4)", "ok", None, 10, 5.0, 0.5, 3.0, math.nan, None, 0.0, ())
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import laconic
-from elastic_runs import MANY, Run, Worker
 from laconic.links.elastic.registry import serve
 
-import gloo
+from tests.support import gloo
+from tests.support.elastic_runs import MANY, Run, Worker
 
 RECIPES = [
     "laconic.ddp()",

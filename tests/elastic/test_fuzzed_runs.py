@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_runs import MANY, Run
 from laconic.links import connect, health
 from laconic.links.addresses import Address
 from laconic.links.elastic import relay
 from laconic.links.elastic.registry import Registry
 from laconic.links.elastic.view import View
 
-import job_keys
-import strangers as s
-from strangers import RAW, Attack, Stranger, Usage
+from tests.support import job_keys
+from tests.support import strangers as s
+from tests.support.elastic_runs import MANY, Run
+from tests.support.strangers import RAW, Attack, Stranger, Usage
 
 
 def members_of(run: Run) -> View:

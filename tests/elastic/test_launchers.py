@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-import gloo
+from tests.support import gloo
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "elastic"
@@ -28,7 +28,7 @@ SECONDS = 200.0
 def environment(**more: str) -> dict[str, str]:
     """Without the preloaded process: the tests kill workers by their process ids."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("LACONIC_", "SLURM"))}
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "support")])
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 

@@ -24,7 +24,7 @@ from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import Beacon
 
-import gloo
+from tests.support import gloo
 
 KEY = "00" * 8
 JOBS = itertools.count()

@@ -25,8 +25,7 @@ from laconic.links.elastic import tls_store
 from laconic.links.elastic.registry import CoordinatorError, Registry, UntrustedError, serve
 from laconic.links.elastic.view import Member, View
 
-import gloo
-import job_keys
+from tests.support import gloo, job_keys
 
 KEY = "00" * 8
 A, B = (Member(f"{n:012x}", *(f"10.0.0.{n}|{port}|{KEY}" for port in (1, 2, 3))) for n in (1, 2))

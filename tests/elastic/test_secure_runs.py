@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_runs import MANY, Run
 from laconic.cli import main
 from laconic.links import addresses
 from laconic.links.addresses import Address
 from laconic.links.elastic.registry import Registry, serve
 
-import gloo
-import job_keys
+from tests.support import gloo, job_keys
+from tests.support.elastic_runs import MANY, Run
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import laconic
-from elastic_runs import MANY, Run
-from elastic_worker import train
+
+from tests.support.elastic_runs import MANY, Run
+from tests.support.elastic_worker import train
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 RECORDED = [

@@ -31,8 +31,8 @@ from laconic.links.null import NullLink
 from laconic.predict import Facts, predict, travel
 from laconic.processor import Usage
 
-import gloo
-from clock import Clock, controlled
+from tests.support import gloo
+from tests.support.clock import Clock, controlled
 
 auto_module = __import__("laconic.auto", fromlist=["choose"])
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import laconic as la
 
-import gloo
+from tests.support import gloo
 
 WORKERS, STEPS, BATCH, WORDS = 2, 6, 4, 11
 Make = Callable[[nn.Module], Optimizer]

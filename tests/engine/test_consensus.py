@@ -17,7 +17,7 @@ from laconic.algorithms.schedules import every
 from laconic.algorithms.update import State
 from laconic.algorithms.updates import Replace
 
-from all_recipes import ROWS, Row, Run
+from tests.support.all_recipes import ROWS, Row, Run
 
 STOPS = (1, 4, 5, 7, 9)
 """Before the first outer step, on one, and between two."""

@@ -14,7 +14,7 @@ import laconic as la
 from laconic.device import common_device
 from laconic.engine.model_checks import check_devices
 
-import gloo
+from tests.support import gloo
 
 
 def told(attach: Callable[[], Any]) -> str:

@@ -17,7 +17,7 @@ from laconic.engine.drift import Difference, part_of
 from laconic.links import Link
 from laconic.tensors import as_bytes
 
-import gloo
+from tests.support import gloo
 
 
 def train(

@@ -27,8 +27,7 @@ from laconic.links.calls import Call
 from laconic.links.elastic.relay import Record
 from laconic.links.elastic.replay import Replay
 
-import all_recipes
-import gloo
+from tests.support import all_recipes, gloo
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,7 @@ from torch import nn
 import laconic as la
 from laconic.engine import ending
 
-import gloo
-import programs
+from tests.support import gloo, programs
 
 Ends = Callable[[nn.Module, torch.optim.Optimizer, la.Synchronizer], object]
 

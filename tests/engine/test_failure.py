@@ -25,7 +25,7 @@ import laconic as la
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.updates import Average
 
-import gloo
+from tests.support import gloo
 
 TIMEOUT = 20.0
 """Seconds given to `laconic.attach`."""

@@ -1,4 +1,4 @@
-"""A part of the cases of `golden` against what is recorded; ``python tests/golden.py compare`` runs
+"""A part of the cases of `golden` against what is recorded; ``python -m tests.golden compare`` runs
 them all."""
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import all_recipes
-import gloo
-import golden
-import programs
+from tests import golden
+from tests.support import all_recipes, gloo, programs
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
@@ -57,8 +55,10 @@ def test_every_case_is_recorded() -> None:
 def test_simulated(part: int) -> None:
     """By the script, which pins the instructions of torch and MKL before they are loaded."""
     names = SIMULATED[part::PARTS]
-    script = [*programs.NEW, golden.__file__, "compare", "--simulated", "--only", *names]
-    run = subprocess.run(script, capture_output=True, text=True)
+    script = [*programs.NEW, "-m", "tests.golden", "compare", "--simulated", "--only", *names]
+    run = subprocess.run(
+        script, capture_output=True, text=True, cwd=Path(golden.__file__).parents[1]
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.startswith(f"{len(names)} cases, ")
     assert run.stdout.endswith(" digests, all equal\n")

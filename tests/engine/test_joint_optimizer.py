@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import laconic as la
 
-from training import Job, build, same_bits, simulated, values
+from tests.support.training import Job, build, same_bits, simulated, values
 
 RECIPES: dict[str, la.Recipe] = {
     "ddp": la.ddp(),

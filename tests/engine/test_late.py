@@ -23,9 +23,8 @@ from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 
-import gloo
-import late
-from all_recipes import ROWS, Run
+from tests.support import gloo, late
+from tests.support.all_recipes import ROWS, Run
 
 STEPS = 14
 WITH_STATE = [

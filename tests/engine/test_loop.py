@@ -24,8 +24,7 @@ from laconic.algorithms.exchanges import Mean
 from laconic.buckets import optimizer_state
 from laconic.errors import LinkError
 
-import gloo
-import training
+from tests.support import gloo, training
 
 WORKERS = 3
 STEPS = 8

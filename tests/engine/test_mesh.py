@@ -16,12 +16,11 @@ from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.update import Update
 from laconic.errors import NotFiniteError
 
-import gloo
-import reference
-import reference_decade as decade
-import training
-from exact_rows import ROWS
-from training import OPTIMIZERS, Job, largest_difference, same_bits
+from tests.references import reference
+from tests.references import reference_decade as decade
+from tests.support import gloo, training
+from tests.support.exact_rows import ROWS
+from tests.support.training import OPTIMIZERS, Job, largest_difference, same_bits
 
 SHARDED = [
     "ddp",

@@ -23,7 +23,7 @@ from torch import nn
 import laconic as la
 from laconic.engine import recorder
 
-import gloo
+from tests.support import gloo
 
 Records = list[dict[str, Any]]
 

@@ -21,8 +21,8 @@ from laconic.links.link import Staged, Stages
 from laconic.links.tcp import TcpLink
 from laconic.links.wrapped import Wrapped
 
-import gloo
-from training import Interrupted
+from tests.support import gloo
+from tests.support.training import Interrupted
 
 RECIPES = {
     "ddp": la.ddp(),

@@ -22,7 +22,7 @@ from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.predict import Facts, predict, undisturbed
 from laconic.processor import Usage
 
-from clock import controlled
+from tests.support.clock import controlled
 
 FACTS = Facts(4, ((256, 256),) * 16, 4, 0.1, 1e8, 1e-4)
 

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 import laconic as la
 from laconic.algorithms.recipes import RECIPES
 
-import gloo
-from all_recipes import ROWS, Row, Run
+from tests.support import gloo
+from tests.support.all_recipes import ROWS, Row, Run
 
 SAVED_AT, END = 7, 13
 """No outer step of the recipes falls on the first, and messages are in flight then."""

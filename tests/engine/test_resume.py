@@ -21,10 +21,9 @@ from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.buckets import optimizer_state
 from laconic.engine import saved_state
 
-import gloo
-import training
-from exact_rows import GROUPED, KINDS, ROWS
-from training import Job, build, plain_lr
+from tests.support import gloo, training
+from tests.support.exact_rows import GROUPED, KINDS, ROWS
+from tests.support.training import Job, build, plain_lr
 
 STEPS = 14
 SAVES = (1, 4, 5, 7, 8)

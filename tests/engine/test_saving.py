@@ -36,7 +36,7 @@ from laconic import checkpoint
 from laconic.checkpoints import manifest, saving
 from laconic.links.wrapped import Wrapped
 
-import gloo
+from tests.support import gloo
 
 STEPS, NEXT = 14, 4
 RECIPES: dict[str, la.Recipe] = {

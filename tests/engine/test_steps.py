@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import laconic
 
-import gloo
+from tests.support import gloo
 
 
 def net() -> nn.Sequential:

@@ -17,7 +17,7 @@ import laconic as la
 from laconic.engine import batch_check
 from laconic.engine.model_checks import IDLE_DDP, NO_DDP, USED_DDP
 
-import gloo
+from tests.support import gloo
 
 RANKS = 2
 Wrap = Callable[[nn.Module], nn.Module]

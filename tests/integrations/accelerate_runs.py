@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import laconic as la
 from laconic.integrations import accelerate as integration
 
-import forked
-from by_hand import (
+from tests.support import forked
+from tests.support.by_hand import (
     ACCUMULATE,
     BATCH,
     CLIP,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import forked
+from tests.support import forked
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import laconic as la
 from laconic.integrations.lightning import LaconicStrategy
 
-import forked
-from by_hand import (
+from tests.support import forked
+from tests.support.by_hand import (
     ACCUMULATE,
     BATCH,
     CLIP,

@@ -35,9 +35,9 @@ def by_hand(rank: int) -> tuple[float, list[torch.Tensor]]:
 
 
 def test_a_worker_that_is_killed_goes_on_to_the_bit(tmp_path: Path) -> None:
-    paths = [ROOT / "src", ROOT / "examples", ROOT / "tests" / "support"]
+    paths = [ROOT / "src", ROOT / "examples", ROOT]
     program = subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "integrations" / "ray_runs.py"), str(tmp_path)],
+        [sys.executable, "-m", "tests.integrations.ray_runs", str(tmp_path)],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from by_hand import EVALUATED, RUNS, STEPS
+from tests.support.by_hand import EVALUATED, RUNS, STEPS
 
 PROGRAMS = ["transformers", "accelerate", "lightning"]
 REFUSED = {

@@ -11,7 +11,7 @@ import pytest
 
 from laconic.integrations import versions
 
-import programs
+from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
 

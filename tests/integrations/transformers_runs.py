@@ -15,8 +15,8 @@ from transformers.optimization import get_linear_schedule_with_warmup
 import laconic as la
 from laconic.integrations.transformers import LaconicCallback, LaconicTrainer
 
-import forked
-from by_hand import (
+from tests.support import forked
+from tests.support.by_hand import (
     ACCUMULATE,
     CLIP,
     EVALUATED,

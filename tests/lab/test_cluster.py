@@ -26,7 +26,7 @@ from laconic.lab.emulation.cluster import (
 )
 from laconic.lab.emulation.jobs import signals_deferred
 
-import programs
+from tests.support import programs
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 RATE = 100e6  # bit/s

@@ -20,7 +20,6 @@ from typing import NoReturn
 
 import psutil
 import pytest
-from test_cluster import MARK, holders, marked, refusal, until
 
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import RECIPES
@@ -30,7 +29,8 @@ from laconic.lab.race import runner
 from laconic.lab.race.report import NO_COMMUNICATION, Result, Row, read
 from laconic.links import cost
 
-import programs
+from tests.lab.test_cluster import MARK, holders, marked, refusal, until
+from tests.support import programs
 
 DIGITS = 9_610
 """Parameters of the digits workload's model: 64 x 128 + 128 + 128 x 10 + 10."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from test_report import result, row
 
 from laconic.algorithms.parse import parse_recipe
 from laconic.lab.demo import kill, outcome, picture, worker
@@ -18,6 +17,8 @@ from laconic.lab.emulation.faults import COORDINATOR
 from laconic.lab.emulation.injection import KILLED, Happened
 from laconic.lab.emulation.program import Process
 from laconic.lab.race.report import NO_COMMUNICATION, Result
+
+from tests.lab.test_report import result, row
 
 CHOSE = (
     "after step 4: a step computes for 40 ms; the network sends 97 Mbit/s and takes 0.5 ms per "

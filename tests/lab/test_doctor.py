@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_cluster import refusal, with_namespaces
-from test_forward import with_forwarder
 
 import laconic
 from laconic.advisor import advice_on
@@ -51,7 +49,9 @@ from laconic.lab.emulation.cluster import (
 from laconic.links import congestion, frames
 from laconic.predict import predict
 
-from gloo import free_port
+from tests.lab.test_cluster import refusal, with_namespaces
+from tests.lab.test_forward import with_forwarder
+from tests.support.gloo import free_port
 
 LO = Interface(True, ("127.0.0.1", "::1"))
 ETH = Interface(True, ("10.0.0.5",))

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cluster import until
 
 from laconic.cli import main
 from laconic.lab.emulation import faults, program
@@ -21,6 +20,8 @@ from laconic.lab.emulation.cluster import Cluster, Loopback, NamespacesUnavailab
 from laconic.lab.emulation.faults import COORDINATOR, Cut, Hang, Kill, Plan
 from laconic.lab.emulation.injection import Injection
 from laconic.lab.emulation.jobs import Job
+
+from tests.lab.test_cluster import until
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 # Host 1 answers each byte that host 0 sends every 10 ms. Host 0 prints when the answers came.

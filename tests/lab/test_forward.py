@@ -31,7 +31,7 @@ from laconic.lab.emulation.cluster import (
 from laconic.lab.emulation.forward import VERSION
 from laconic.lab.emulation.program import Network, emulate
 
-import programs
+from tests.support import programs
 
 ENDS = 20  # packets that mean the end, since some are lost
 PYTHON = [sys.executable, "-I", "-S", "-c"]

@@ -34,7 +34,7 @@ from laconic.lab.emulation.torchrun import find
 from laconic.links import Throttled
 from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE, own_link
 
-import programs
+from tests.support import programs
 
 LAB = [*programs.NEW, "-m", "laconic", "lab"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"

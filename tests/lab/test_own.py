@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from test_cluster import refusal
-from test_report import SILENT, rendered, result, row
 from torch import Tensor, nn
 
 import laconic
@@ -29,6 +27,9 @@ from laconic.lab.race.result import NO_COMMUNICATION, grouped
 from laconic.lab.race.workloads import Workload
 from laconic.links.simulated import single_link
 from laconic.links.throttled import Throttled
+
+from tests.lab.test_cluster import refusal
+from tests.lab.test_report import SILENT, rendered, result, row
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RULES, WORKLOAD = EXAMPLES / "my_rules.py", EXAMPLES / "my_workload.py"

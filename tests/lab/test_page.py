@@ -8,7 +8,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from test_report import DDP, FAILED, FULL, LOCAL, SILENT, result, row
 
 from laconic.algorithms.recipes import RECIPES
 from laconic.lab.race import report
@@ -16,6 +15,8 @@ from laconic.lab.race.page import explained, page
 from laconic.lab.race.result import Result, Rounds
 from laconic.lab.race.table import cells
 from laconic.lab.race.verdict import question, sentences
+
+from tests.lab.test_report import DDP, FAILED, FULL, LOCAL, SILENT, result, row
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 SPANS = ((0.0, 0.4, "compute"), (0.4, 1.0, "wait"), (0.41, 0.93, "send"))

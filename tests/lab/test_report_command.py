@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_page import RECORDED, Parsed
-from test_report import DDP, FAILED, FULL, LOCAL, SILENT, result, row
 
 from laconic.cli import main
 from laconic.lab.race import report
 from laconic.lab.race.result import NO_COMMUNICATION, Result
+
+from tests.lab.test_page import RECORDED, Parsed
+from tests.lab.test_report import DDP, FAILED, FULL, LOCAL, SILENT, result, row
 
 WRITTEN = {"report.html", "results.json", "results.csv", "rows.csv", "loss.png", "loss.svg"}
 

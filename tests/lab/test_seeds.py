@@ -9,13 +9,14 @@ from statistics import stdev
 
 import pytest
 from rich.console import Console
-from test_page import Parsed
-from test_report import DDP, FULL, LOCAL, SILENT, result, row
 
 from laconic.lab.emulation.seeds import groups
 from laconic.lab.race import report
 from laconic.lab.race.result import Row
 from laconic.lab.race.table import caption
+
+from tests.lab.test_page import Parsed
+from tests.lab.test_report import DDP, FULL, LOCAL, SILENT, result, row
 
 
 def seeds(*runs: Row) -> tuple[Row, ...]:

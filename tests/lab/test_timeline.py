@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_cluster import refusal
 from torch import nn
 
 import laconic
@@ -30,6 +29,8 @@ from laconic.lab.race.timeline import (
 from laconic.links import cost
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.simulated import current_link
+
+from tests.lab.test_cluster import refusal
 
 # -- pieces ----
 

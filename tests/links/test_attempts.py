@@ -20,8 +20,7 @@ from laconic.errors import LinkError
 from laconic.links import tls
 from laconic.links.attempts import agree_on_attempt, listen_at
 
-import gloo
-import job_keys
+from tests.support import gloo, job_keys
 
 TRAIN = """
 import os, sys

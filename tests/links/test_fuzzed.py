@@ -24,10 +24,9 @@ from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
 from laconic.links.wire import Wire
 
-import gloo
-import job_keys
-import strangers as s
-from strangers import OURS, RAW, Attack, Stranger, Usage
+from tests.support import gloo, job_keys
+from tests.support import strangers as s
+from tests.support.strangers import OURS, RAW, Attack, Stranger, Usage
 
 SECRET = bytes(range(32))
 SECONDS = 60.0

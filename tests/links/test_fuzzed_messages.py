@@ -36,7 +36,7 @@ from laconic.links.quorum.syncer import Syncer
 from laconic.links.quorum.tcp import GuestPort, Host, Line
 from laconic.links.wire import ChangedError, Connections, Transfer
 
-import job_keys
+from tests.support import job_keys
 
 HERE, THERE = (3, 7), (4, 7)
 GUARD = 64

@@ -33,7 +33,7 @@ from laconic.links.texts import clean
 from laconic.links.torch_link import TorchLink
 from laconic.links.wire import Connections, Wire
 
-import gloo
+from tests.support import gloo
 
 SECRET = bytes(range(32))
 VERDICT = Verdict("rank 1 is gone", (1,), 0)

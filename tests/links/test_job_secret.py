@@ -25,8 +25,7 @@ from laconic.links.elastic.registry import Registry, serve
 from laconic.links.elastic.view import View
 from laconic.links.handshake import SECRET_BYTES
 
-import gloo
-import job_keys
+from tests.support import gloo, job_keys
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 

@@ -17,7 +17,7 @@ from laconic.errors import LinkError
 from laconic.links import comm_thread
 from laconic.links.comm_thread import CommThread, Pending
 
-import programs
+from tests.support import programs
 
 
 def test_a_job_that_is_done_keeps_no_tensor() -> None:

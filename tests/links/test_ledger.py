@@ -20,8 +20,8 @@ from laconic import buckets
 from laconic.engine import gradient_rounds
 from laconic.links import Ledger, Metered, Throttled, cost
 
-import gloo
-from clock import controlled
+from tests.support import gloo
+from tests.support.clock import controlled
 
 PERIOD, STEPS = 4, 14
 SHAPES = [(7, 5), (7,), (11, 7), (11,)]

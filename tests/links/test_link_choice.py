@@ -18,8 +18,7 @@ from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 from laconic.links.torch_link import Choice, TorchLink, inner_link, world_link
 
-import gloo
-import late
+from tests.support import gloo, late
 
 SECONDS = timedelta(seconds=20)
 

@@ -19,7 +19,7 @@ from laconic.links.rank_sets import sets_of
 from laconic.links.simulated import current_link
 from laconic.links.texts import exchange_texts
 
-import gloo
+from tests.support import gloo
 
 SOURCE = Path(laconic.__file__).parent
 

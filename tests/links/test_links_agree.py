@@ -14,10 +14,9 @@ import laconic as la
 from laconic.links import health
 from laconic.links.addresses import Address
 
-import gloo
-import training
-from exact_rows import BOUND, IN_PROCESSES, ROWS
-from training import Job, largest_difference, same_bits, simulated
+from tests.support import gloo, training
+from tests.support.exact_rows import BOUND, IN_PROCESSES, ROWS
+from tests.support.training import Job, largest_difference, same_bits, simulated
 
 
 def over_gloo(rank: int, job: Job) -> list[Any]:

@@ -18,9 +18,7 @@ from laconic.links import health
 from laconic.links.addresses import Address, listen, ports
 from laconic.links.elastic.registry import serve
 
-import gloo
-import job_keys
-import programs
+from tests.support import gloo, job_keys, programs
 
 SECRET = bytes(range(32))
 EVERYWHERE = {"0.0.0.0", "::"}

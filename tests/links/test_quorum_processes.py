@@ -24,12 +24,11 @@ from laconic.links.quorum.port import Announcement, Appointment, Delivery, Rules
 from laconic.links.quorum.syncer import Syncer
 from laconic.links.quorum.tcp import Host
 
-import gloo
-import quorum_training as quorum
-import reference as ref
-import training
-from quorum_training import Ran
-from training import Job
+from tests.references import reference as ref
+from tests.support import gloo, training
+from tests.support import quorum_training as quorum
+from tests.support.quorum_training import Ran
+from tests.support.training import Job
 
 STEPS = (32, 32, 32, 11)
 RECIPES: dict[str, la.Recipe] = {

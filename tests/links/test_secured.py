@@ -20,7 +20,7 @@ from laconic.links import health, secured, talks, tls
 from laconic.links.addresses import Address
 from laconic.links.wire import ChangedError, LostError, Wire
 
-from job_keys import Jobs, turn_off, turn_on, variables
+from tests.support.job_keys import Jobs, turn_off, turn_on, variables
 
 HERE = (3, 7)
 SECRET = bytes(range(32))

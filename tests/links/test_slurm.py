@@ -11,8 +11,7 @@ import pytest
 
 from laconic.links.slurm import first_host, torchrun_variables
 
-import gloo
-import programs
+from tests.support import gloo, programs
 
 ROOT = Path(__file__).parents[2]
 STEP = {

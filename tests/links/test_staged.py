@@ -13,8 +13,7 @@ from laconic.links import Link, staged
 from laconic.links.link import Parts
 from laconic.links.staged import HostMemory, StagedLink
 
-import gloo
-import late
+from tests.support import gloo, late
 
 SIZES = (1, 7, 24, 300)
 """Elements per rank; a piece has 16."""

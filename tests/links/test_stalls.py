@@ -21,9 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import forgetful
 import laconic
-from elastic_runs import MANY, Run
 from laconic.links import handshake, health
 from laconic.links.addresses import connect, listen
 from laconic.links.elastic.registry import serve
@@ -31,8 +29,8 @@ from laconic.links.sockets import borrowed
 from laconic.links.talks import Talks
 from laconic.links.wire import Wire
 
-import gloo
-import job_keys
+from tests.support import forgetful, gloo, job_keys
+from tests.support.elastic_runs import MANY, Run
 
 STEPS, PAUSE = 60, 20
 TIMEOUT, LONG = 40.0, 100.0

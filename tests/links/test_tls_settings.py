@@ -13,8 +13,8 @@ import pytest
 
 from laconic.links import tls
 
-import job_keys
-from job_keys import turn_off, turn_on
+from tests.support import job_keys
+from tests.support.job_keys import turn_off, turn_on
 
 PREFIX = "GLOO_DEVICE_TRANSPORT_TCP_TLS_"
 

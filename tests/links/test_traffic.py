@@ -11,14 +11,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_ledger import MIXED, SINGLE, STEPS, Plain, deltas, exact_slices, parameter_bytes
 from torch import Tensor, nn
 
 import laconic as la
 from laconic.algorithms.topology import Graph
 from laconic.links import Link, Metered, Parts
 
-import gloo
+from tests.links.test_ledger import (
+    MIXED,
+    SINGLE,
+    STEPS,
+    Plain,
+    deltas,
+    exact_slices,
+    parameter_bytes,
+)
+from tests.support import gloo
 
 RIDER = 8
 """Bytes of the push weight behind every message of SGP."""

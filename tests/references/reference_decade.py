@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reference import (
+from tests.references.reference import (
     GROUP_OF,
     NAMES,
     Array,

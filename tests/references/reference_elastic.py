@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reference import NAMES, Params, Rates, Worker, copy, mean
-from reference_decade import Rounds, Seen, add, scale, toward
+from tests.references.reference import NAMES, Params, Rates, Worker, copy, mean
+from tests.references.reference_decade import Rounds, Seen, add, scale, toward
 
 
 @dataclass

@@ -32,8 +32,18 @@ from typing import TypeAlias
 
 import numpy as np
 
-from reference import NAMES, Array, Params, Rates, StatePolicy, Worker, copy, mean, treat_state
-from reference_decade import Rounds, add, scale
+from tests.references.reference import (
+    NAMES,
+    Array,
+    Params,
+    Rates,
+    StatePolicy,
+    Worker,
+    copy,
+    mean,
+    treat_state,
+)
+from tests.references.reference_decade import Rounds, add, scale
 
 Pairing: TypeAlias = Callable[[int, int], list[tuple[int, int]]]  # (k, n) -> pairs
 Peers: TypeAlias = Callable[[int, int, int, int], list[int]]  # (rank, n, k, peers) -> ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from reference import NAMES, Params, Rates, Worker, copy, mean
-from reference_decade import Rounds, Seen, toward
+from tests.references.reference import NAMES, Params, Rates, Worker, copy, mean
+from tests.references.reference_decade import Rounds, Seen, toward
 
 
 @dataclass

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reference import NAMES, Array, Params, Rates, Recipe, Worker, copy, mean
+from tests.references.reference import NAMES, Array, Params, Rates, Recipe, Worker, copy, mean
 
 FIRST, SECOND = ("exp_avg", "momentum_buffer"), ("exp_avg_sq",)  # a moment's names in the state
 

@@ -39,7 +39,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from reference import (
+from tests.references.reference import (
     GROUP_OF,
     GROUPS,
     NAMES,
@@ -52,7 +52,7 @@ from reference import (
     gradient,
     mean,
 )
-from reference_coded import Codec
+from tests.references.reference_coded import Codec
 
 Rule = Literal["average", "nesterov", "delayed", "slow"]
 

@@ -22,8 +22,18 @@ from typing import Literal
 
 import numpy as np
 
-import reference
-from reference import NAMES, Array, Data, Optimizer, Params, Rates, State, copy, mean
+from tests.references import reference
+from tests.references.reference import (
+    NAMES,
+    Array,
+    Data,
+    Optimizer,
+    Params,
+    Rates,
+    State,
+    copy,
+    mean,
+)
 
 GRAPHS = (
     "NPeerDynamicDirectedExponentialGraph",

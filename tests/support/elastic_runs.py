@@ -16,10 +16,10 @@ from typing import Any
 
 from laconic.links.elastic.registry import serve
 
-import gloo
-import programs
+from tests.support import gloo, programs
 
 SECONDS = 200.0
+ROOT = Path(__file__).parents[2]
 MANY = 100_000
 """Steps that a run never takes: its test ends it before, however fast or slow the machine is."""
 
@@ -30,16 +30,24 @@ class Worker:
     def __init__(
         self, name: int, recipe: str, steps: int, coordinator: str, **options: Any
     ) -> None:
-        script = str(Path(__file__).parent / "elastic_worker.py")
         # a stopped stand-in of a preloaded process would not stop that process
         python = programs.NEW if options.pop("fresh", False) else [sys.executable]
-        command = [*python, script, str(name), recipe, str(steps), coordinator]
+        command = [
+            *python,
+            "-m",
+            "tests.support.elastic_worker",
+            str(name),
+            recipe,
+            str(steps),
+            coordinator,
+        ]
         pipes = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
             "text": True,
             "start_new_session": True,
+            "cwd": ROOT,
         }
         self.process = subprocess.Popen([*command, json.dumps(options)], **pipes)  # type: ignore[call-overload]
         self.events: list[dict[str, Any]] = []

@@ -35,8 +35,9 @@ def end() -> None:
 if __name__ == "__main__":
     atexit.register(end)  # before laconic's functions, which run before it
 
-import forgetful  # noqa: E402
 import laconic  # noqa: E402
+
+from tests.support import forgetful  # noqa: E402
 
 OWN = ("samples", "clip", "fails_after", "linger", "signs", "slow", "loader")
 """The options that are not those of `laconic.Elastic`."""

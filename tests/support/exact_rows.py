@@ -10,12 +10,12 @@ import torch
 import laconic as la
 from laconic.algorithms.topology import Graph
 
-import reference as ref
-import reference_decade as decade
-import reference_elastic as elastic
-import reference_gossip as gossip
-import reference_leader as leader
-import reference_newest as newest
+from tests.references import reference as ref
+from tests.references import reference_decade as decade
+from tests.references import reference_elastic as elastic
+from tests.references import reference_gossip as gossip
+from tests.references import reference_leader as leader
+from tests.references import reference_newest as newest
 
 ADAM = partial(torch.optim.Adam, lr=0.03)
 

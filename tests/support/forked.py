@@ -20,7 +20,7 @@ from typing import Any
 import torch._dynamo  # noqa: F401  the first step of an optimizer imports it, in each rank
 from filelock import FileLock
 
-import gloo
+from tests.support import gloo
 
 SECONDS = 280.0
 TESTS = Path(__file__).parent.parent
@@ -79,13 +79,12 @@ def results_of(program: str, folder: Path) -> Any:
 
 
 def _run_program(program: str, folder: Path) -> None:
-    path = [str(TESTS), str(TESTS / "support"), *sys.path]
+    path = [str(TESTS.parent), *sys.path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TOKENIZERS_PARALLELISM": "false"}
     env["OMP_NUM_THREADS"] = "1"  # or some libraries choose another number than a loop by hand has
-    file = TESTS / "integrations" / f"{program}.py"
     with (folder / "errors").open("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, str(file), str(folder)],
+            [sys.executable, "-m", f"tests.integrations.{program}", str(folder)],
             env=env,
             stdout=subprocess.DEVNULL,
             stderr=errors,

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from laconic.links import Link, TorchLink
 from laconic.links.nccl import NcclLink
 
-import synchronizers
+from tests.support import synchronizers
 
 TIMEOUT = timedelta(seconds=60)
 Task = Callable[..., Any]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.links import Link
 
-import gloo
-import reference_coded as coded
-from reference_coded import Array, Params
+from tests.references import reference_coded as coded
+from tests.references.reference_coded import Array, Params
+from tests.support import gloo
 
 SLOPE = 0.25
 

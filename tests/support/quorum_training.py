@@ -8,10 +8,9 @@ from typing import Any
 
 import laconic as la
 
-import reference
-import reference_quorum
-import training
-from training import Job, build
+from tests.references import reference, reference_quorum
+from tests.support import training
+from tests.support.training import Job, build
 
 
 @dataclass(frozen=True)

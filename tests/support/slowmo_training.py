@@ -14,9 +14,8 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.links.simulated import current_link
 
-import gloo
-import reference
-import training
+from tests.references import reference
+from tests.support import gloo, training
 
 
 @dataclass(frozen=True)

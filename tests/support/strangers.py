@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from laconic.links import handshake, talks, tls
 
-import job_keys
+from tests.support import job_keys
 
 SOON = 60.0
 RESET = struct.pack("ii", 1, 0)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import laconic
 
-import reference
-import reference_decade
+from tests.references import reference, reference_decade
 
 
 def changing_lr(group: int, step: int) -> float:
