@@ -7,7 +7,7 @@ DOCS := $(VENV)/.docs
 COURSE := $(VENV)/.course
 LAB := $(VENV)/.lab
 
-.PHONY: demo test check wheels try-wheels matrix torchtitan cuda traps bench science race survive validate-model peers mutations stress look look-docs docs pictures tutorial course clean
+.PHONY: demo test test-all check wheels try-wheels matrix torchtitan cuda traps bench science race survive validate-model peers mutations stress look look-docs docs pictures tutorial course clean
 
 DEMO ?=
 
@@ -17,8 +17,14 @@ demo: $(if $(wildcard $(READY)),$(READY),$(LAB))  ## what a slow network costs, 
 # Two processes for each processor: many tests wait for a timeout or another process.
 WORKERS := $(shell echo $$((2 * $$(nproc))))
 
-test: $(READY)            ## run the tests, on all processors
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+T ?=
+TEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(T)
+
+test: $(READY)            ## run the tests but those marked slow, on all processors; T=tests/links
+	$(TEST)
+
+test-all: $(READY)        ## run all tests, the slow ones too
+	$(TEST) -m ""
 
 check: $(READY)           ## lint and type-check
 	$(BIN)/ruff format --check .
