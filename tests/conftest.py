@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ALONE = Path(tempfile.gettempdir(), f"laconic-tests-{os.getuid()}.lock").open("a")
+ALONE = os.open(Path(tempfile.gettempdir(), f"laconic-tests-{os.getuid()}.lock"), os.O_CREAT)
 """Locked while a file runs that emulates hosts: those look for namespaces left behind."""
 # TODO: until these files mark themselves with `hosts`
 HOSTS = {
