@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -16,130 +17,137 @@ from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.update import Update
 from laconic.errors import NotFiniteError
 
-from tests.references import reference
-from tests.references import reference_decade as decade
-from tests.support import gloo, training
-from tests.support.exact_rows import ROWS
-from tests.support.training import OPTIMIZERS, Job, largest_difference, same_bits
+from tests.support import gloo
+from tests.support.loops import close, data, equal, joined, loss_of, refusal, train
 
-SHARDED = [
-    "ddp",
-    "local_sgd(4)",
-    "local_sgd(4, delay=2)",
-    "slowmo(sgp(delay=2), 5)",
-    "diloco(4)",
-    "diloco(4, unsharded)",
-    "easgd(2, 0.5, pull=0.3)",
-    "local_sgd(4, average)",
-]
+RECIPES: dict[str, la.Recipe] = {
+    "ddp": la.ddp(),
+    "ddp, coded": la.ddp(codec="int8"),
+    "local_sgd": la.local_sgd(4),
+    "local_sgd, late": la.local_sgd(4, delay=2),
+    "local_sgd, average": la.local_sgd(4, optimizer_state="average"),
+    "slowmo over sgp": la.slowmo(la.sgp(delay=2), 5, momentum=0.5),
+    "diloco": la.diloco(4),
+    "diloco, unsharded": la.diloco(4, sharded=False),
+    "easgd": la.easgd(2, 0.5, pull=0.3),
+}
 
 
-def joined(job: Job) -> reference.Data:
-    """The batches of two workers of two ranks, as one worker each would see them."""
-    one, two, three, four = job.data()
-
-    def join(a: reference.Batch, b: reference.Batch) -> reference.Batch:
-        return np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])
-
-    return [list(map(join, one, two)), list(map(join, three, four))]
+def build(seed: int = 0) -> nn.Sequential:
+    """Blocks of their own; of the last one some ranks have no part."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
 
 
-def whole(rank: int, job: Job) -> list[Any]:
-    mesh = init_device_mesh("cpu", (2, 2))
-    return training.train(job, rank, gloo.link_of(4), mesh=mesh)
+def mesh_of(shape: tuple[int, ...] = (2, 2)) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("workers", "shards")[: len(shape)])
 
 
-def sharded(rank: int, job: Job) -> list[Any]:
-    """The same training, each worker's model sharded over its two ranks; where it ends."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
-    model, _ = training.build(job, rank - rank % 2)  # the ranks of a worker start alike
+def sharded(recipe: la.Recipe, seed: int = 0) -> tuple[nn.Sequential, Any, la.Synchronizer]:
+    """A model of which each worker's two ranks have a half."""
+    mesh, model = mesh_of(), build(seed)
+    fully_shard(model[0], mesh=mesh["shards"])
     fully_shard(model, mesh=mesh["shards"])
-    by_name = dict(zip(reference.NAMES, model.parameters(), strict=True))
-    groups = [
-        {"params": [by_name[name] for name in names], "lr": 1.0} for names in reference.GROUPS
-    ]
-    optimizer = OPTIMIZERS[job.optimizer][0](groups)
-    sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(4), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with torch.no_grad():
+        model(torch.ones(1, 5, dtype=torch.float64))  # it may be evaluated before it is attached
+    return model, optimizer, la.attach(model, optimizer, recipe, mesh=mesh, timeout=60)
 
-    def values() -> dict[str, Any]:
-        return {k: p.full_tensor().detach().clone().numpy() for k, p in by_name.items()}
 
-    for t in range(1, job.steps + 1):
-        training.step(job, model, optimizer, job.data()[rank][t - 1], t, sync)
-    with sync.consensus(mean=False):
-        consensus = values()
+def full(model: Any) -> Tensor:
+    return torch.cat([p.full_tensor().detach().ravel() for p in model.parameters()])
+
+
+def run_sharded(rank: int, recipe: la.Recipe, validate: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The parameters after the last step, the consensus, and what the model says of a batch."""
+    model, optimizer, sync = sharded(recipe)
+    said = Tensor()
+    for t, x in enumerate(data(4, 10)[rank]):
+        train_one(model, optimizer, x)
+        if validate and t in (2, 6):
+            with torch.no_grad(), sync.consensus():
+                said = model(data()[0][0])
+                model(x)
+            with torch.no_grad():
+                model(x)
+    end = full(model)
+    with sync.consensus():
+        consensus = full(model)
+    sync.finish()
+    assert torch.equal(consensus, full(model))
     sync.detach()
-    return [(values(), consensus)]
+    return end, consensus, said
 
 
-@pytest.mark.parametrize("row", SHARDED)
-def test_workers_sharded_by_fsdp(pool: gloo.Pool, row: str) -> None:
-    recipe, expected = ROWS[row]
-    job = Job(recipe, 4, steps=12, optimizer="adamw")
-    runs = pool.run(sharded, job, ranks=4)
-    rules, init = OPTIMIZERS[job.optimizer][1], reference.initial(2, job.seed)
-    trace = decade.run(expected, 2, job.steps, rules, job.lr, joined(job), init)
-    end = reference.Trace(trace.workers[-1:], trace.consensus[-1:])
-    assert largest_difference([runs[0], runs[2]], end) < 1e-10
-    assert same_bits([runs[0], runs[2]], [runs[1], runs[3]])
+def train_one(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    loss_of(model, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_workers_sharded_by_fsdp(pool: gloo.Pool, name: str) -> None:
+    """As two workers with whole models and all batches of their ranks."""
+    recipe = RECIPES[name]
+    runs = pool.run(run_sharded, recipe, False, ranks=4)
+    assert all(map(torch.equal, runs[0], runs[1])) and all(map(torch.equal, runs[2], runs[3]))
+    assert equal([consensus for _, consensus, _ in runs])
+
+    def whole(rank: int) -> Tensor:
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        la.attach(model, optimizer, recipe)
+        return train(model, optimizer, joined(data(4, 10)[2 * rank : 2 * rank + 2]))[-1]
+
+    expected = la.simulate(whole, workers=2)
+    if name == "ddp, coded":  # whose buckets are others
+        assert torch.equal(runs[0][0], runs[2][0]) and close(runs[0][0], expected[0], 0.02)
+    else:
+        assert all(close(runs[2 * w][0], expected[w], 1e-9) for w in range(2))
+
+
+def test_a_validation_is_of_the_consensus_and_changes_nothing(pool: gloo.Pool) -> None:
+    """FSDP holds the outermost module's parameters whole from a forward pass on."""
+    plain = pool.run(run_sharded, la.local_sgd(4), False, ranks=4)
+    runs = pool.run(run_sharded, la.local_sgd(4), True, ranks=4)
+    for (end, consensus, _), (other, again, said) in zip(plain, runs, strict=True):
+        assert torch.equal(end, other) and torch.equal(consensus, again)
+        assert torch.equal(said, runs[0][2])
+
+
+def whole_on_mesh(rank: int) -> Tensor:
+    return whole_run(rank, mesh=mesh_of())
+
+
+def whole_run(rank: int, **options: Any) -> Tensor:
+    model = build(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with la.attach(model, optimizer, la.slowmo(la.local_sgd(2), 4), **options):
+        return train(model, optimizer, data(4)[rank][:7])[-1]
 
 
 def test_a_mesh_of_workers_is_nprocs_per_node(pool: gloo.Pool) -> None:
-    recipe = ROWS["slowmo(sgp(), 4)"][0]
-    job = Job(recipe, 4, options=(("nprocs_per_node", 2),))
-    runs = pool.run(whole, Job(recipe, 4), ranks=4)
-    assert same_bits(runs, training.simulated(job))
-
-
-def mistaken(rank: int, shape: tuple[int, ...], options: dict[str, Any]) -> str:
-    mesh = init_device_mesh("cpu", shape)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        la.attach(model, optimizer, la.local_sgd(2), link=gloo.link_of(4), mesh=mesh, **options)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-def narrow(rank: int, recipe: la.Recipe) -> list[list[float]]:
-    """Parameters after some steps of a model with less in a dimension than it has shards."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    fully_shard(model, mesh=mesh["shards"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with la.attach(model, optimizer, recipe, link=gloo.link_of(4), mesh=mesh):
-        for t in range(4):
-            model(torch.full((2, 3), 1.0 + rank + t)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [p.full_tensor().flatten().tolist() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("recipe", [la.ddp(), la.ddp(codec="int8"), la.local_sgd(2)])
-def test_a_rank_without_a_part_of_some_parameter(pool: gloo.Pool, recipe: la.Recipe) -> None:
-    runs = pool.run(narrow, recipe, ranks=4)
-    assert runs == [runs[0]] * 4
-    assert runs != pool.run(narrow, la.local_sgd(9), ranks=4)
+    runs = pool.run(whole_on_mesh, ranks=4)
+    expected = la.simulate(lambda rank: whole_run(rank, nprocs_per_node=2), workers=4)
+    assert all(map(torch.equal, runs, expected))
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
 
 
 def moved(rank: int) -> list[float]:
     """Parameters after a round before which FSDP has moved a shard to another place, as it does
     in some versions of torch to pad it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
-    model = torch.nn.Linear(1, 5, bias=False)
+    model = nn.Linear(1, 5, bias=False)
+    mesh = mesh_of()
     fully_shard(model, mesh=mesh["shards"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with la.attach(model, optimizer, la.local_sgd(1), link=gloo.link_of(4), mesh=mesh):
+    with la.attach(model, optimizer, la.local_sgd(1), mesh=mesh):
         for _ in range(2):
             model(torch.full((1, 1), 1.0 + rank // 2)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             weight: Any = model.weight
             weight._local_tensor = weight._local_tensor.detach().clone()
-    whole: list[float] = weight.full_tensor().flatten().tolist()
-    return whole
+    return full(model).tolist()
 
 
 def test_shards_that_move_are_still_averaged(pool: gloo.Pool) -> None:
@@ -147,207 +155,62 @@ def test_shards_that_move_are_still_averaged(pool: gloo.Pool) -> None:
     assert runs == [runs[0]] * 4
 
 
-def unsaid(rank: int) -> str:
-    model = torch.nn.Linear(2, 2)
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        la.attach(model, optimizer, la.local_sgd(2), link=gloo.link_of(4))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+def states(rank: int, folder: str) -> tuple[bool, float, list[float]]:
+    """Whether a sharded run that was saved goes on bit for bit, what its shard is, and each rank's
+    anchor before and after all states but one were loaded."""
+    recipe = la.slowmo(la.local_sgd(4, delay=3), 6, momentum=0.5)
+    model, optimizer, sync = sharded(recipe)
+    for x in data(4)[rank][:5]:
+        train_one(model, optimizer, x)
+    la.save(folder, model, optimizer)
+
+    def tail() -> Tensor:
+        shards: Any = list(model.parameters())
+        for x in data(4)[rank][5:]:
+            train_one(model, optimizer, x)
+        return torch.cat([p.to_local().detach().ravel() for p in shards])
+
+    expected = tail()
+    sync.detach()
+    model, optimizer, sync = sharded(recipe, 2)
+    la.load(folder, model, optimizer)
+    again = tail()
+    sync.finish()
+    sync.detach()
+    sync = la.attach(model, optimizer, la.diloco(2), mesh=mesh_of())
+    for x in data(4)[rank][:3]:
+        train_one(model, optimizer, x)
+    sync.finish()
+    gathered: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(gathered, sync.state_dict())
+
+    def anchor(state: Any) -> float:
+        return float(sum(each["anchor"].abs().sum() for each in state["rounds"][0]["state"]))
+
+    found = [anchor(gathered[rank])]
+    gathered[3] = None
+    sync.load_state_dict(gathered)
+    found.append(anchor(sync.state_dict()))
+    sync.detach()
+    return torch.equal(expected, again), float(expected.sum()), found
 
 
-class Matrices(Update):
-    """Of whole tensors."""
-
-    whole = True
-
-
-def in_shards(rank: int) -> str:
-    """What is said of an update of whole tensors, for a sharded model."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    model = torch.nn.Linear(4, 4)
-    fully_shard(model, mesh=mesh["b"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recipe = (la.Round(la.every(2), Matrices(), Mean()),)
-    try:
-        la.attach(model, optimizer, recipe, link=gloo.link_of(4), mesh=mesh)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_mistakes_are_told_alike(pool: gloo.Pool) -> None:
-    cases = {
-        "one or two axes": ((1, 2, 2), {}),
-        "either mesh or nprocs_per_node": ((2, 2), {"nprocs_per_node": 2}),
-        "group_size must": ((2, 2), {"group_size": 3}),
-    }
-    for words, (shape, options) in cases.items():
-        said = pool.run(mistaken, shape, options, ranks=4)
-        assert len(set(said)) == 1 and words in said[0], said
-    said = pool.run(unsaid, ranks=4)
-    assert len(set(said)) == 1 and "mesh=" in said[0]
-    said = pool.run(in_shards, ranks=4)
-    assert len(set(said)) == 1 and "Matrices needs whole tensors" in said[0]
-
-
-def lost_shard(rank: int, folder: str) -> list[float]:
-    """Load all ranks' states but the last one's: what each rank's anchor is then, and was."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4)
-    fully_shard(model, mesh=mesh["b"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with la.attach(model, optimizer, la.diloco(2), link=gloo.link_of(4), mesh=mesh) as sync:
-        for t in range(3):
-            model(torch.randn(2, 4) + t + rank).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        sync.finish()
-        states: list[Any] = [None] * 4
-        torch.distributed.all_gather_object(states, sync.state_dict())
-        before = momenta(states[rank])
-        states[3] = None
-        sync.load_state_dict(states)
-        after = momenta(sync.state_dict())
-    return [float(before), float(after)]
-
-
-def momenta(state: Any) -> torch.Tensor:
-    (round,) = state["rounds"]
-    return torch.cat([channel["anchor"] for channel in round["state"]]).abs().sum()
-
-
-def test_a_state_of_all_ranks_gives_each_its_own_shard(pool: gloo.Pool, tmp_path: Path) -> None:
-    found = pool.run(lost_shard, str(tmp_path), ranks=4)
-    for before, after in found[:3]:  # their slices of the outer state are all there
-        assert after == pytest.approx(before, rel=1e-6)
-
-
-def missharded(rank: int, shape: tuple[int, ...], shards: str, given: str) -> str:
-    """What is said of a model sharded over ``shards``, where ``given`` is attach's mesh."""
-    over: dict[str, Any] = {
-        "hsdp": lambda: init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")),
-        "all": lambda: init_device_mesh("cpu", (4,)),
-        "columns": lambda: init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))["a"],
-        "rows": lambda: init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))["b"],
-    }
-    meshes: dict[str, Any] = {
-        "none": lambda: None,
-        "line": lambda: init_device_mesh("cpu", (4,)),
-        "grid": lambda: init_device_mesh("cpu", (2, 2)),
-    }
-    model = torch.nn.Linear(4, 4)
-    fully_shard(model, mesh=over[shards]())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mesh = meshes[given]()
-    try:
-        la.attach(model, optimizer, la.local_sgd(2), link=gloo.link_of(4), mesh=mesh).detach()
-    except ValueError as error:
-        return str(error)
-    return "attached"
-
-
-@pytest.mark.parametrize(
-    ("shards", "given", "words"),
-    [
-        ("hsdp", "none", "over a mesh of 2 dimensions"),
-        ("hsdp", "grid", "over a mesh of 2 dimensions"),
-        ("all", "line", "over 4 ranks, which are not the ranks of one worker"),
-        ("all", "grid", "over 4 ranks, which are not the ranks of one worker"),
-        ("columns", "grid", "over 2 ranks, which are not the ranks of one worker"),
-        ("rows", "line", "over 2 ranks, which are not the ranks of one worker"),
-        ("rows", "grid", "attached"),
-    ],
-)
-def test_a_model_is_sharded_over_the_ranks_of_its_worker(
-    pool: gloo.Pool, shards: str, given: str, words: str
+def test_a_sharded_run_goes_on_bit_for_bit_and_each_rank_gets_its_own_shard(
+    pool: gloo.Pool, tmp_path: Path
 ) -> None:
-    """Where FSDP has ranks of other workers, too, it averages gradients over them at every step,
-    and what laconic takes for one shard is another's."""
-    said = pool.run(missharded, (2, 2), shards, given, ranks=4)
-    assert len(set(said)) == 1 and words in said[0], said
-    assert words == "attached" or ("fully_shard(model, mesh=mesh['shards'])" in said[0])
-
-
-class Nested(torch.nn.Module):
-    """Blocks sharded each on their own, between parameters of the outermost module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = torch.nn.Linear(3, 8)
-        self.blocks = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
-        self.leave = torch.nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.leave(self.blocks(self.enter(x).tanh()).tanh())
-        return out
-
-
-def nested(rank: int) -> tuple[Nested, torch.optim.Optimizer, Any]:
-    """The same start on the two ranks of a worker."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
-    torch.manual_seed(0)
-    model = Nested()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["shards"])
-    fully_shard(model, mesh=mesh["shards"])
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), mesh
-
-
-def batch(rank: int, t: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * t + rank)
-    return torch.randn(2, 3, generator=generator)
-
-
-def validating(rank: int, validate: bool) -> tuple[list[float], list[float], list[float]]:
-    """What a validation in the middle says, the parameters at the end, and what is said of it."""
-    model, optimizer, mesh = nested(rank)
-    said: list[list[float]] = []
-
-    def look() -> None:
-        with torch.no_grad():
-            said.append(model(torch.ones(1, 3)).flatten().tolist())
-
-    if validate:
-        look()  # before it is attached
-    with la.attach(model, optimizer, la.local_sgd(4), link=gloo.link_of(4), mesh=mesh) as sync:
-        for t in range(6):
-            model(batch(rank, t)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if validate and t in (1, 4):
-                look()
-                with sync.consensus():
-                    look()
-        if validate:
-            look()
-    look()
-    held = [float(v) for p in optimizer.param_groups[0]["params"] for v in p.full_tensor().ravel()]
-    return held, said[2] if validate else [], said[-1]
-
-
-def test_a_validation_is_of_the_consensus_and_changes_nothing(pool: gloo.Pool) -> None:
-    """FSDP holds the outermost module's parameters whole from a forward pass on."""
-    plain = pool.run(validating, False, ranks=4)
-    runs = pool.run(validating, True, ranks=4)
-    ends, within, after = zip(*runs, strict=True)
-    assert list(ends) == [end for end, _, _ in plain] == [ends[0]] * 4
-    assert list(within) == [within[0]] * 4
-    assert list(after) == [said for _, _, said in plain] == [after[0]] * 4
+    runs = pool.run(states, str(tmp_path), ranks=4)
+    assert all(same for same, _, _ in runs)
+    assert len({end for _, end, _ in runs}) == 4, "the shards are not apart"
+    for _, _, (before, after) in runs[:3]:  # their slices of the outer state are all there
+        assert after == pytest.approx(before, rel=1e-6)
 
 
 def lags(rank: int) -> list[float]:
     """What the owners' codes left out of the step before, by step."""
-    model, optimizer, mesh = nested(rank)
-    sync = la.attach(model, optimizer, la.ddp(codec="int4"), link=gloo.link_of(4), mesh=mesh)
+    model, optimizer, sync = sharded(la.ddp(codec="int4"))
     found = []
-    for t in range(3):
-        model(batch(rank, t)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for x in data(4)[rank][:3]:
+        train_one(model, optimizer, x)
         (saved,) = sync.state_dict()["gradients"]
         found.append(max(float(state["lag"].abs().max()) for state in saved["carried"]))
     sync.detach()
@@ -357,22 +220,23 @@ def lags(rank: int) -> list[float]:
 def test_buckets_stay_as_they_are_in_a_backward_pass_of_nested_shards(pool: gloo.Pool) -> None:
     """Or what owners have left over would be given back, and bases of low rank begin anew."""
     runs = pool.run(lags, ranks=4)
-    assert all(lag > 0 for lag in runs[0] + runs[1])  # what worker 1 owns is padding
+    assert all(lag > 0 for lag in runs[0] + runs[1])
 
 
 def poisoned(rank: int, recipe: la.Recipe, closure: bool) -> str:
     """One worker's gradient is NaN in its first row, which its first rank holds."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
+    mesh = mesh_of()
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 4)
+    model = nn.Linear(5, 4).double()
     fully_shard(model, mesh=mesh["shards"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = la.attach(model, optimizer, recipe, link=gloo.link_of(4), mesh=mesh)
+    sync = la.attach(model, optimizer, recipe, mesh=mesh, timeout=60)
     weight = torch.ones(4)
+    t = 0
     try:
         for t in range(6):
             weight[0] = float("nan") if rank < 2 and t == 1 else 1.0
-            loss = (model(batch(rank, t)) * weight).square().mean()
+            loss = (model(data(4)[rank][t]) * weight).square().mean()
             if closure:
                 optimizer.step(loss.backward)
             else:
@@ -386,39 +250,96 @@ def poisoned(rank: int, recipe: la.Recipe, closure: bool) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "closure", "last"),
     [
-        la.ddp(codec="int8"),
-        la.local_sgd(2, codec="int8"),
-        la.local_sgd(2, delay=1, codec="int8"),
-        la.diloco(2, codec="top64"),
+        (la.ddp(codec="int8"), False, 1),
+        (la.ddp(codec="int8"), True, 1),
+        (la.local_sgd(2, codec="int8"), False, 1),
+        (la.local_sgd(2, delay=1, codec="int8"), True, 2),
+        (la.diloco(2, codec="top64"), False, 1),
     ],
 )
 def test_what_one_shard_refuses_is_refused_on_all_ranks(
-    pool: gloo.Pool, recipe: la.Recipe, closure: bool
+    pool: gloo.Pool, recipe: la.Recipe, closure: bool, last: int
 ) -> None:
     said = pool.run(poisoned, recipe, closure, ranks=4)
-    last = 2 if any(r.delay for r in recipe) else 1
     assert {s.split(":")[0] for s in said} == {f"step {last}"}, said
-    assert "ranks [0] of its link" in said[0] and "ranks [0] of its link" in said[2]
-    assert "another shard" in said[1] and "another shard" in said[3]
+    for rank in range(4):
+        assert ("another shard" if rank % 2 else "ranks [0] of its link") in said[rank]
 
 
-def evaluated(rank: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
-    model = torch.nn.Linear(3, 4)
+# -- mistakes ----
+
+
+class Matrices(Update):
+    """Of whole tensors."""
+
+    whole = True
+
+
+def mistaken(rank: int) -> list[str]:
+    mesh, model = mesh_of(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = [
+        refusal(partial(la.attach, model, optimizer, la.local_sgd(2), **options))  # type: ignore[arg-type]
+        for options in (
+            {"mesh": init_device_mesh("cpu", (1, 2, 2))},
+            {"mesh": mesh, "nprocs_per_node": 2},
+            {"mesh": mesh, "group_size": 3},
+        )
+    ]
     fully_shard(model, mesh=mesh["shards"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with torch.no_grad():
-        model(torch.ones(1, 3))
-    try:
-        la.attach(model, optimizer, la.local_sgd(2), link=gloo.link_of(4), mesh=mesh).detach()
-    except ValueError as error:
-        return str(error)
-    return "attached"
+    said.append(refusal(lambda: la.attach(model, optimizer, la.local_sgd(2))))
+    whole = (la.Round(la.every(2), Matrices(), Mean()),)
+    said.append(refusal(lambda: la.attach(model, optimizer, whole, mesh=mesh)))
+    return said
 
 
-def test_a_sharded_model_may_be_evaluated_before_it_is_attached(pool: gloo.Pool) -> None:
-    assert pool.run(evaluated, ranks=4) == ["attached"] * 4
+def test_mistakes_are_told_alike(pool: gloo.Pool) -> None:
+    said = pool.run(mistaken, ranks=4)
+    assert said == [said[0]] * 4
+    words = [
+        *("one or two axes", "either mesh or nprocs_per_node", "group_size must", "mesh="),
+        "Matrices needs whole tensors",
+    ]
+    assert all(word in text for word, text in zip(words, said[0], strict=True))
+
+
+SHARDS = {
+    "hsdp": lambda: mesh_of(),
+    "all": lambda: mesh_of((4,)),
+    "columns": lambda: mesh_of()["workers"],
+    "rows": lambda: mesh_of()["shards"],
+}
+GIVEN = {"none": lambda: None, "line": lambda: mesh_of((4,)), "grid": lambda: mesh_of()}
+
+
+def missharded(rank: int, shards: str, given: str) -> str:
+    """What is said of a model sharded over ``shards``, where ``given`` is attach's mesh."""
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=SHARDS[shards]())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mesh = GIVEN[given]()
+    return refusal(lambda: la.attach(model, optimizer, la.local_sgd(2), mesh=mesh))
+
+
+@pytest.mark.parametrize(
+    ("shards", "given", "words"),
+    [
+        ("hsdp", "none", "over a mesh of 2 dimensions"),
+        ("hsdp", "grid", "over a mesh of 2 dimensions"),
+        ("all", "line", "over 4 ranks, which are not the ranks of one worker"),
+        ("all", "grid", "over 4 ranks, which are not the ranks of one worker"),
+        ("columns", "grid", "over 2 ranks, which are not the ranks of one worker"),
+        ("rows", "line", "over 2 ranks, which are not the ranks of one worker"),
+    ],
+)
+def test_a_model_is_sharded_over_the_ranks_of_its_worker(
+    pool: gloo.Pool, shards: str, given: str, words: str
+) -> None:
+    """Where FSDP has ranks of other workers, too, it averages gradients over them at every step,
+    and what laconic takes for one shard is another's."""
+    (said,) = set(pool.run(missharded, shards, given, ranks=4))
+    assert words in said and "fully_shard(model, mesh=mesh['shards'])" in said

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -129,75 +127,3 @@ def test_what_a_round_sends_counts_once_it_is_complete() -> None:
         (4, 2, (12, 6)),
         (5, 5, (15, 15)),
     ]
-
-
-def test_rounds_count_one_by_one_while_others_are_under_way() -> None:
-    """Each takes two steps, and one begins in each step: some round is always under way."""
-    worker = Worker(100, "again")
-    meet([("a", worker)], set())
-    sent = []
-    for step in range(6):
-        worker.draw(1)
-        if step >= 2:
-            worker.rounds[step - 2][0] = True
-        worker.finish_step(began=True, idle=False)
-        heard = Heard.unpack(worker.reports.note(), 1)
-        assert heard is not None
-        sent.append((heard.sent, heard.drawn[0][1]))
-    assert sent == [(0, 0), (0, 0), (1, 1), (2, 2), (3, 3), (4, 4)]
-
-
-@pytest.mark.parametrize(
-    ("end", "presence", "counted"),
-    [
-        (lambda reports: reports.finish(mean=True), "finished", 3),
-        (lambda reports: reports.finish(mean=False), "finished", 2),
-        (lambda reports: reports.leave(), "left", 2),
-    ],
-)
-def test_which_steps_count_at_the_end(
-    end: Callable[[Reports], None], presence: str, counted: int
-) -> None:
-    """Rounds that are under way are complete by then. `finish` brings the others the rest, unless
-    it takes the model of the last round."""
-    worker = Worker(100, "again")
-    recorded: list[dict[str, Any]] = []
-    worker.reports.record = recorded.append
-    worker.reports.begin()
-    for began in (False, True, False):
-        worker.draw(5)
-        worker.finish_step(began=began, idle=False)
-    end(worker.reports)
-    found = [(event["presence"], event["steps"]) for event in recorded]
-    assert found == [("begin", [0, 0]), (presence, [3, counted])]
-    assert worker.sampler.progress() == (15, 5 * counted)
-
-
-def test_a_run_begins_where_a_saved_one_ended() -> None:
-    before = [Worker(100, "again") for _ in range(2)]
-    meet([("a", before[0]), ("b", before[1])], set())
-    for worker in before:
-        worker.draw(10)
-    states = [worker.sampler.state_dict() for worker in before]
-    after = [Worker(100, "again") for _ in range(3)]
-    for worker, state in zip(after, [*states, states[0]], strict=True):
-        worker.sampler.load_state_dict(state)
-    meet([("c", after[0]), ("d", after[1]), ("e", after[2])], set())
-    while any(len(worker.sampler) for worker in after):
-        for worker in after:
-            worker.draw(1)
-    read = Counter(s for worker in (*before, *after) for s in worker.all)
-    assert read == dict.fromkeys(range(100), 1)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "[1, 2]", '[1, 2, 3, "x"]', "[1, 2, 3, [[1]]]", "{"])
-def test_garbage_is_heard_as_nothing(text: str) -> None:
-    assert Heard.unpack(text, 1) is None
-
-
-def test_draws_go_on_when_the_run_has_failed() -> None:
-    worker = Worker(10, "again")
-    worker.reports.report()
-    worker.reports.release()
-    worker.draw(1)
-    assert len(worker.all) == 1

@@ -1,0 +1,459 @@
+"""What `laconic.attach` refuses, by name and alike on every rank, and what it warns of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic as la
+
+from tests.support import gloo
+from tests.support.loops import attached, data, flat, refusal, sgd, train
+
+# -- arguments ----
+
+CHOICES = "'keep', 'average', 'reset'"
+CALLS = [
+    *((f"local_sgd({p})", f"period must be an integer of at least 1, not {p}") for p in (0, 2.0)),
+    *((f"{name}(True)", "period must be") for name in ("local_sgd", "easgd", "downpour", "lsgd")),
+    ("slowmo(None, '4')", "period must be an integer of at least 1, not '4'"),
+    ("every(0)", "period must be an integer of at least 1, not 0"),
+    ("after(-1, la.every(1))", "start must be an integer of at least 0"),
+    ("until(1.5, la.every(1))", "end must be an integer of at least 0"),
+    ("local_sgd(2, delay=-1)", "delay must be an integer of at least 0"),
+    ("hierarchical(0, 4)", "group_period must be an integer of at least 1, not 0"),
+    ("sgp('circle')", "graph must be one of 'exponential', .*'ring'.*'circle'"),
+    ("sgp(peers=1.5)", "peers must be an integer of at least 1, not 1.5"),
+    ("easgd(4, 0.0)", "beta must be .* greater than 0 and at most 1, not 0.0"),
+    ("easgd(4, float('nan'))", "beta must be a finite number"),
+    ("easgd(4, pull=1)", "pull must be .* at least 0 and below 1, not 1"),
+    ("lsgd(4, drift='0.1')", "drift must be .*, not '0.1'"),
+    ("lsgd(4, window=0)", "window must be an integer of at least 1, not 0"),
+    ("local_sgd(2, optimizer_state='drop')", CHOICES),
+    ("slowmo(None, 4, 1.0)", "momentum must be .* at least 0 and below 1"),
+    ("slowmo(None, 4, 0.5, 0.0)", "lr must be .* greater than 0"),
+    ("diloco(4, True)", "lr must be a finite number"),
+    ("slowmo(la.local_sgd)", r"base must be .*local_sgd\(12\)"),
+    ("slowmo(None, 4, sharded='no')", "sharded must be True or False"),
+    ("diloco(4, outer=0.7)", "outer"),
+    ("auto(1.5)", "target"),
+    ("auto('fast')", "target"),
+    ("slowmo(la.auto())", "base must be a recipe"),
+    (
+        "Round(la.every(1), la.updates.Average(), la.local_sgd(2)[0].exchange, over='all')",
+        "over.*'workers'",
+    ),
+    ("simulate(print, workers=0)", "workers must be an integer of at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), CALLS)
+def test_a_bad_argument_is_a_value_error_that_names_what_is_allowed(call: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        eval(f"la.{call}")
+
+
+GROUPS = la.lsgd(4, local_period=1)
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    *(({"recipe": r}, r"as laconic\.local_sgd\(12\)") for r in (la.local_sgd, "ddp", None)),
+    ({"recipe": la.ddp()[0]}, r"as laconic\.local_sgd\(12\)"),
+    ({"recipe": GROUPS}, r"attach\(\.\.\., group_size=4\)"),
+    ({"recipe": GROUPS, "group_size": 3}, "3 does not divide 4"),
+    ({"recipe": GROUPS, "group_size": 4, "nprocs_per_node": 2}, "4 does not divide 2"),
+    ({"recipe": GROUPS, "group_size": 0}, "group_size must be an integer of at least 1, not 0"),
+    ({"seed": -1}, "seed must be"),
+    ({"buffers": "mean"}, "'average', 'keep', 'broadcast', not 'mean'"),
+    ({"nprocs_per_node": 3}, "divide .* 4 ranks"),
+    ({"nprocs_per_node": 8}, "divide .* 4 ranks"),
+    ({"nprocs_per_node": True}, "integer of at least 1, not True"),
+    ({"nprocs_per_node": "auto"}, "'env'"),
+    ({"timeout": 0}, "timeout must be .* greater than 0"),
+    ({"timeout": "5"}, "timeout must be .*, not '5'"),
+    ({"scaler": True}, "scaler must be .*GradScaler"),
+    ({"metrics": 3}, "metrics must be"),
+    ({"recipe": la.slowmo(None, 2, quorum=1), "buffers": "broadcast"}, "rounds have a quorum"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), OPTIONS)
+def test_a_bad_option_is_refused_alike_on_every_rank(options: dict[str, Any], text: str) -> None:
+    """What was refused can be done right afterward; steps in between run no rounds."""
+
+    def run(rank: int) -> str:
+        model = nn.Linear(5, 3).double()
+        optimizer = sgd(model)
+        given = {"recipe": la.local_sgd(2), **options}
+        with pytest.raises(ValueError, match=text) as caught:
+            la.attach(model, optimizer, **given)
+        train(model, optimizer, data()[rank % 3][:rank])
+        sync = la.attach(model, optimizer, la.local_sgd(2))
+        train(model, optimizer, data()[rank % 3][:1])
+        assert sync.step == 1
+        return str(caught.value)
+
+    assert len(set(la.simulate(run, workers=4))) == 1
+
+
+@pytest.mark.fault("attach(..., elastic=, link='nccl') and LACONIC_COORDINATOR ignored options")
+@pytest.mark.parametrize("option", [{"link": "nccl"}, {"link": "tcp"}, {"group_size": 2}])
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_what_an_elastic_run_cannot_follow_is_refused(
+    option: dict[str, Any], by_environment: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_environment:
+        monkeypatch.setenv("LACONIC_COORDINATOR", "127.0.0.1:1")
+    else:
+        option = {**option, "elastic": la.Elastic("127.0.0.1:1", wait=0.1)}
+    model = nn.Linear(2, 2)
+    recipe = la.hierarchical(2, 4) if "group_size" in option else la.local_sgd(4)
+    with pytest.raises(ValueError, match="cannot be used with elastic="):
+        la.attach(model, sgd(model), recipe, timeout=0.1, **option)
+
+
+def test_buffers_are_broadcast_only_where_all_workers_meet() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"'broadcast' .*workers come and go"):
+        la.attach(model, sgd(model), la.ddp(), buffers="broadcast", elastic=la.Elastic())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "warned"),
+    [
+        *((la.ddp(), True), (la.lsgd(4), True), (la.auto(), True)),
+        *((la.hierarchical(1, 2), False), (la.slowmo(la.lsgd(4, local_period=2)), False)),
+    ],
+)
+def test_groups_that_no_round_is_about_are_warned_of(recipe: Any, warned: bool) -> None:
+    """Another recipe, to which the run is switched, may have them."""
+
+    def run(rank: int) -> None:
+        _, _, sync = attached(rank, recipe, group_size=2)
+        sync.switch(la.hierarchical(1, 2))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        la.simulate(run, workers=4)
+    said = [str(warning.message) for warning in caught]
+    assert bool(said) == warned and all("group_size=2 has no effect" in text for text in said)
+
+
+# -- ranks that are not alike ----
+
+UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
+    "recipe": lambda rank: {"recipe": la.local_sgd(2 + (rank == 1))},
+    "kind of recipe": lambda rank: {"recipe": la.ddp() if rank == 1 else la.local_sgd(2)},
+    "momentum": lambda rank: {"recipe": la.slowmo(None, 4, 0.5 + 0.1 * (rank == 1))},
+    "graph": lambda rank: {"recipe": la.sgp("ring" if rank == 1 else "exponential")},
+    "seed": lambda rank: {"recipe": la.sgp("random"), "seed": rank},
+    "buffers": lambda rank: {"buffers": "keep" if rank == 1 else "average"},
+    "shapes": lambda rank: {"width": 3 + (rank == 1)},
+    "dtype": lambda rank: {"dtype": torch.float64 if rank == 1 else torch.float32},
+    "frozen": lambda rank: {"frozen": rank == 1},
+    "nprocs_per_node": lambda rank: {"nprocs_per_node": 1 + (rank == 1)},
+    "group_size": lambda rank: {"recipe": la.hierarchical(1, 2), "group_size": 1 + (rank == 1)},
+}
+
+
+def attach_unlike(rank: int, what: str) -> str:
+    options = UNLIKE[what](rank)
+    model = nn.Linear(4, options.pop("width", 3), dtype=options.pop("dtype", torch.float32))
+    model.bias.requires_grad_(not options.pop("frozen", False))
+    recipe = options.pop("recipe", la.local_sgd(2))
+    return refusal(lambda: la.attach(model, sgd(model), recipe, timeout=60, **options))
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_ranks_that_attach_unlike_things_are_told_so_on_every_rank(what: str) -> None:
+    for text in la.simulate(partial(attach_unlike, what=what), workers=2):
+        assert "must be the same" in text
+        assert "[1]" in text or what in ("nprocs_per_node", "group_size")
+
+
+WRONG_ON_ONE: dict[str, tuple[dict[str, Any], str]] = {
+    "recipe": ({"recipe": "local_sgd(4)"}, "recipe must be what a recipe function returns"),
+    "groups": ({"recipe": GROUPS}, "give the number of workers in a group"),
+    "buffers": ({"buffers": "mean"}, "'average', 'keep'"),
+    "timeout": ({"timeout": 0.0}, "timeout must be"),
+    "metrics": ({"metrics": 3}, "metrics must be"),
+    "nprocs_per_node": ({"nprocs_per_node": 0}, "nprocs_per_node"),
+    "no parameter": ({"other": True}, "has no parameter of the model"),
+    "mesh": ({"mesh": 3}, "AttributeError"),
+    "devices": ({"device": "meta"}, "on several devices: cpu (0.weight), meta (1.weight)"),
+    "wrapped": ({"wrap": nn.DataParallel}, "the model is wrapped in nn.DataParallel"),
+}
+"""What rank 1 alone passes, and what it is told; the others wait for nobody."""
+
+
+def attach_wrong(rank: int, what: str) -> tuple[str, int]:
+    """What it is told, and how many process groups are left."""
+    given = dict(WRONG_ON_ONE[what][0]) if rank == 1 else {}
+    last = nn.Linear(3, 2, device=given.pop("device", "cpu")).requires_grad_(False)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 3), last)
+    held = nn.Linear(4, 3) if given.pop("other", False) else model
+    optimizer = torch.optim.SGD([p for p in held.parameters() if p.requires_grad], 0.1)
+    model = given.pop("wrap", lambda module: module)(model)
+    recipe = given.pop("recipe", la.local_sgd(2))
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    said = refusal(lambda: la.attach(model, optimizer, recipe, **{"timeout": 20.0, **given}))
+    return said, len(groups) - before
+
+
+@pytest.mark.parametrize("what", WRONG_ON_ONE)
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(what: str) -> None:
+    (first, _), (second, _), (third, _) = la.simulate(partial(attach_wrong, what=what), workers=3)
+    assert WRONG_ON_ONE[what][1] in second
+    assert first == third == f"rank 1: {second}"
+
+
+def test_processes_are_told_and_keep_no_process_group(pool: gloo.Pool) -> None:
+    for what in ("recipe", "timeout", "nprocs_per_node"):
+        answers = pool.run(attach_wrong, what, ranks=4)
+        (first, _), (second, _), *_ = answers
+        assert first == f"rank 1: {second}" and WRONG_ON_ONE[what][1] in second
+        assert [left for _, left in answers] == [0] * 4
+    for what in ("recipe", "shapes"):
+        for text in pool.run(attach_unlike, what, ranks=4):
+            assert "must be the same" in text and "ranks [1]" in text
+
+
+# -- optimizers and tensors ----
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Wraps an optimizer without torch's __init__, as Accelerate's does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+
+
+class Coded(Tensor):
+    """A tensor made of another one, as torchao's state of 8 bits."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: Tensor) -> None:
+        self.codes = codes
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Any:
+        return Coded(inner["codes"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, f: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(f)
+
+
+def wrapped(model: nn.Module) -> None:
+    la.attach(model, Wrapper(sgd(model)), la.local_sgd(2))
+
+
+def in_backward(model: nn.Module) -> None:
+    own = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+    la.attach(model, list(own.values()), la.ddp())
+    for p in own:
+        p.register_post_accumulate_grad_hook(lambda p: own[p].step())
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def coded_state(model: nn.Module) -> None:
+    optimizer = sgd(model)
+    la.attach(model, optimizer, la.local_sgd(1, optimizer_state="average"))
+    for p in model.parameters():
+        optimizer.state[p]["exp_avg"] = Coded(torch.zeros(p.shape))
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (wrapped, "Wrapper has no hooks of torch's Optimizer"),
+        (in_backward, r"step\(\) was called inside the backward pass"),
+        (coded_state, "keeps 'exp_avg' in tensors of Coded"),
+    ],
+)
+@pytest.mark.fault("errors for wrapped, fused-in-backward and 8-bit optimizers named other causes")
+def test_unusual_optimizers_are_refused_by_name(mistake: Any, said: str) -> None:
+    def run(rank: int) -> None:
+        torch.manual_seed(rank)
+        with pytest.raises(ValueError, match=said):
+            mistake(nn.Linear(3, 2))
+
+    la.simulate(run, workers=2)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps; the number is no tensor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        (p,) = self.param_groups[0]["params"]
+        self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
+
+
+class Warming(torch.optim.SGD):
+    """Its rate rises by itself, in its settings."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.param_groups[0]["lr"] *= 1.1
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Counting, "seen"), (Warming, "lr")])
+def test_an_outer_optimizer_that_keeps_numbers_is_refused(kind: Any, name: str) -> None:
+    """They would begin anew in every round."""
+
+    def run(rank: int) -> str:
+        model, optimizer, _ = attached(rank, la.diloco(2, outer=lambda x: kind(x, lr=0.5)))
+        return refusal(lambda: train(model, optimizer, data()[rank][:2]))
+
+    (said,) = set(la.simulate(run, workers=3))
+    assert f"outer= stores ['{name}'] as Python numbers" in said
+
+
+@pytest.mark.parametrize("recipe", [la.sgp(), la.sgp(delay=2), la.demo()])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.fault("complex parameters under sgp() and demo() failed in the middle of a step")
+def test_complex_parameters_are_trained_or_refused(recipe: la.Recipe, dtype: torch.dtype) -> None:
+    def run(rank: int) -> Tensor | str:
+        p = nn.Parameter(torch.arange(5).to(dtype))
+        optimizer = torch.optim.SGD([p], 0.1)
+        model = nn.ParameterList([p])
+        if recipe == la.demo():
+            return refusal(lambda: la.attach(model, optimizer, recipe))
+        with la.attach(model, optimizer, recipe):
+            for _ in range(4):
+                p.grad = torch.full_like(p, rank - 1j)
+                optimizer.step()
+        return p.detach()
+
+    expected = torch.arange(5).to(dtype) - 0.4 * (1 - 1j)
+    for found in la.simulate(run, workers=3):
+        if isinstance(found, str):
+            assert recipe == la.demo() and f"not {dtype}: choose a recipe" in found
+        else:
+            assert float((found - expected).abs().max()) < 1e-6
+
+
+# -- torch's own data-parallel wrappers ----
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+class Own(DistributedDataParallel):
+    """A wrapper of somebody's, as trainers have."""
+
+
+def in_fsdp1(module: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+WRAPS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "ddp": (Own, "the model is wrapped in DistributedDataParallel"),
+    "fsdp1": (in_fsdp1, "the model is wrapped in FullyShardedDataParallel (FSDP1)"),
+    "within": (
+        lambda module: nn.Sequential(nn.Linear(3, 3), Own(module)),
+        "the model's '1' is wrapped in DistributedDataParallel",
+    ),
+}
+
+
+def attach_wrapped(rank: int, kind: str) -> str:
+    model = WRAPS[kind][0](plain())
+    return refusal(lambda: la.attach(model, sgd(model), la.local_sgd(2), timeout=60))
+
+
+@pytest.mark.parametrize("kind", WRAPS)
+def test_a_wrapped_model_is_refused(pool: gloo.Pool, kind: str) -> None:
+    (said,) = set(pool.run(attach_wrapped, kind, ranks=4))
+    assert WRAPS[kind][1] in said and "\n" not in said
+    assert ("fully_shard" if kind == "fsdp1" else "model.module") in said
+
+
+def beside(
+    rank: int, recipe: la.Recipe, use: str, bare: bool
+) -> tuple[str, list[str], list[float]]:
+    """What is raised in two steps, warned of, and this rank's parameters in the end. ``bare``: with
+    a plain loop over the module, whatever DDP there is."""
+    module = plain()
+    wrapper = None if use == "after" else Own(module)
+    optimizer = sgd(module)
+    if use in ("dropped", "used before") and wrapper is not None:
+        wrapper(torch.ones(1, 3)).sum().backward()
+        optimizer.zero_grad()
+    sync = la.attach(module, optimizer, recipe, timeout=60)
+    if use == "dropped" and wrapper is not None:
+        wrapper.itself = wrapper  # in a cycle
+        wrapper = None
+    wrapper = Own(module) if use == "after" else wrapper
+    run: Any = module if bare or wrapper is None else wrapper
+    generator = torch.Generator().manual_seed(rank)
+    said = "nothing"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for _ in range(2):
+                apart = use == "no_sync" and isinstance(run, DistributedDataParallel)
+                with run.no_sync() if apart else nullcontext():
+                    run(torch.randn(4, 3, generator=generator)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except ValueError as error:
+            said = str(error)
+        finally:
+            sync.detach()
+    heard = [str(w.message) for w in caught if "identical" in str(w.message)]
+    del wrapper, run
+    return said, heard, flat(module).tolist()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "use"),
+    [
+        *((la.local_sgd(4), use) for use in ("before", "after", "used before")),
+        (la.ddp(codec="int8"), "before"),
+    ],
+)
+def test_training_through_ddp_is_found_at_the_first_step(
+    pool: gloo.Pool, recipe: la.Recipe, use: str
+) -> None:
+    runs = pool.run(beside, recipe, use, False, ranks=4)
+    (said,) = {run[0] for run in runs}
+    assert "trained through a DistributedDataParallel" in said
+    assert not any(run[1] for run in runs), "no word of identical batches"
+
+
+@pytest.mark.parametrize("recipe", [la.local_sgd(4), la.ddp()])
+@pytest.mark.parametrize(
+    ("use", "bare"), [("used before", True), ("no_sync", False), ("dropped", True)]
+)
+def test_a_wrapper_that_averages_nothing_is_none_of_laconics_business(
+    pool: gloo.Pool, recipe: la.Recipe, use: str, bare: bool
+) -> None:
+    """One that is not used any more, or only under ``no_sync()``, and one that is gone."""
+    runs = pool.run(beside, recipe, use, bare, ranks=4)
+    assert [run[:2] for run in runs] == [("nothing", [])] * 4
+    assert (runs[0][2] == runs[1][2]) == (recipe == la.ddp())

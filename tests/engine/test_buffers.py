@@ -1,0 +1,234 @@
+"""The buffers of modules: averaged at rounds, kept, or rank 0's."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic as la
+
+from tests.support import gloo
+from tests.support.loops import RECIPES, WORKERS, close, data, equal, flat, sgd, train
+
+
+def norm_of(model: nn.Sequential) -> Any:
+    """The BatchNorm of `with_norm`, whose buffers have no types."""
+    return model[1]
+
+
+def with_norm(rank: int) -> nn.Sequential:
+    torch.manual_seed(rank)
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def norm_run(rank: int, recipe: la.Recipe, buffers: Any, steps: int) -> tuple[Tensor, Tensor, int]:
+    """Running mean before the last step's rounds and at the end, and the counter."""
+    model = with_norm(rank)
+    optimizer = sgd(model)
+    before: list[Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: before.append(norm_of(model).running_mean.clone()))
+    with torch.no_grad():
+        norm_of(model).running_mean += rank
+    la.attach(model, optimizer, recipe, buffers=buffers)
+    assert norm_of(model).running_mean.tolist() == [0.0] * 4, "rank 0's at the start"
+    with torch.no_grad():
+        norm_of(model).num_batches_tracked += 100 * rank
+    train(model, optimizer, data()[rank][:steps])
+    return before[-1], norm_of(model).running_mean.clone(), int(norm_of(model).num_batches_tracked)
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd", "slowmo", "no average", "diloco", "easgd", "lsgd"])
+def test_buffers_are_averaged_at_rounds(recipe: str) -> None:
+    """Counters are left alone."""
+    steps = 4 if recipe in ("slowmo", "no average") else 3
+    run = partial(norm_run, recipe=RECIPES[recipe], buffers="average", steps=steps)
+    runs = la.simulate(run, workers=WORKERS)
+    mean = torch.stack([before for before, _, _ in runs]).mean(0)
+    assert not equal([before for before, _, _ in runs])
+    for rank, (_, after, counter) in enumerate(runs):
+        assert close(after, mean, 1e-14) and counter == steps + 100 * rank
+
+
+@pytest.mark.parametrize(("buffers", "steps"), [("keep", 3), ("keep", 4), ("average", 4)])
+def test_buffers_are_left_alone_between_rounds_and_where_kept(buffers: str, steps: int) -> None:
+    run = partial(norm_run, recipe=la.local_sgd(3), buffers=buffers, steps=steps)
+    runs = la.simulate(run, workers=WORKERS)
+    assert all(torch.equal(before, after) for before, after, _ in runs)
+    assert not equal([after for _, after, _ in runs])
+
+
+def test_buffers_of_a_delayed_round_are_folded_when_it_is() -> None:
+    """As they were sent: what they took in meanwhile is lost, and no variance turns negative."""
+    run = partial(norm_run, recipe=la.local_sgd(2, delay=1), buffers="average")
+    sent = torch.stack([before for before, _, _ in la.simulate(partial(run, steps=2), 3)])
+    for _, after, _ in la.simulate(partial(run, steps=3), workers=3):
+        assert close(after, sent.mean(0), 1e-14)
+
+
+@pytest.mark.parametrize("name", ["ddp", "local_sgd", "slowmo", "overlapped sgp", "lsgd"])
+@pytest.mark.parametrize("inner", [1, 2])
+def test_finish_leaves_equal_buffers_and_consensus_gives_them_back(name: str, inner: int) -> None:
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        model = with_norm(rank)
+        optimizer = sgd(model)
+
+        def statistics() -> Tensor:
+            return torch.cat([norm_of(model).running_mean, norm_of(model).running_var])
+
+        with la.attach(model, optimizer, RECIPES[name], nprocs_per_node=inner) as sync:
+            train(model, optimizer, data(4)[rank][:5])
+            own = statistics()
+            with sync.consensus():
+                inside = statistics()
+                model(data(4)[rank][6])  # validation that forgets eval() moves them
+            assert torch.equal(own, statistics())
+        return inside, statistics()
+
+    insides, ends = zip(*la.simulate(run, workers=4), strict=True)
+    assert equal(ends) and equal(insides) and close(ends[0], insides[0])
+
+
+# -- what is sent ----
+
+CONSTANT = {
+    "local_sgd": la.local_sgd(2),
+    "delayed": la.local_sgd(2, delay=1),
+    "streaming_diloco": la.streaming_diloco(8, 4),
+    "sgp": la.sgp(),
+}
+
+
+@pytest.mark.fault("constant buffers (causal masks, rotary tables) were sent with every round")
+@pytest.mark.parametrize("name", CONSTANT)
+def test_buffers_that_no_rank_changes_are_not_sent(name: str) -> None:
+    def sent(rank: int, mask: bool) -> int:
+        model = nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 2)).double()
+        if mask:
+            model.register_buffer("mask", torch.ones(100, 100))
+        optimizer = sgd(model)
+        with la.attach(model, optimizer, CONSTANT[name]) as sync:
+            train(model, optimizer, data(2, 16)[rank])
+        return sync.stats().bytes_sent
+
+    without, with_mask = (la.simulate(partial(sent, mask=m), workers=2)[0] for m in (False, True))
+    assert with_mask < 1.05 * without
+
+
+@pytest.mark.fault("recipes of fragments sent all buffers with every fragment")
+def test_buffers_are_sent_once_per_period_of_fragments() -> None:
+    def run(rank: int) -> tuple[list[float], int]:
+        model: Any = nn.Linear(4, 4)
+        model.register_buffer("rank", torch.tensor([float(rank)]))
+        optimizer = sgd(model)
+        seen = []
+        with la.attach(model, optimizer, la.streaming_diloco(4, 2)) as sync:
+            for _ in range(8):
+                optimizer.step()
+                seen.append(float(model.rank))
+                model.rank.fill_(rank)
+        return seen, sync.stats().rounds
+
+    seen, rounds = la.simulate(run, workers=2)[0]
+    assert sum(value == 0.5 for value in seen) == 2
+    assert rounds >= 4 + 2, "rounds of buffers count, too"
+
+
+class Codebook(nn.Module):
+    """A buffer that the forward pass reads and changes by what it reads, and a counter."""
+
+    code: Tensor
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("code", torch.zeros(2))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) - self.code
+        with torch.no_grad():
+            self.code += 0.1 * y.mean(0)
+            self.seen += len(x)
+        return y
+
+
+@pytest.mark.fault(
+    "no choice gave all ranks rank 0's buffers before each forward pass, as DDP does"
+)
+@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2), la.sgp(), la.streaming_diloco(4, 2)])
+def test_buffers_of_rank_0_before_every_forward_pass(recipe: la.Recipe) -> None:
+    """`buffers="broadcast"`; with `ddp` the parameters are those of torch's
+    DistributedDataParallel, which the loop on one model imitates here."""
+
+    def batch(rank: int, step: int) -> Tensor:
+        return torch.full((rank + 1, 3), 0.3 * (step + 1 + rank))
+
+    def run(rank: int) -> tuple[list[tuple[list[float], int]], Tensor, Tensor]:
+        model = Codebook()
+        optimizer = sgd(model)
+        with la.attach(model, optimizer, recipe, buffers="broadcast"):
+            starts = []
+            for step in range(6):
+                starts.append((model.code.tolist(), int(model.seen)))
+                optimizer.zero_grad()
+                model(batch(rank, step)).square().mean().backward()
+                optimizer.step()
+        return starts, model.code, model.linear.weight.detach()
+
+    one, other = la.simulate(run, workers=2)
+    assert one[0] == other[0] and torch.equal(one[1], other[1])
+    if recipe == la.ddp():
+        model = Codebook()
+        optimizer = sgd(model)
+        for step in range(6):
+            optimizer.zero_grad()
+            before = model.code.clone()
+            (model(batch(0, step)).square().mean() / 2).backward()
+            after = model.code.clone()
+            model.code.copy_(before)
+            (model(batch(1, step)).square().mean() / 2).backward()
+            model.code.copy_(after)
+            optimizer.step()
+        assert torch.allclose(model.linear.weight, one[2], atol=1e-6)
+
+
+# -- delayed rounds ----
+
+
+def waiting_run(rank: int, recipe: la.Recipe, first: int, sign: Path | None) -> Tensor:
+    """Parameters and running means in the end. Rank 1 waits for ``sign`` before step ``first``,
+    after which the recipe has its first round; rank 0 makes it as late as it may."""
+    model = with_norm(rank)
+    optimizer = sgd(model)
+    with la.attach(model, optimizer, recipe):
+        for step, x in enumerate(data(4)[rank], 1):
+            if sign is not None and rank == 1 and step == first:
+                end = time.monotonic() + 150
+                while not sign.exists() and time.monotonic() < end:
+                    time.sleep(0.01)
+                assert sign.exists(), "rank 0 waits for this one"
+            train(model, optimizer, [x])
+            if sign is not None and rank == 0 and step == first + recipe[0].delay - 1:
+                sign.touch()
+    return torch.cat([flat(model), norm_of(model).running_mean])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "first"),
+    [(la.local_sgd(3, delay=2), 3), (la.streaming_diloco(4, 2, 1), 2), (la.sgp(delay=2), 2)],
+    ids=["local_sgd", "streaming_diloco", "sgp"],
+)
+def test_a_delayed_round_of_buffers_waits_for_nobody(
+    pool: gloo.Pool, tmp_path: Path, recipe: la.Recipe, first: int
+) -> None:
+    """Rank 1 gets to a round only when rank 0 is one step from folding it."""
+    late = pool.run(waiting_run, recipe, first, tmp_path / "went on", ranks=4)
+    assert equal([*late, *la.simulate(lambda r: waiting_run(r, recipe, first, None), workers=4)])

@@ -1,0 +1,215 @@
+"""Runs on a stand-in for a GPU that does nothing before it must (`late`)."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import laconic as la
+from laconic.engine import gradient_rounds
+from laconic.links import Link
+from laconic.links.staged import StagedLink
+from laconic.links.tcp import TcpLink
+
+from tests.support import gloo, late
+from tests.support.all_recipes import ROWS, Run
+
+STEPS = 14
+QUICK = ["ddp", "ddp, coded", "demo", "local_sgd, average", "slowmo over late sgp", "lsgd"]
+QUICK += ["diloco, eager", "streaming_diloco", "noloco"]
+WITH_STATE = ["slowmo over late sgp", "diloco, eager", "streaming_diloco"]
+WITH_STATE_TOO = ["local_sgd, coded", "slowmo, unsharded", "easgd", "lsgd", "diloco, Adam"]
+WITH_STATE_TOO += ["sparse_loco", "noloco"]
+"""Recipes of each kind that stores something between rounds."""
+
+
+def slow(names: Any) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def trained(rank: int, name: str, ranks: int, on_device: bool, **more: Any) -> list[Tensor]:
+    """The parameters after every step, the consensus and the states; saved and loaded halfway.
+    ``far``: small buckets, whose messages are under way together; ``inverts``: see `late`."""
+    far, offload = more.get("far", False), more.get("offload", False)
+    inner = gloo.link_of(ranks)
+    assert isinstance(inner, TcpLink)
+    inner.far = far
+    with (
+        late.device(inverts=more.get("inverts", False)) as device,
+        pytest.MonkeyPatch.context() as m,
+    ):
+        for limit in ("FIRST_BYTES", "BUCKET_BYTES", "LEAST_BYTES") if far else ():
+            m.setattr(gradient_rounds, limit, 512)
+        link: Link = StagedLink(inner, device) if on_device else inner
+        where = device if on_device else None
+        run = Run(ROWS[name], ranks, rank, device=where, link=link, offload=offload)
+        with run.sync:
+            trace = run.go(STEPS // 2)
+            saved = run.sync.state_dict()
+            trace += [t for t in tree_leaves(saved) if isinstance(t, Tensor)]
+            run.sync.load_state_dict(saved)
+            trace += [run.consensus(), *(b.clone() for b in run.model.buffers())]
+            trace += run.go(STEPS)
+            trace += [t for t in tree_leaves(run.sync.state_dict()) if isinstance(t, Tensor)]
+        trace.append(run.flat())
+        return [t.detach().cpu() for t in trace]
+
+
+def on(rank: int, name: str, ranks: int, on_device: bool, more: dict[str, Any]) -> list[Tensor]:
+    return trained(rank, name, ranks, on_device, **more)
+
+
+def compare(pool: gloo.Pool, name: str, ranks: int, **more: Any) -> None:
+    """Check that a run on the device has the bits of one on CPUs."""
+    expected = pool.run(on, name, ranks, False, {}, ranks=ranks)
+    found = pool.run(on, name, ranks, True, more, ranks=ranks)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, theirs)) and len(ours) == len(theirs)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(name for name in ROWS if name not in QUICK)])
+def test_the_bits_are_those_of_a_run_on_cpus(late_pool: gloo.Pool, name: str) -> None:
+    compare(late_pool, name, 4 if "group" in name or "hier" in name else 2)
+
+
+@pytest.mark.parametrize("name", ["ddp, coded", "local_sgd, coded", *slow(["ddp", "sparse_loco"])])
+def test_a_mean_of_three_is_a_division(late_pool: gloo.Pool, name: str) -> None:
+    """A GPU multiplies by the inverse of a Python number, which gives other bits."""
+    compare(late_pool, name, 3, inverts=True)
+
+
+@pytest.mark.parametrize("name", [*WITH_STATE, *slow(WITH_STATE_TOO)])
+def test_outer_state_in_host_memory_changes_no_bit(late_pool: gloo.Pool, name: str) -> None:
+    compare(late_pool, name, 2, offload=True)
+
+
+def test_buckets_overlap_where_round_trips_are_long(late_pool: gloo.Pool) -> None:
+    compare(late_pool, "ddp", 3, far=True)
+
+
+def staged(ranks: int, device: torch.device) -> Link:
+    inner = gloo.link_of(ranks)
+    assert isinstance(inner, TcpLink)
+    return StagedLink(inner, device)
+
+
+class OnStream(torch.autograd.Function):
+    """Itself; its gradient, and that of what comes before it, is computed on another stream."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stream: Any) -> Tensor:
+        ctx.stream = stream
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        late.switch(ctx.stream)  # autograd has it wait for this gradient, and for no other
+        return gradient.clone(), None
+
+
+def on_two_streams(rank: int, on_device: bool) -> list[Tensor]:
+    """A layer's gradients are computed on another stream than those of the layer after it."""
+    with late.device() as device:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        link: Link = staged(2, device) if on_device else gloo.link_of(2)
+        model.to(device if on_device else "cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stream = late.LateAccelerator().new_stream(device)
+        with la.attach(model, optimizer, la.ddp(), link=link) as sync:
+            for k in range(6):
+                x = torch.full((3, 4), float(rank + k + 1)).to(next(model.parameters()).device)
+                hidden = model[0](x)
+                hidden = OnStream.apply(hidden, stream) if on_device else hidden
+                out = model[1](hidden)
+                out = OnStream.apply(out, late.DEFAULT) if on_device else out
+                if k % 2 == 0:
+                    with sync.no_sync():
+                        out.square().mean().backward()
+                else:
+                    out.square().mean().backward()  # adds in place
+                stream.record_event().wait(late.DEFAULT)  # as autograd does at its end
+                if k % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()]
+
+
+def test_a_bucket_waits_for_the_streams_of_all_its_gradients(late_pool: gloo.Pool) -> None:
+    expected = late_pool.run(on_two_streams, False, ranks=2)
+    for ours, theirs in zip(late_pool.run(on_two_streams, True, ranks=2), expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def waits_of(rank: int, name: str, offload: bool = False) -> list[str]:
+    """What training waits for, in steps and backward passes after the first."""
+    with late.device() as device:
+        link = staged(2, device)
+        run = Run(ROWS[name], 2, rank, device=device, link=link, offload=offload)
+        run.sync.report_loss = lambda loss: None  # type: ignore[method-assign]
+        run.model[1].eval()  # without statistics, whose rounds agree on their names
+        with run.sync:
+            run.go(1)
+            late.waits.clear()
+            run.go(STEPS)
+            found = [what for thread, what in late.waits if thread != "laconic-comm"]
+            late.waits.clear()
+        return found
+
+
+def test_training_does_not_wait_for_the_device(late_pool: gloo.Pool) -> None:
+    """Where rounds have a delay, it only queues work."""
+    for name, offload in (
+        ("local_sgd, late", False),
+        ("diloco, eager", True),
+        ("sgp, late", False),
+    ):
+        assert late_pool.run(waits_of, name, offload, ranks=2) == [[], []]
+    assert all(late_pool.run(waits_of, "ddp", ranks=2)), "nothing is counted"
+
+
+def captured(rank: int, name: str) -> str:
+    with late.device() as device, pytest.MonkeyPatch.context() as patched:
+        run = Run(ROWS[name], 1, rank, device=device, link=staged(1, device))
+        patched.setattr(late.LateAccelerator, "captures", lambda *_: True)
+        with pytest.raises(RuntimeError) as raised:
+            # not by a backward pass: an error there ends a process whose device is in Python
+            for p in run.model.parameters():
+                p.grad = torch.zeros_like(p)
+            run.optimizer.step()
+        run.sync.detach()
+        return str(raised.value)
+
+
+def test_what_a_graph_would_repeat_is_refused(late_pool: gloo.Pool) -> None:
+    for name in ("local_sgd", "ddp"):
+        (text,) = late_pool.run(captured, name, ranks=1)
+        assert "call optimizer.step() outside of the graph" in text
+
+
+# -- memory ----
+
+
+def kept(rank: int) -> int:
+    """How many tensors are on the device after a round, beside x."""
+    with late.device(settles=True) as device:
+        link, before = staged(2, device), {m.key for m in late.alive}
+        model = torch.nn.Linear(50, 1, bias=False).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recipe = la.diloco(2, codec="int8", delay=1)
+        with la.attach(model, optimizer, recipe, link=link, offload=True):
+            for _ in range(5):  # two rounds, both folded
+                model(torch.ones(1, 50).to(device)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            gc.collect()
+            return len({m.key for m in late.alive} - before) - 1
+
+
+def test_between_rounds_no_outer_state_is_on_the_device(late_pool: gloo.Pool) -> None:
+    assert late_pool.run(kept, ranks=2) == [0, 0]

@@ -1,0 +1,174 @@
+"""A change of recipe in mid-training loses nothing, and is the same on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic as la
+
+from tests.support.loops import data, equal, flat, network, refusal, train
+
+RECIPES = {
+    "ddp": la.ddp(),
+    "int4": la.ddp(codec="int4"),
+    "local": la.local_sgd(3, delay=2),
+    "diloco": la.diloco(4, momentum=0.5),
+    "sgp": la.sgp(),
+    "streaming": la.streaming_diloco(4, 2, 1),
+}
+
+
+def attached(rank: int, recipe: Any, **options: Any) -> tuple[nn.Sequential, Any, la.Synchronizer]:
+    model = network(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, la.attach(model, optimizer, recipe, **options)
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.product(RECIPES, RECIPES)])
+def test_switching_starts_all_workers_from_the_consensus(before: str, after: str) -> None:
+    """Alike in x and in the optimizer's state; and what the recipe before would have ended with."""
+
+    def run(rank: int, switch: bool) -> tuple[Tensor, ...]:
+        model, optimizer, sync = attached(rank, RECIPES[before])
+        train(model, optimizer, data()[rank][:5])
+        if not switch:
+            sync.finish()
+            return (flat(model),)
+        sync.switch(RECIPES[after])
+        x = flat(model)
+        moments = torch.cat([s["exp_avg"].reshape(-1) for s in optimizer.state.values()])
+        train(model, optimizer, data(steps=11)[rank][5:])
+        sync.finish()
+        assert sync.recipe == RECIPES[after] and sync.step == 11
+        return x, moments, flat(model)
+
+    finished, runs = (la.simulate(partial(run, switch=s), workers=2) for s in (False, True))
+    assert all(equal(found) for found in zip(*runs, strict=True))
+    assert torch.equal(runs[0][0], finished[0][0])
+
+
+def owed(sync: la.Synchronizer) -> Tensor:
+    """What a worker has not sent, its share as an owner included, n = 2 times."""
+    (state,) = sync.state_dict()["gradients"]
+    found = []
+    for kept, first, size in zip(state["carried"], state["starts"], state["sizes"], strict=True):
+        total = kept["residual"].clone()
+        total[first : first + len(kept["lag"])] += 2 * kept["lag"]
+        found.append(total[:size])
+    return torch.cat(found)
+
+
+def test_gradients_not_sent_yet_are_sent_after_a_switch() -> None:
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        model, optimizer, sync = attached(rank, la.ddp(codec="int4"))
+        train(model, optimizer, data()[rank][:4])
+        before = owed(sync)
+        sync.switch(la.ddp(codec="int8"))
+        return before, owed(sync)
+
+    before, after = (torch.stack(found).mean(0) for found in zip(*la.simulate(run, 2), strict=True))
+    assert torch.allclose(before, after, atol=1e-9) and float(before.abs().max()) > 0
+
+
+@pytest.mark.parametrize("first", [la.ddp(codec="int4"), la.auto(), la.diloco(2, codec="int4")])
+def test_a_refused_switch_leaves_the_rounds_at_work(first: Any) -> None:
+    """All start from the consensus, whatever one rank does wrong, and nothing is owed twice."""
+
+    def run(rank: int) -> Tensor:
+        model, optimizer, sync = attached(rank, first)
+        now = sync.recipe
+        train(model, optimizer, data()[rank][:3])
+        said = refusal(lambda: sync.switch(la.diloco(4, lr=0.5 + 0.1 * rank)))
+        assert "attach something other than rank 0" in said
+        consensus = sync.consensus_state_dict()
+        x = torch.cat([value.reshape(-1) for value in consensus.values()])
+        assert first != la.diloco(2, codec="int4") or torch.equal(flat(model), x)
+        for recipe, words in ((la.hierarchical(1, 2), "group_size"), ("ddp()", "recipe must be")):
+            assert words in refusal(lambda recipe=recipe: sync.switch(recipe))  # type: ignore[misc]
+        assert sync.recipe == now
+        train(model, optimizer, data()[rank][3:6])
+        sync.finish()
+        return flat(model)
+
+    assert equal(la.simulate(run, workers=2))
+
+
+def test_switching_keeps_the_layout() -> None:
+    """The ranks of a worker go on averaging their gradients."""
+
+    def run(rank: int) -> Tensor:
+        model, optimizer, sync = attached(rank, la.ddp(), nprocs_per_node=2)
+        train(model, optimizer, data(4)[rank][:1])
+        sync.switch(la.local_sgd(100))
+        train(model, optimizer, data(4)[rank][1:4])
+        return flat(model)
+
+    a, b, c, d = la.simulate(run, workers=4)
+    assert torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["before the update", "after it"])
+@pytest.mark.parametrize("when", [2, 5], ids=["before", "in the last step"])
+def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(
+    when: int, inside: bool
+) -> None:
+    """AdamW's steps, the scale, and moments of a parameter that one rank did not use: or gradients
+    that are alike would move the workers differently, unseen."""
+
+    def run(rank: int) -> tuple[Tensor, float, list[float]]:
+        model = network(dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+        sync = la.attach(model, optimizer, la.local_sgd(2), scaler=scaler)
+        for t, x in enumerate(data(steps=14)[rank], 1):
+            optimizer.zero_grad()
+            first: Any = model[0]
+            bias = first.bias if rank > 0 or t >= 6 else None
+            hidden = nn.functional.linear(x.float(), first.weight, bias).tanh()
+            loss = model[2](hidden).square().mean()
+            loss = loss * (float("inf") if (rank, t) == (1, when) else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            if t == 5 and inside:
+                sync.switch(la.ddp())
+            scaler.update()
+            if t == 5 and not inside:
+                sync.switch(la.ddp())
+        counts = [float(s["step"]) for s in optimizer.state.values()]
+        return flat(model), scaler.get_scale(), counts
+
+    first, *others = la.simulate(run, workers=3)
+    for x, scale, counts in others:
+        assert torch.equal(x, first[0]) and (scale, counts) == first[1:]
+
+
+def test_groups_added_right_before_a_switch_start_from_rank_0() -> None:
+    def run(rank: int) -> Tensor:
+        model, optimizer, sync = attached(rank, la.ddp())
+        train(model, optimizer, data()[rank][:1])
+        head = nn.Parameter(torch.full((5,), float(rank)))
+        optimizer.add_param_group({"params": [head]})
+        sync.switch(la.ddp(codec="int4"))
+        head.grad = torch.ones(5)
+        optimizer.step()
+        return head.detach().clone()
+
+    assert equal(la.simulate(run, workers=2))
+
+
+def test_what_was_chosen_is_told_after_a_switch_by_hand() -> None:
+    def run(rank: int) -> tuple[Any, Any]:
+        model, optimizer, sync = attached(rank, la.auto())
+        train(model, optimizer, data(steps=12)[rank])
+        before = sync.choices
+        sync.switch(la.local_sgd(3))
+        return before, sync.choices
+
+    for before, after in la.simulate(run, workers=2):
+        assert before and before == after
