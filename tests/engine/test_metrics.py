@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,34 +105,6 @@ def test_rounds_are_told_by_name_with_their_bytes(pool: gloo.Pool, tmp_path: Pat
         assert (calls["Average round"], calls["SlowMomentum round"], calls["finish()"]) == (4, 2, 1)
 
 
-def test_steps_that_a_scaler_skips_are_counted_and_rates_may_be_infinite(tmp_path: Path) -> None:
-    def run(rank: int) -> None:
-        model = nn.Linear(5, 3)
-        optimizer = sgd(model, math.inf)
-        scaler = torch.amp.GradScaler("cpu")
-        sync = la.attach(
-            model,
-            optimizer,
-            la.local_sgd(2),
-            scaler=scaler,
-            metrics=la.JsonLines(tmp_path / "run.jsonl", 0),
-        )
-        for t in range(4):
-            optimizer.zero_grad()
-            loss = model(torch.full((4, 5), math.inf if t == 2 else 1.0)).sum()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.param_groups[0]["lr"] = 0.1
-        sync.detach()
-
-    la.simulate(run, workers=1)
-    records = read(tmp_path / "run.jsonl")
-    assert [r["skipped"] for r in records[1:]] == [0, 0, 1, 1, 1]
-    assert records[-1]["step"] == 4
-    assert records[1]["lr"] == [None], "JSON has no infinity"
-
-
 @pytest.mark.parametrize(
     ("name", "files"),
     [
@@ -183,18 +154,6 @@ def test_what_is_no_place_is_refused_on_every_rank(given: Any, said: str) -> Non
     assert all(said in text for text in texts)
 
 
-def test_impossible_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for every in (-1, math.nan, math.inf, "1", True):
-        with pytest.raises(ValueError, match="every must be a finite number at least 0"):
-            la.JsonLines("run.jsonl", every=every)  # type: ignore[arg-type]
-    find: Callable[..., Any] = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name)
-    )
-    with pytest.raises(ImportError, match="pip install tensorboard"):
-        la.TensorBoard("runs")
-
-
 def lacking(rank: int, directory: str, name: str) -> str:
     given = f"{directory}/{'there' if rank == 2 else 'here'}/{name}".rstrip("/")
     return refusal(lambda: train(rank, given))
@@ -223,24 +182,6 @@ def test_a_file_that_takes_nothing_is_one_warning(path: str, said: str) -> None:
     (warning,) = [str(w.message) for w in caught]
     assert said in warning and path in warning and "training continues" in warning
     assert [run[0] for run in runs] == [run[0] for run in plain]
-
-
-def test_a_place_that_fails_takes_no_other_along() -> None:
-    class Failing(Kept):
-        def write(self, record: Mapping[str, Any]) -> None:
-            super().write(record)
-            if record["event"] == "steps":
-                raise KeyError("mine")
-
-    def run(rank: int) -> tuple[Records, Records]:
-        failing, kept = Failing(), Kept()
-        train(rank, [failing, kept])
-        return failing.records, kept.records
-
-    with pytest.warns(RuntimeWarning, match=r"Failing: KeyError: 'mine'"):
-        ((failed, kept),) = la.simulate(run, workers=1)
-    assert [r["event"] for r in failed] == ["start", "steps"]
-    assert [r["step"] for r in kept] == [0, 1, 2, 3, 4, 5, 6, 6, 6]
 
 
 def test_a_place_that_hangs_does_not_hold_up_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
