@@ -235,7 +235,7 @@ class Wrapper(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
 
-    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+    param_groups: Any = property(lambda self: self.inner.param_groups)
 
 
 class Coded(Tensor):
@@ -399,7 +399,7 @@ def beside(
     """What is raised in two steps, warned of, and this rank's parameters in the end. ``bare``: with
     a plain loop over the module, whatever DDP there is."""
     module = plain()
-    wrapper = None if use == "after" else Own(module)
+    wrapper: Any = None if use == "after" else Own(module)
     optimizer = sgd(module)
     if use in ("dropped", "used before") and wrapper is not None:
         wrapper(torch.ones(1, 3)).sum().backward()

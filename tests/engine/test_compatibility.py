@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoints
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +28,7 @@ import laconic as la
 from tests.support import gloo
 
 WORKERS, STEPS, BATCH, WORDS = 2, 6, 4, 11
-dcp: Any = torch.distributed.checkpoint
+dcp: Any = checkpoints  # which torch does not export by name
 Make = Callable[[nn.Module], Optimizer]
 
 

@@ -282,7 +282,7 @@ def mistaken(rank: int) -> list[str]:
     mesh, model = mesh_of(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said = [
-        refusal(partial(la.attach, model, optimizer, la.local_sgd(2), **options))  # type: ignore[arg-type]
+        refusal(partial(la.attach, model, optimizer, la.local_sgd(2), **options))
         for options in (
             {"mesh": init_device_mesh("cpu", (1, 2, 2))},
             {"mesh": mesh, "nprocs_per_node": 2},

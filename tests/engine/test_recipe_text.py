@@ -67,9 +67,9 @@ def test_slow_momentum_is_that_of_the_workers_of_the_run(workers: int, momentum:
         model, optimizer, _ = attached(rank, la.slowmo(la.local_sgd(1), 3, **options))
         return train(model, optimizer, data(workers)[rank])[-1]
 
+    cases: list[dict[str, Any]] = [{}, {"momentum": momentum}, {"momentum": 0.3}]
     found, same, other = (
-        la.simulate(partial(run, **options), workers=workers)[0]
-        for options in ({}, {"momentum": momentum}, {"momentum": 0.3})
+        la.simulate(partial(run, **options), workers=workers)[0] for options in cases
     )
     assert torch.equal(found, same) and not torch.equal(found, other)
 

@@ -780,7 +780,8 @@ def test_another_number_of_ranks_goes_on_from_the_one_model(name: str, tmp_path:
     recipe, finish = REST[name]
 
     def first_momenta(run: Run) -> Tensor:
-        return run.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+        momenta: Tensor = run.optimizer.state_dict()["state"][0]["exp_avg"]
+        return momenta.clone()
 
     def save(rank: int) -> tuple[Tensor, Tensor, Tensor]:
         run = Run(recipe, rank)

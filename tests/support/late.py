@@ -126,10 +126,11 @@ class Late(Tensor):
 
     @staticmethod
     def __new__(cls, raw: Tensor, memory: Memory | None = None) -> Late:
-        at = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
-        made = Tensor._make_wrapper_subclass(cls, raw.shape, device="late:0", **at)  # type: ignore[attr-defined]
+        at: Any = {"strides": raw.stride(), "storage_offset": raw.storage_offset()}
+        at |= {"device": "late:0", "dtype": raw.dtype}
+        made = Tensor._make_wrapper_subclass(cls, raw.shape, **at)
         made.raw, made.memory = raw, memory or Memory(raw)
-        return made  # type: ignore[no-any-return]
+        return made
 
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
@@ -344,7 +345,7 @@ def device(*, settles: bool = False, inverts: bool = False) -> Iterator[torch.de
         stream.run()
 
 
-class Module(_DummyBackendModule):  # type: ignore[misc]
+class Module(_DummyBackendModule):
     """``torch.late``."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -366,7 +367,7 @@ def prepare(_: int) -> None:
 def set_up() -> torch.device:
     """Make the device exist in this process, once, and return it."""
     if not _library:
-        _setup_privateuseone_for_python_backend("late", Module())  # type: ignore[no-untyped-call]
+        _setup_privateuseone_for_python_backend("late", Module())
         library = torch.library.Library("aten", "IMPL")
         for name in ("empty.memory_format", "empty_strided"):
             library.impl(name, _factory(name), "PrivateUse1")
