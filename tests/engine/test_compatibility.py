@@ -193,6 +193,7 @@ def lora() -> nn.Module:
     return adapted
 
 
+@pytest.mark.slow
 def test_lora_sends_the_adapters_only() -> None:
     runs = together(lora, adamw, la.ddp())
     assert torch.equal(*runs) and largest(runs[0], alone(lora, adamw)) < 1e-12
@@ -267,7 +268,13 @@ def compiled(rank: int, recipe: la.Recipe, backend: str | None, inner: bool) -> 
 
 @pytest.mark.parametrize(
     ("recipe", "inner"),
-    [(la.ddp(), True), (la.ddp(codec="int8"), False), (la.streaming_diloco(4), False)],
+    [
+        (la.ddp(codec="int8"), False),
+        *(
+            pytest.param(r, True, marks=pytest.mark.slow)
+            for r in (la.ddp(), la.streaming_diloco(4))
+        ),
+    ],
 )
 def test_torch_compile_changes_no_bit(pool: gloo.Pool, recipe: la.Recipe, inner: bool) -> None:
     plain = pool.run(compiled, recipe, None, True, ranks=2)

@@ -118,7 +118,10 @@ def life(rank: int, recipe: la.Recipe, inference: bool) -> list[Tensor]:
     return [inside, first, last]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (k % 2)) for k, n in enumerate(RECIPES)],
+)
 def test_a_run_with_validations_and_ends(name: str) -> None:
     usual, inference = (
         la.simulate(partial(life, recipe=RECIPES[name], inference=i), workers=4)

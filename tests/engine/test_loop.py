@@ -386,7 +386,9 @@ def test_reentrant_checkpointing_is_refused_on_all_ranks(recipe: la.Recipe, arou
 # -- dtypes and scaling ----
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_low_precision_over_twenty_steps(recipe: str, dtype: torch.dtype) -> None:
     """Parameters keep their dtype and train about as in float32: sums and outer state are in it."""

@@ -262,15 +262,20 @@ def test_a_program_that_just_ends_writes_its_last_record_and_warns(
         )
         for rank in range(2)
     ]
-    for rank, each in enumerate(ranks):
-        _, said = each.communicate(timeout=250)
+    try:
+        texts = [each.communicate(timeout=250)[1] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+    for rank, (each, said) in enumerate(zip(ranks, texts, strict=True)):
         assert (each.returncode == 0) == (how == "ends"), said
         assert said.count("sync.finish() was not called after the last step") == (how == "ends")
         records = read(tmp_path / f"{rank}.jsonl")
         middle = [] if how == "ends" else ["error"]
-        assert [r["event"] for r in records] == ["start", *middle, "end"]
-        assert records[-1]["step"] == 1
-        assert not middle or records[1]["error"] == "RuntimeError: boom"
+        events = [r["event"] for r in records if r["event"] != "steps"]  # a slow machine has one
+        assert events == ["start", *middle, "end"] and records[-1]["step"] == 1
+        assert not middle or records[-2]["error"] == "RuntimeError: boom"
 
 
 # -- TensorBoard ----

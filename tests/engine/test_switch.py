@@ -30,7 +30,13 @@ def attached(rank: int, recipe: Any, **options: Any) -> tuple[nn.Sequential, Any
     return model, optimizer, la.attach(model, optimizer, recipe, **options)
 
 
-@pytest.mark.parametrize(("before", "after"), [*itertools.product(RECIPES, RECIPES)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] * (k % 7 % 3 > 0))
+        for k, pair in enumerate(itertools.product(RECIPES, RECIPES))
+    ],
+)
 def test_switching_starts_all_workers_from_the_consensus(before: str, after: str) -> None:
     """Alike in x and in the optimizer's state; and what the recipe before would have ended with."""
 

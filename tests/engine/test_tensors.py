@@ -55,7 +55,7 @@ def packed(bucket: Bucket) -> Tensor:
     return bucket.pack(out)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(GROUPS, st.integers(1, 5), st.integers(1, 64), st.none() | st.integers(1, 64))
 def test_every_element_is_in_exactly_one_bucket(
     specs: list[Any], n: int, most: int, first: int | None
