@@ -36,8 +36,8 @@ from tests.support.loops import (
 
 # -- what it is ----
 
-QUICK = ["ddp, coded", "local_sgd, late", "slowmo", "slowmo, no average", "sgp, late", "d_psgd"]
-QUICK += ["easgd", "lsgd, groups", "diloco, eager", "streaming_diloco", "noloco"]
+QUICK = ["ddp, coded", "local_sgd, late", "slowmo", "sgp, late", "easgd", "lsgd, groups"]
+QUICK += ["diloco, eager", "streaming_diloco"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ROWS if name not in QUICK]
 
 

@@ -20,7 +20,7 @@ from tests.support import gloo, late
 from tests.support.all_recipes import ROWS, Run
 
 STEPS = 14
-QUICK = ["ddp, coded", "local_sgd, average", "slowmo over late sgp", "diloco, eager"]
+QUICK = ["ddp, coded", "slowmo over late sgp"]
 WITH_STATE = ["slowmo over late sgp", "streaming_diloco"]
 WITH_STATE_TOO = [
     "diloco, eager",
