@@ -66,10 +66,10 @@ def parameters(value: Any) -> list[str]:
     return [name for name in inspect.signature(value).parameters if name not in ("self", "cls")]
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
-def test_every_argument_is_described(name: str) -> None:
-    value = {**PUBLIC, **METHODS}[name]
-    assert list(documented(value)) == parameters(value)
+def test_every_argument_is_described_and_every_public_name_has_an_example() -> None:
+    for name, value in {**PUBLIC, **METHODS}.items():
+        assert list(documented(value)) == parameters(value), name
+        assert name in METHODS or ">>> " in (inspect.getdoc(value) or ""), name
 
 
 FOR_HINTS = {"DeviceMesh": DeviceMesh}
@@ -83,21 +83,15 @@ def literals(hint: object) -> Iterator[str]:
         yield from literals(part)
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
-def test_every_choice_is_named(name: str) -> None:
-    value = {**PUBLIC, **METHODS}[name]
-    hints: dict[str, Any] = {}
-    if parameters(value):
+def test_every_choice_is_named() -> None:
+    for name, value in {**PUBLIC, **METHODS}.items():
+        if not parameters(value):
+            continue
         function = value.__init__ if inspect.isclass(value) else value
         hints = typing.get_type_hints(function, localns=FOR_HINTS)
-    for argument, text in documented(value).items():
-        for choice in literals(hints.get(argument)):
-            assert f'``"{choice}"``' in text, f"{name}({argument}=): {choice}"
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_has_an_example(name: str) -> None:
-    assert ">>> " in (inspect.getdoc(PUBLIC[name]) or "")
+        for argument, text in documented(value).items():
+            for choice in literals(hints.get(argument)):
+                assert f'``"{choice}"``' in text, f"{name}({argument}=): {choice}"
 
 
 def train(number: int) -> None:
@@ -108,6 +102,10 @@ def train(number: int) -> None:
         for _ in range(4):
             model(torch.randn(8, 4) + number).square().mean().backward()
             optimizer.step()
+
+
+LONG = ("advise", "Advice")
+"""Whose examples train for seconds."""
 
 
 def names() -> dict[str, Any]:
@@ -121,7 +119,9 @@ def names() -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:there is one node only")
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in PUBLIC]
+)
 def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trace").mkdir()

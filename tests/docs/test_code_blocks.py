@@ -1,8 +1,7 @@
 """Every block of Python on the pages runs, and every command on them exists with its options.
 
 A page's blocks run in order, with stand-ins for what a reader brings: a model, data, a schedule.
-What other tests run is left to them: the tutorial, migration.md, own_algorithm.md, the plan of
-elastic.md.
+The tutorial and migration.md have tests of their own.
 """
 
 from __future__ import annotations
@@ -361,12 +360,10 @@ FOR_TRAINERS = [
 ]
 
 
-def test_every_block_for_trainers_has_a_program() -> None:
-    assert [code for _, code in FOR_TRAINERS] == CODE["docs/trainers.md"]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "code"), FOR_TRAINERS, ids=TRAINERS)
 def test_a_block_for_trainers_runs(before: str, code: str, tmp_path: Path) -> None:
+    assert [code for _, code in FOR_TRAINERS] == CODE["docs/trainers.md"], "each has a program"
     program = tmp_path / "page.py"
     program.write_text(BEFORE + before + runnable(code).replace(*LARGE))
     ended = subprocess.run(
@@ -383,23 +380,72 @@ def test_a_block_for_trainers_runs(before: str, code: str, tmp_path: Path) -> No
 # -- what blocks must be ----
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if own(page)], ids=lambda page: page.stem)
-def test_python_stands_in_fences(page: Path) -> None:
+def test_python_stands_in_fences_and_the_examples_of_compare_in_their_files() -> None:
     """So that the tests above find it."""
-    text = BLOCK.sub("", page.read_text())
-    for block in INDENTED.findall(text):
-        assert not re.search(r"^ +(import|from) \w+|^ +[\w, ]*= ?laconic\.", block, re.MULTILINE), (
-            block
-        )
+    code = re.compile(r"^ +(import|from) \w+|^ +[\w, ]*= ?laconic\.", re.MULTILINE)
+    for page in filter(own, PAGES):
+        for block in INDENTED.findall(BLOCK.sub("", page.read_text())):
+            assert not code.search(block), f"{page}: {block}"
+    files = [(ROOT / f"examples/my_{name}.py").read_text() for name in ("workload", "rules")]
+    for part in (part for code in CODE["docs/compare.md"] for part in code.split("\n\n\n")):
+        assert part.strip() in "".join(files)
 
 
-def test_the_examples_of_compare_are_in_their_files() -> None:
-    files = "".join(
-        (ROOT / "examples" / f"my_{name}.py").read_text() for name in ("workload", "rules")
-    )
-    for code in CODE["docs/compare.md"]:
-        for part in code.split("\n\n\n"):
-            assert part.strip() in files
+# -- two pages that print what they show ----
+
+
+def test_the_plan_in_steps_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = [c for c in blocks(ROOT / "docs/elastic.md", "python") if "laconic.Faults(" in c]
+    exec(example, {"__name__": "example"})
+    calm, rough, one = capsys.readouterr().out.splitlines()
+    assert calm.startswith("0 kills") and "None" not in calm
+    assert int(rough.split()[0]) == rough.count("None") > 2
+    losses = one.partition("[")[2].rstrip("]").split(", ")
+    assert [loss == "None" for loss in losses] == [False, False, True, False, False]
+    assert len({*losses}) == 2, "the workers that are left end with one model"
+
+
+OWN = ROOT / "docs" / "own_algorithm.md"
+LINE = re.compile(r"^ *loss (\d\.\d+), (\d+\.\d+) MB sent by each worker$", re.MULTILINE)
+
+
+def run_own(*parts: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "page"}
+    for part in parts:
+        exec(compile(part, OWN.name, "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.mark.slow
+def test_the_page_on_an_algorithm_of_ones_own_prints_what_it_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_own(*blocks(OWN, "python"))
+    printed, shown = LINE.findall(capsys.readouterr().out), LINE.findall(OWN.read_text())
+    assert len(printed) == 6
+    for (loss, sent), (expected, megabytes) in zip(printed, shown, strict=True):
+        assert float(loss) == pytest.approx(float(expected), rel=0.1)  # processors differ
+        assert sent == megabytes
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("", ""),
+        ('state["a"] - x + state["e"]', 'state["a"] - x'),
+        ('state["e"].copy_(d - q)', 'state["e"].copy_(q)'),
+        ('state["a"].sub_(received)', 'state["a"].add_(received)'),
+        ("d.bfloat16()", "d.half()"),
+    ],
+)
+def test_that_pages_check_finds_a_wrong_line(line: str, wrong: str) -> None:
+    update, check, *_ = blocks(OWN, "python")
+    if not line:
+        run_own(update, check)
+        return
+    assert update.count(line) == 1
+    with pytest.raises(AssertionError):
+        run_own(update.replace(line, wrong), check)
 
 
 # -- commands ----
@@ -437,25 +483,26 @@ NAMES = sorted(
 )
 
 
-@pytest.mark.parametrize(("page", "line"), LACONIC, ids=lambda text: text)
-def test_a_command_of_a_page_is_one(page: str, line: str) -> None:
-    words = shlex.split(line.removesuffix(" &").partition(" -- ")[0])[1:]
-    words = ["0" if word in ("R", "PID") else word for word in words]
-    parser().parse_args(words)  # a SystemExit fails
+def test_every_command_of_a_page_is_one_with_these_options() -> None:
+    known = parser()
+    assert len(LACONIC) > 20
+    for page, line in LACONIC:
+        words = shlex.split(line.removesuffix(" &").partition(" -- ")[0])[1:]
+        try:
+            known.parse_args(["0" if word in ("R", "PID") else word for word in words])
+        except SystemExit:
+            raise AssertionError(f"{page}: {line}") from None
+    text = (ROOT / "docs" / "cli.md").read_text()
+    assert sorted(re.findall(r"^<!-- help: (\w+) -->$", text, re.MULTILINE)) == NAMES
 
 
-@pytest.mark.parametrize(("page", "line"), OTHER, ids=lambda text: text)
-def test_a_program_of_a_page_exists(page: str, line: str) -> None:
+def test_every_program_of_a_page_exists() -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    if line.startswith("make "):
-        for target in re.findall(r"(?<= )[a-z][\w-]*(?= |$)", line.partition('"')[0]):
-            assert target in targets, line
-    for module in re.findall(r"-m ((?:benchmarks|tutorial|laconic)[\w.]*)", line):
-        assert find_spec(module) is not None, line
-    for file in re.findall(r"\bexamples/[\w/.-]+\w", line):
-        assert (ROOT / file).is_file(), line
-
-
-def test_every_command_is_in_the_reference() -> None:
-    page = (ROOT / "docs" / "cli.md").read_text()
-    assert sorted(re.findall(r"^<!-- help: (\w+) -->$", page, re.MULTILINE)) == NAMES
+    for page, line in OTHER:
+        if line.startswith("make "):
+            for target in re.findall(r"(?<= )[a-z][\w-]*(?= |$)", line.partition('"')[0]):
+                assert target in targets, f"{page}: {line}"
+        for module in re.findall(r"-m ((?:benchmarks|tutorial|laconic)[\w.]*)", line):
+            assert find_spec(module) is not None, f"{page}: {line}"
+        for file in re.findall(r"\bexamples/[\w/.-]+\w", line):
+            assert (ROOT / file).is_file(), f"{page}: {line}"

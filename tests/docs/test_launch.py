@@ -1,8 +1,9 @@
-"""The launch files of `examples/launch`, with stand-ins for srun, ssh and Kubernetes."""
+"""What a newcomer runs: the example, and `examples/launch` with stand-ins for its launchers."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import yaml
 
-from tests.support import gloo, programs
+from tests.support import gloo
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
@@ -43,15 +45,11 @@ def stand_in(folder: Path, name: str, text: str) -> None:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """With stand-ins in ``folder``. Its Python programs are preloaded, if this one's are."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name == programs.ADDRESS or not name.startswith(("LACONIC_", "SLURM"))
-    }
+    """With stand-ins in ``folder``, and nothing of a launcher's."""
+    given = ("LACONIC_", "SLURM", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(given)}
     path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
-    python = os.pathsep.join([str(programs.FOLDER), str(ROOT / "src")])
-    return {**kept, "PATH": path, "PYTHONPATH": python, "OMP_NUM_THREADS": "1", **more}
+    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **more}
 
 
 @contextmanager
@@ -73,11 +71,24 @@ def started(command: list[str], folder: Path, **more: str) -> Iterator[subproces
         program.communicate(timeout=250)
 
 
+def test_the_example_learns_and_is_short(tmp_path: Path) -> None:
+    with started([sys.executable, EXAMPLE], tmp_path) as example:
+        said, _ = example.communicate(timeout=250)
+    assert example.returncode == 0 and trained(said), said
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\d+\.\d+)$", said, re.M)]
+    assert len(losses) == 5 and losses[-1] < 0.5 * losses[0]
+    assert not [*tmp_path.iterdir()]
+    lines = Path(EXAMPLE).read_text().splitlines()
+    added = [line for line in lines if "# added" in line]
+    assert len(lines) < 60 and len(added) == 2 and "laconic.attach(" in "".join(added)
+
+
 def trained(said: str) -> bool:
     """Whether two ranks have run the example together: one of them has reported."""
     return said.count("step 240: loss") == 1 and said.count("80 rounds; ") == 1
 
 
+@pytest.mark.slow
 def test_the_script_for_slurm(tmp_path: Path) -> None:
     stand_in(tmp_path, "srun", SRUN)
     slurm = {
@@ -91,6 +102,7 @@ def test_the_script_for_slurm(tmp_path: Path) -> None:
     assert job.returncode == 0 and trained(said), said
 
 
+@pytest.mark.slow
 def test_the_script_for_ssh(tmp_path: Path) -> None:
     stand_in(tmp_path, "ssh", SSH)
     command = ["bash", str(LAUNCH / "ssh.sh"), "127.0.0.1,127.0.0.2", EXAMPLE]
@@ -100,6 +112,7 @@ def test_the_script_for_ssh(tmp_path: Path) -> None:
     assert sorted((tmp_path / "hosts").read_text().split()) == ["127.0.0.1", "127.0.0.2"]
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_ends_the_program_on_all_hosts(tmp_path: Path) -> None:
     stand_in(tmp_path, "ssh", SSH)
     program = tmp_path / "a program.py"  # whose name must be quoted on its way
@@ -121,6 +134,7 @@ def test_a_host_that_fails_ends_the_program_on_all_hosts(tmp_path: Path) -> None
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_file_for_kubernetes(tmp_path: Path) -> None:
     """Its command, with the variables that Kubeflow's runtime sets, as two pods."""
     job = yaml.safe_load((LAUNCH / "trainjob.yaml").read_text())

@@ -1,11 +1,9 @@
 """docs/migration.md does what it says: its loops are run, by four gloo processes, and what it says
-about torch's classes is tried on them. What needs another library than torch is not run. And the
-figures of docs/slowmo.md, which it refers to."""
+about when torch averages is tried. What needs another library than torch is not run."""
 
 from __future__ import annotations
 
 import inspect
-import io
 import re
 import warnings
 from collections import OrderedDict
@@ -25,7 +23,6 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 )
 
 import laconic
-from laconic.links import cost
 
 from tests.support import gloo
 
@@ -36,7 +33,6 @@ with warnings.catch_warnings():
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "migration.md").read_text()
 OTHERS = re.compile(r"^from (fairscale|DistOptimizers|accelerate)\b", re.MULTILINE)
-SLOWMO_PAGE = (DOCS / "slowmo.md").read_text()
 RANKS = 4
 
 
@@ -129,13 +125,9 @@ def close(one: list[float], other: list[float]) -> bool:
     return other == pytest.approx(one, rel=1e-4, abs=1e-5)
 
 
-def test_ddp_is_torchs(pool: gloo.Pool) -> None:
-    theirs, ours = (ran(pool, one("From Dist", when).code)[0] for when in ("Before:", "After:"))
-    assert close(parameters(theirs), parameters(ours))
-
-
-def test_post_local_sgd_is_torchs(pool: gloo.Pool) -> None:
-    theirs, ours = (ran(pool, one("From torch", when).code)[0] for when in ("Before:", "After:"))
+@pytest.mark.parametrize("heading", ["From Dist", "From torch"])
+def test_ddp_and_post_local_sgd_are_torchs(heading: str, pool: gloo.Pool) -> None:
+    theirs, ours = (ran(pool, one(heading, when).code)[0] for when in ("Before:", "After:"))
     assert close(parameters(theirs), parameters(ours))
 
 
@@ -246,134 +238,3 @@ def test_when_torch_averages(pool: gloo.Pool) -> None:
     assert pool.run(in_levels, 4, ranks=RANKS)[0] == [*range(5, 24, 2)]
     start = laconic.post_local_sgd(11, 4)[1].when
     assert [step for step in range(1, 25) if start(step)] == [12, 16, 20, 24]
-
-
-def unlike(rank: int) -> list[float]:
-    """Two parameters; an even rank has a gradient of the first, an odd one of the second."""
-    params = [nn.Parameter(torch.tensor([10.0 * rank + i])) for i in range(2)]
-    params[rank % 2].grad = torch.zeros(1)
-    PeriodicModelAverager(period=2).average_parameters(params)
-    return [float(p) for p in params]
-
-
-def test_torch_averages_what_does_not_belong_together(pool: gloo.Pool) -> None:
-    assert pool.run(unlike, ranks=RANKS)[:2] == [[15.5, 1.0], [10.0, 15.5]]
-
-
-def rebound(rank: int) -> tuple[int, bool, int]:
-    """Storages of four parameters after a round, whether an earlier view is still one, and bytes
-    of the last bias (40) in a file."""
-    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
-    view = next(model.parameters()).data
-    model(torch.ones(1, 10)).sum().backward()
-    PeriodicModelAverager(period=2).average_parameters(model.parameters())
-    params = list(model.parameters())
-    file = io.BytesIO()
-    torch.save(params[-1], file)
-    storages = {p.untyped_storage().data_ptr() for p in params}
-    return (
-        len(storages),
-        view.data_ptr() == params[0].data_ptr(),
-        params[-1].untyped_storage().nbytes(),
-    )
-
-
-def test_torch_points_parameters_into_one_tensor(pool: gloo.Pool) -> None:
-    assert pool.run(rebound, ranks=RANKS)[0] == (1, False, 4 * 220)
-
-
-def wrapped_optimizer(rank: int) -> tuple[float, float, list[str]]:
-    """Learning rates of the wrapper and the inner optimizer after loading and a scheduler's step,
-    and what is missing."""
-    model = nn.Linear(1, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    outer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2))
-    outer.load_state_dict(outer.state_dict())
-    schedule = torch.optim.lr_scheduler.StepLR(outer, 1, 0.5)
-    model(torch.ones(1, 1)).sum().backward()
-    outer.step()
-    schedule.step()
-    missing = []
-    for name, call in {
-        "defaults": lambda: outer.defaults,
-        "hooks": lambda: outer.register_step_post_hook(lambda *_: None),
-        "closure": lambda: outer.step(lambda: 0.0),
-    }.items():
-        try:
-            call()
-        except (AttributeError, TypeError):
-            missing.append(name)
-    return outer.param_groups[0]["lr"], inner.param_groups[0]["lr"], missing
-
-
-def test_torchs_optimizer_is_half_a_one(pool: gloo.Pool) -> None:
-    outer, inner, missing = pool.run(wrapped_optimizer, ranks=RANKS)[0]
-    assert (outer, inner) == (0.5, 1.0)
-    assert missing == ["defaults", "hooks", "closure"]
-
-
-def buffers_shared(rank: int) -> int:
-    """Broadcasts of buffers in eight steps, six of them after the warm-up."""
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    state = PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
-    model.register_comm_hook(state, post_localSGD_hook)
-    shared = 0
-    for _ in range(8):
-        with torch.no_grad():
-            model.module[1].running_mean.fill_(float(rank))
-        out = model(torch.randn(4, 2))
-        # 0.9 of what stood there when the forward pass began, and a tenth of the batch's
-        shared += bool(model.module[1].running_mean.abs().max() < 0.5)
-        out.sum().backward()
-    assert state.iter == 2, "counts the warm-up alone"
-    return shared
-
-
-def test_ddp_shares_buffers_at_every_step(pool: gloo.Pool) -> None:
-    assert pool.run(buffers_shared, ranks=RANKS) == [8] * RANKS
-
-
-def test_the_hooks_count_is_in_no_checkpoint() -> None:
-    assert not {"state_dict", "__getstate__"} & set(vars(PostLocalSGDState))
-
-
-# -- docs/slowmo.md ----
-
-
-def test_what_owners_of_shards_send() -> None:
-    table = re.findall(r"^\| (.*?owner.*?|sent by.*?) \| (.*) \|$", SLOWMO_PAGE, re.MULTILINE)
-    (_, owners), (_, kept), (_, by_owners), (_, by_others) = table
-    shards = [int(cell) for cell in owners.split("|")]
-    assert shards == [8, 4, 2, 1]
-    assert [float(cell) for cell in kept.split("|")] == [8 / s for s in shards]
-
-    def sent(s: int, rank: int) -> float:
-        into, out = (f(8000, 8, s, rank) for f in (cost.reduce_scatter, cost.all_gather))
-        return (into.bytes + out.bytes) / 8000
-
-    assert [float(cell) for cell in by_owners.split("|")] == [sent(s, 0) for s in shards]
-    assert [sent(s, 0) for s in shards] == [(8 + s - 2) / s for s in shards]
-    told = [cell.strip() for cell in by_others.split("|")]
-    assert told == ["", *(str(int(sent(s, 7))) for s in shards[1:])]
-
-
-def test_the_example_of_when_it_pays() -> None:
-    backward, node, reduce, theirs, ours, ddp = (
-        int(found)
-        for pattern in (
-            r"t_backward = (\d+) ms",
-            r"t_node = (\d+) ms",
-            r"t_allreduce = (\d+) ms",
-            r"\| fairscale \| 180 [^|]+ \| (\d+) ms",
-            r"\| laconic \| 180 [^|]+ \| (\d+) ms",
-            r"\| DDP \|\s+\| (\d+) ms",
-        )
-        for found in re.findall(pattern, SLOWMO_PAGE)
-    )
-    assert ddp == max(backward, reduce)
-    assert theirs == backward + node + reduce // 3
-    assert ours == max(backward, node) + reduce // 3
-    saved = reduce * 2 // 3
-    assert f"{saved} > {backward + node} does not hold" in SLOWMO_PAGE
-    assert f"{saved} > {backward} holds" in SLOWMO_PAGE
-    assert ours < ddp < theirs and backward < saved < backward + node
