@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,8 +14,6 @@ import pytest
 
 import laconic
 from laconic.algorithms.recipes import RECIPES
-
-from tests.support import programs
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,7 +36,7 @@ except SystemExit:
     pass
 {check}
 """
-    ended = subprocess.run([*programs.NEW, "-c", watched], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-s", "-c", watched], capture_output=True, text=True)
     assert ended.stderr.strip() == "[]"
 
 
@@ -63,6 +62,7 @@ def test_every_name_is_what_a_type_checker_sees() -> None:
     assert set(laconic.NAMES_BY_MODULE["laconic.algorithms.recipes"]) == set(RECIPES)
 
 
+@pytest.mark.slow
 def test_a_function_keeps_its_name_when_its_module_is_imported() -> None:
     program = """
 import laconic.attach, laconic.auto
@@ -71,7 +71,7 @@ assert callable(laconic.attach) and laconic.attach is attach
 assert callable(laconic.auto) and laconic.auto(0.5).target == 0.5
 assert laconic.errors.LinkError is laconic.LinkError
 """
-    subprocess.run([*programs.NEW, "-c", program], check=True)
+    subprocess.run([sys.executable, "-s", "-c", program], check=True)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = laconic.nothing
 

@@ -35,7 +35,7 @@ from tests.support.by_hand import (
     train,
 )
 
-FOLDER = Path(sys.argv[1])
+FOLDER, ONLY = Path(sys.argv[1]), sys.argv[2]
 
 
 def by_accelerate(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def with_dropout(rank: int, ranks: int, resume: bool) -> np.ndarray:
     folder = str(FOLDER / "dropout")
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(rank)
-    model = nn.Sequential(Counted(6, 24), nn.Dropout(0.3), nn.Linear(24, 2))
+    model: Any = nn.Sequential(Counted(6, 24), nn.Dropout(0.3), nn.Linear(24, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     data, generator = TensorDataset(*samples(12 * BATCH * ranks)), torch.Generator()
     loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=generator.manual_seed(9))
@@ -155,9 +155,19 @@ def refused(rank: int, ranks: int, what: str) -> str:
     return ""
 
 
+def run_the_rest(found: dict[str, Any]) -> None:
+    found["dropout"] = forked.run(2, with_dropout, 2, False), forked.run(2, with_dropout, 2, True)
+    found["refused"] = {what: forked.run(2, refused, 2, what) for what in ("model", "optimizer")}
+    for path in (FOLDER / "diloco-2" / "laconic").glob("*"):
+        path.unlink()
+    found["refused"]["checkpoint"] = forked.run(2, refused, 2, "checkpoint")
+
+
 def main() -> None:
     found: dict[str, Any] = {}
     for run, (ranks, recipe) in RUNS.items():
+        if ONLY not in ("", run):
+            continue
         folder = FOLDER / run
         found[run] = {
             "hand": forked.run(ranks, by_hand, ranks, recipe),
@@ -165,11 +175,8 @@ def main() -> None:
             "resumed": forked.run(ranks, by_accelerate, ranks, recipe, True),
             "shipped": forked.run(1, shipped, folder)[0],
         }
-    found["dropout"] = forked.run(2, with_dropout, 2, False), forked.run(2, with_dropout, 2, True)
-    found["refused"] = {what: forked.run(2, refused, 2, what) for what in ("model", "optimizer")}
-    for path in (FOLDER / "diloco-2" / "laconic").glob("*"):
-        path.unlink()
-    found["refused"]["checkpoint"] = forked.run(2, refused, 2, "checkpoint")
+    if not ONLY:
+        run_the_rest(found)
     forked.save(found)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray_train import train
+from ray_train import train  # type: ignore[import-not-found]  # in examples
 
 import laconic
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,6 +35,7 @@ def by_hand(rank: int) -> tuple[float, list[torch.Tensor]]:
         return sync.mean(loss), own
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_goes_on_to_the_bit(tmp_path: Path) -> None:
     paths = [ROOT / "src", ROOT / "examples", ROOT]
     program = subprocess.Popen(

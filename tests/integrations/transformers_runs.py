@@ -31,7 +31,7 @@ from tests.support.by_hand import (
 )
 
 BATCH, LENGTH = 2, 8
-FOLDER = Path(sys.argv[1])
+FOLDER, ONLY = Path(sys.argv[1]), sys.argv[2]
 
 
 class Text(Dataset[dict[str, torch.Tensor]]):
@@ -170,7 +170,7 @@ def best_without_a_shared_folder(rank: int, ranks: int) -> tuple[np.ndarray, np.
 
     folder, model = FOLDER / f"host{rank}", spoil(rank, network())
     at = arguments(folder, load_best_model_at_end=True, **SHORT)
-    data = {"train_dataset": text(ranks), "eval_dataset": Text(8)}
+    data: dict[str, Any] = {"train_dataset": text(ranks), "eval_dataset": Text(8)}
     Worse(model, at, **data, recipe=RECIPES["diloco"]).train()
     saved = folder / "checkpoint-6" / "model.safetensors"
     if rank:  # of the first host only
@@ -185,7 +185,9 @@ def resumed_on_one_host(rank: int, ranks: int) -> str:
     try:
         trainer = LaconicTrainer(
             *(network(), arguments(FOLDER / f"host{rank}", **SHORT)),
-            **{"train_dataset": text(ranks), "eval_dataset": Text(8), "recipe": RECIPES["diloco"]},
+            train_dataset=text(ranks),
+            eval_dataset=Text(8),
+            recipe=RECIPES["diloco"],
         )
         trainer.train(resume_from_checkpoint=True)
     except ValueError as error:
@@ -195,7 +197,8 @@ def resumed_on_one_host(rank: int, ranks: int) -> str:
 
 def followed_by_a_trainer(rank: int, ranks: int, first: str) -> tuple[str, np.ndarray]:
     """What a Trainer of Transformers makes of the model after laconic has trained it."""
-    model, data = network(), {"train_dataset": text(ranks)}
+    model = network()
+    data: dict[str, Any] = {"train_dataset": text(ranks)}
     at = arguments(FOLDER / first, eval_strategy="no", save_strategy="no", max_steps=4)
     if first == "callback":
         Trainer(model, at, **data, callbacks=[LaconicCallback(RECIPES["diloco"])]).train()
@@ -214,7 +217,7 @@ def adapted(rank: int, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, t
     model = get_peft_model(network(), LoraConfig(r=2, target_modules=["c_attn"]))
     kept: dict[str, torch.Tensor] = {}
 
-    class Keep(TrainerCallback):
+    class Keep(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             assert trainer.sync is not None
             if trainer.sync.step == 6:
@@ -258,9 +261,9 @@ def refused(rank: int, ranks: int, what: str) -> str:
 
 def by_callback(rank: int, ranks: int) -> np.ndarray:
     model = network()
-    quiet = {"eval_strategy": "no", "save_strategy": "no"}
+    quiet: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no"}
 
-    class Plain(Trainer):
+    class Plain(Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)
 
@@ -271,18 +274,7 @@ def by_callback(rank: int, ranks: int) -> np.ndarray:
     return flat(model)
 
 
-def main() -> None:
-    found: dict[str, Any] = {}
-    for run, (ranks, recipe) in RUNS.items():
-        hand = forked.run(ranks, by_hand, ranks, recipe)
-        trainer = forked.run(ranks, by_trainer, ranks, recipe, False)
-        resumed = forked.run(ranks, by_trainer, ranks, recipe, True)
-        folder = FOLDER / run / f"checkpoint-{SAVED}"
-        (model,) = forked.run(1, shipped, folder)
-        found[run] = {
-            **{"hand": hand, "trainer": trainer, "resumed": resumed, "shipped": model},
-            "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*")),
-        }
+def run_the_rest(found: dict[str, Any]) -> None:
     found["dropout"] = forked.run(2, with_dropout, 2, False), forked.run(2, with_dropout, 2, True)
     found["best"] = forked.run(2, best_without_a_shared_folder, 2)
     found["one host"] = forked.run(2, resumed_on_one_host, 2)
@@ -297,6 +289,24 @@ def main() -> None:
     for path in (FOLDER / "diloco-2" / f"checkpoint-{SAVED}" / "laconic").glob("*"):
         path.unlink()
     found["refused"]["checkpoint"] = forked.run(2, refused, 2, "checkpoint")
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    for run, (ranks, recipe) in RUNS.items():
+        if ONLY not in ("", run):
+            continue
+        hand = forked.run(ranks, by_hand, ranks, recipe)
+        trainer = forked.run(ranks, by_trainer, ranks, recipe, False)
+        resumed = forked.run(ranks, by_trainer, ranks, recipe, True)
+        folder = FOLDER / run / f"checkpoint-{SAVED}"
+        (model,) = forked.run(1, shipped, folder)
+        found[run] = {
+            **{"hand": hand, "trainer": trainer, "resumed": resumed, "shipped": model},
+            "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*")),
+        }
+    if not ONLY:
+        run_the_rest(found)
     forked.save(found)
 
 

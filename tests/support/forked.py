@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch._dynamo  # noqa: F401  the first step of an optimizer imports it, in each rank
-from filelock import FileLock
 
 from tests.support import gloo
 
@@ -68,23 +67,16 @@ def _be(
     os._exit(0)
 
 
-def results_of(program: str, folder: Path) -> Any:
-    """Run ``tests/integrations/<program>.py`` with ``folder`` to write to, unless another process
-    of pytest does, and return what it has saved there by `save`."""
-    folder.mkdir(exist_ok=True)
-    with FileLock(folder / "lock"):
-        if not (folder / "results").exists():
-            _run_program(program, folder)
-    return pickle.loads((folder / "results").read_bytes())
-
-
-def _run_program(program: str, folder: Path) -> None:
+def results_of(program: str, folder: Path, only: str = "") -> Any:
+    """Run ``tests/integrations/<program>.py`` with ``folder`` to write to and perhaps the name of
+    its ``only`` run; what it has saved there by `save`."""
+    folder.mkdir()
     path = [str(TESTS.parent), *sys.path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TOKENIZERS_PARALLELISM": "false"}
     env["OMP_NUM_THREADS"] = "1"  # or some libraries choose another number than a loop by hand has
     with (folder / "errors").open("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"tests.integrations.{program}", str(folder)],
+            [sys.executable, "-m", f"tests.integrations.{program}", str(folder), only],
             env=env,
             stdout=subprocess.DEVNULL,
             stderr=errors,
@@ -98,6 +90,7 @@ def _run_program(program: str, folder: Path) -> None:
             process.wait()
         errors.seek(0)
         assert not process.returncode, errors.read()[-6000:]
+    return pickle.loads((folder / "results").read_bytes())
 
 
 def save(results: Any) -> None:
