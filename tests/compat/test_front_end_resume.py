@@ -1,0 +1,366 @@
+"""The front ends' state: exact resume from state dicts and from laconic.save, keys, refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic as la
+from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
+
+from tests.support import gloo
+from tests.support import slowmo_training as loop
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
+    pytest.mark.filterwarnings("ignore:these arguments have no effect"),
+]
+STEPS, NEXT, SAVES = 14, 7, (0, 1, 4, 5, 7, 10)
+"""Steps; how far a resumed run is followed; and the steps after which it is saved."""
+SGP = {"slowmo_base_algorithm": SlowMoBaseAlgorithm.SGP, "slowmo_frequency": 6}
+LATE = {**SGP, "overlap": True, "synch_freq": 3}
+SLOW: dict[str, dict[str, Any]] = {
+    "local SGD": {"slowmo_frequency": 6},
+    "two nodes of two": {"slowmo_frequency": 6, "nprocs_per_node": 2},
+    "two shards": {"slowmo_frequency": 6, "slowmo_num_shards": 2},
+    "SGP, no average": {**SGP, "slowmo_memory_efficient": False},
+    "SGP in flight": LATE,
+    "SGP, push weights not 1": {**SGP, "graph": "uneven"},
+    "masters": {"slowmo_frequency": 6},
+    "masters, SGP": SGP,
+    "masters, in flight": LATE,
+}
+COMM: dict[str, tuple[Any, ...]] = {
+    "EASGD": (5, 0.3, 0.1),
+    "LSGD": (5, 0.3, 0.1),
+    "DDP": (),
+}
+RANKS = {"two nodes of two": 4, "SGP, push weights not 1": 3, "two shards": 3}
+"""2 for the others."""
+
+
+class Run:
+    """A training of one kind on one rank. Its random numbers are its own, or else the process's."""
+
+    def __init__(self, name: str, rank: int, own: bool = True) -> None:
+        torch.manual_seed(rank)
+        self.name, self.rank, self.own, self.t = name, rank, own, 0
+        parts = (nn.Linear(6, 8), nn.Identity() if own else nn.Dropout(0.2), nn.Linear(8, 2))
+        inner = nn.Sequential(*parts)
+        self.model: Any = inner
+        self.params: list[Tensor] = list(inner.parameters())
+        self.held, self.flat = self.params, None
+        if name.startswith("masters"):
+            inner.half()
+        if name in SLOW:
+            given = {"nprocs_per_node": 1, **SLOW[name]}
+            if "graph" in given:
+                given["graph"] = la.DynamicBipartiteExponentialGraph(rank, RANKS[name])
+            self.model = SlowMoDistributedDataParallel(inner, **given)
+        if name.startswith("masters"):
+            self.flat = torch.cat([p.detach().float().view(-1) for p in self.params])
+            self.held = [self.flat]
+        local = torch.optim.SGD(self.held, lr=0.05, momentum=0.9)
+        self.optimizer: Any = local
+        self.dist: Any = None
+        if name in COMM:
+            self.optimizer = la.CommOptimizer(local, name, 2, *COMM[name], model=inner)
+        elif name == "EASGD by hand":
+            self.dist = la.EASGD(local, 2, 0.1, 0.3, 5, model=inner)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(local, 5, 0.7)
+
+    def step(self) -> None:
+        self.t += 1
+        seed = torch.Generator().manual_seed(1000 * self.rank + self.t) if self.own else None
+        x = torch.randn(4, 6, generator=seed).to(self.params[0].dtype)
+        loss = self.model(x).square().mean()
+        loss.backward()
+        if self.flat is not None:
+            grads = [p.grad.float().view(-1) for p in self.params if p.grad is not None]
+            self.flat.grad = torch.cat(grads)
+        if self.name == "LSGD":
+            self.optimizer.report_loss(loss)
+        self.optimizer.step()
+        self.scheduler.step()
+        if self.flat is not None:
+            sizes = [p.numel() for p in self.params]
+            for p, values in zip(self.params, torch.split(self.flat, sizes), strict=True):
+                p.data.copy_(values.view_as(p))
+        self.model.zero_grad(set_to_none=True)
+        if self.dist is not None:
+            self.dist.step()
+        if self.name in SLOW:
+            self.model.perform_slowmo(self.optimizer, self.flat)
+
+    def go(self, steps: int) -> Run:
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def bind(self) -> None:
+        if self.flat is not None:
+            self.model.bind(self.optimizer, self.flat)
+
+    def values(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1).clone() for p in self.held])
+
+    def state(self) -> Any:
+        parts = (self.model, self.optimizer, self.scheduler)
+        return copy.deepcopy([self.t, self.flat, *(part.state_dict() for part in parts)])
+
+    def load(self, state: Any) -> None:
+        self.t, flat, *states = copy.deepcopy(state)
+        if self.flat is not None:
+            self.flat.copy_(flat)
+        for part, saved in zip((self.model, self.optimizer, self.scheduler), states, strict=True):
+            part.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("name", [*SLOW, *COMM])
+def test_state_dicts_resume_exactly(name: str) -> None:
+    """In objects that are new. Where push weights are other than 1 and the module has masters, once
+    `bind` was called."""
+    binds = name == "masters, in flight"
+
+    def saving(rank: int) -> tuple[list[Any], list[Tensor]]:
+        run = Run(name, rank)
+        states, trace = [run.state()], [run.values()]
+        for _ in range(STEPS):
+            run.step()
+            states.append(run.state())
+            trace.append(run.values())
+        return states, trace
+
+    ranks = RANKS.get(name, 2)
+    runs = la.simulate(saving, workers=ranks)
+    for at in SAVES:
+
+        def resuming(rank: int, at: int = at) -> None:
+            run = Run(name, rank)
+            run.load(runs[rank][0][at])
+            if binds:
+                run.bind()
+            for t in range(at + 1, min(at + NEXT, STEPS) + 1):
+                run.step()
+                assert torch.equal(run.values(), runs[rank][1][t]), f"saved {at}, step {t}"
+
+        la.simulate(resuming, workers=ranks)
+    if binds:
+
+        def unbound(rank: int) -> None:
+            run = Run(name, rank)
+            run.load(runs[rank][0][4])
+            with pytest.raises(ValueError, match="its push weights are not 1: call model"):
+                run.step()
+
+        la.simulate(unbound, workers=ranks)
+
+
+@pytest.mark.parametrize(
+    "name", ["SGP in flight", "masters, in flight", "EASGD", "LSGD", "EASGD by hand"]
+)
+def test_saved_folders_resume_exactly_in_processes(
+    pool: gloo.Pool, name: str, tmp_path: Path
+) -> None:
+    """With a scheduler and random numbers."""
+    runs = pool.run(saving_over_gloo, name, tmp_path, ranks=2)
+    for at in SAVES[::2]:
+        for trace, resumed in zip(
+            runs, pool.run(resuming_over_gloo, name, at, tmp_path, ranks=2), strict=True
+        ):
+            assert len(resumed) == NEXT + 1
+            assert all(map(torch.equal, resumed, trace[at : at + NEXT + 1]))
+
+
+def saving_over_gloo(rank: int, name: str, base: Path) -> list[Tensor]:
+    with loop.over_gloo(2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = Run(name, rank, own=False)
+        run.bind()
+        trace = []
+        for t in range(SAVES[-1] + NEXT + 1):
+            run.go(t > 0)
+            trace.append(run.values())
+            if t in SAVES:
+                others = {"scheduler": run.scheduler}
+                la.save(base / str(t), run.model, run.optimizer, run.dist, others=others)
+        return trace
+
+
+def resuming_over_gloo(rank: int, name: str, at: int, base: Path) -> list[Tensor]:
+    with loop.over_gloo(2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = Run(name, rank, own=False)
+        run.bind()
+        others = {"scheduler": run.scheduler}
+        told = la.load(base / str(at), run.model, run.optimizer, run.dist, others=others)
+        assert told == {"step": at}
+        return [run.values(), *(run.go(1).values() for _ in range(NEXT))]
+
+
+def test_what_laconic_save_refuses(tmp_path: Path) -> None:
+    """The inner optimizer alone: the front end's own count would be lost."""
+
+    def run(rank: int) -> None:
+        made = Run("EASGD", rank).go(1)
+        with pytest.raises(ValueError, match="a front end follows this optimizer: pass it"):
+            la.save(tmp_path, made.model, made.optimizer.optimizer)
+
+    la.simulate(run, workers=2)
+    model = nn.Linear(2, 2)
+    optimizer = la.CommOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), None, 1)
+    with pytest.raises(ValueError, match=r"torch\.save where nothing is communicated"):
+        la.save(tmp_path, model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+# -- the wrapper's state ----
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+def test_keys_are_the_modules_own_and_the_rest_is_extra_state() -> None:
+    def run(rank: int) -> None:
+        made = Run("local SGD", rank).go(3)
+        state = made.model.state_dict()
+        assert set(state) == {*made.model.module.state_dict(), "_extra_state"}
+        assert state["0.weight"].data_ptr() == made.model.module[0].weight.data_ptr()
+        bare = {key: value for key, value in state.items() if key != "_extra_state"}
+        made.model.module.load_state_dict(bare)
+        whole = nn.ModuleDict({"net": made.model}).state_dict()
+        assert set(whole) == {f"net.{key}" for key in state}
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"copy or pickle model\.module"):
+                attempt(made.model)
+        with pytest.raises(ValueError, match="to start over from other weights, call detach"):
+            made.model.load_state_dict(bare)
+        model: Any = SlowMoDistributedDataParallel(Outer(), 1)
+        state = model.state_dict()
+        assert set(state) == {"module.weight", "module.bias", "_extra_state"}
+        model.load_state_dict({**state, "module.weight": torch.ones(2, 2)})
+        assert torch.equal(model.module.module.weight, torch.ones(2, 2))
+
+    la.simulate(run, workers=2)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_weights_without_slowmo_state_load_and_are_the_new_start(prefix: str) -> None:
+    """Those of the bare module, and those of DistributedDataParallel, with ``module.`` before."""
+
+    def run(rank: int) -> None:
+        made = Run("local SGD", rank)
+        weights = {
+            prefix + k: torch.ones_like(v) for k, v in made.model.module.state_dict().items()
+        }
+        made.model.load_state_dict(weights)
+        assert bool((made.values() == 1).all())
+        made.go(1)
+        rounds = made.model.synchronizer.state_dict()["rounds"]
+        states = [state for part in rounds for state in part["state"]]
+        (anchor,) = (state["anchor"] for state in states if "anchor" in state)
+        assert bool((anchor[anchor != 0] == 1).all()) and bool(anchor.any())
+
+    with pytest.warns(UserWarning, match="the state has no SlowMo state: counters, anchor"):
+        la.simulate(run, workers=2)
+
+
+def test_loading_goes_back_and_refuses_what_is_not_this_ranks() -> None:
+    """In the middle of a training; the state of other settings; and rank 0's on every rank, as a
+    script loads it that saves on rank 0 alone."""
+    saved: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        made = Run("local SGD", rank).go(4)
+        saved[rank] = state = made.state()
+        end = made.go(10).values()
+        made.load(state)
+        assert made.model.num_updates == 4 and torch.equal(made.go(10).values(), end)
+        inner = nn.Sequential(nn.Linear(6, 8), nn.Identity(), nn.Linear(8, 2))
+        other = SlowMoDistributedDataParallel(inner, 1, slowmo_frequency=6, slowmo_momentum=0.4)
+        other.load_state_dict(state[2])
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
+        with pytest.raises(
+            ValueError, match=r"saved under SlowMo.*momentum=0.5.*momentum=0.4.*: make the module"
+        ):
+            loop.square_step(other, optimizer, torch.ones(4, 6))
+        with pytest.raises(ValueError, match="this is not what get_extra_state"):
+            other.set_extra_state({"else": 1})
+
+    def rank_0s(rank: int) -> str:
+        made = Run("local SGD", rank)
+        made.load(saved[0])
+        with pytest.raises(ValueError) as caught:
+            made.step()
+        return str(caught.value)
+
+    la.simulate(run, workers=2)
+    messages = la.simulate(rank_0s, workers=2)
+    assert "each rank saves and loads its own" in messages[1]
+    assert messages[0] == f"rank 1: {messages[1]}"
+
+
+# -- float32 masters ----
+
+
+def test_the_module_is_its_masters_after_every_call_and_at_the_end() -> None:
+    """With overlapped gossip, where x and the model differ between rounds; and in consensus() and
+    after finish()."""
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        made = Run("masters, in flight", rank)
+        assert made.flat is not None
+        for _ in range(9):
+            made.step()
+            assert torch.equal(loop.flat(made.model), made.flat.half())
+        before = loop.flat(made.model)
+        with made.model.consensus() as module:
+            inside = loop.flat(module)
+        assert torch.equal(loop.flat(made.model), before)
+        made.model.finish()
+        assert torch.equal(loop.flat(made.model), made.flat.half())
+        return inside, loop.flat(made.model)
+
+    for one, other in zip(*la.simulate(run, workers=2), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_masters_that_do_not_fit_are_refused() -> None:
+    """Of other models, too: made before wrapping, on ranks seeded differently."""
+
+    def run(rank: int) -> None:
+        made = Run("masters", rank)
+        flat = made.flat
+        assert flat is not None
+        made.model(torch.ones(1, 6).half()).sum().backward()
+        cases: list[tuple[Any, str]] = [
+            (flat[:-1], r"sizes of module.parameters\(\): 74 in total"),
+            (flat.half(), "fp32_params must be float32"),
+            ({"a": flat, "b": flat}, "a dict with one entry, not 2"),
+            (flat.clone(), "must share storage with the optimizer's parameters"),
+        ]
+        for given, message in cases:
+            with pytest.raises(ValueError, match=message):
+                made.model.perform_slowmo(made.optimizer, given)
+        torch.manual_seed(rank)
+        inner = nn.Linear(6, 3).half()
+        own = torch.cat([p.detach().float().view(-1) for p in inner.parameters()])
+        model = SlowMoDistributedDataParallel(inner, 1)
+        optimizer = torch.optim.SGD([own], lr=0.1)
+        optimizer.step()
+        with pytest.raises(ValueError, match="holds none of the module's parameters"):
+            model.perform_slowmo(optimizer)
+        with pytest.raises(ValueError, match=r"differ from rank 0's on ranks \[1\]"):
+            model.perform_slowmo(optimizer, own)
+
+    la.simulate(run, workers=2)
