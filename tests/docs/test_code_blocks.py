@@ -60,7 +60,8 @@ def own(page: Path) -> bool:
 def signatures() -> list[str]:
     """The recipes' signatures, as pages write them; another test compares them."""
     found = []
-    for function in (*RECIPES.values(), laconic.auto, laconic.muon):
+    functions: list[Any] = [*RECIPES.values(), laconic.auto, laconic.muon]
+    for function in functions:
         plain = [
             p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()
         ]

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -89,7 +90,8 @@ def signature(recipe: Callable[..., object]) -> str:
 def test_every_recipe_has_a_page_with_its_defaults_and_public_names_are_in_the_reference() -> None:
     pages = [" ".join(page.read_text().split()) for page in ALGORITHMS]
     index = (DOCS / "algorithms" / "index.md").read_text()
-    for recipe in (*RECIPES.values(), laconic.auto):
+    recipes: list[Any] = [*RECIPES.values(), laconic.auto]
+    for recipe in recipes:
         assert sum(signature(recipe) in page for page in pages) == 1, signature(recipe)
         assert re.search(rf"\b{recipe.__name__}\b", index), recipe.__name__
     text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))

@@ -7,26 +7,22 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jupytext  # type: ignore[import-untyped]
 import nbformat
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import laconic
-from laconic.predict import predict
 from tutorial import __main__ as command
-from tutorial import averaging, checks, full_ddp, naive_ddp, notebooks, pages
+from tutorial import averaging, checks, notebooks, pages
 from tutorial.averaging import ADAM, MOMENTUM, Task, Team, by_laconic
-from tutorial.checks import CHECKS, ring_all_reduce, verdict
-from tutorial.naive_ddp import spawn_and_join, train_alone
-from tutorial.slow_network import HOSTS, ONE_WAY, on_paper, train
-from tutorial.toy import FFNet, count_parameters
+from tutorial.checks import CHECKS, verdict
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS = sorted(ROOT.glob("tutorial/chapter*.py"))
@@ -76,7 +72,7 @@ def test_a_page_has_the_chapters_prose_code_and_source(chapter: Path) -> None:
     assert len(folded) >= 3
     assert all(re.search(r"\nExercise \d\.\d: right\.", each) for each in folded)
     assert ": right." not in re.sub(r"<details.*?</details>", "", page, flags=re.S)
-    notebook = pages.jupytext.read(chapter)
+    notebook = jupytext.read(chapter)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     names: dict[str, Any] = {"__name__": "__main__"}
     pages.run(code[0], names)
@@ -110,53 +106,6 @@ def test_a_notebook_is_valid_and_one_with_changes_is_kept(
 
 
 # -- what the chapters compute ----
-
-
-@pytest.mark.slow
-def test_processes_compute_what_one_computes_and_one_that_dies_is_named() -> None:
-    """Even when one has nothing left: 25 samples are 24 and 1."""
-    options: dict[str, Any] = {"num_samples": 25, "hl_size": 8, "epochs": 2, "dtype": torch.float64}
-    alone = torch.tensor(train_alone(**options)["parameters"], dtype=torch.float64)
-    for result in spawn_and_join(3, naive_ddp.train, **options):
-        got = torch.tensor(result["parameters"], dtype=torch.float64)
-        torch.testing.assert_close(got, alone, rtol=0, atol=1e-14)
-    with pytest.raises(RuntimeError, match=r"rank 0: exit code 3.*rank 1: exit code"):
-        spawn_and_join(2, naive_ddp.die, victim=0)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_checkpoints_of_chapter_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that fails leaves the old one; those of another training are refused."""
-
-    def parts() -> dict[str, torch.nn.Module]:
-        return {"model": torch.nn.Linear(2, 1)}
-
-    path, saved = tmp_path / "run.pt", parts()
-    assert full_ddp.load(path, parts(), {}) == []
-    full_ddp.save(path, saved, {"size": 2}, [0.5])
-
-    def full(_: object, file: Any) -> None:
-        file.write(b"half")
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no space left"):
-        patched.setattr(torch, "save", full)
-        full_ddp.save(path, parts(), {"size": 2}, [0.5, 0.4])
-    found = parts()
-    assert full_ddp.load(path, found, {"size": 2}) == [0.5]
-    assert torch.equal(found["model"].weight, saved["model"].weight)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"run\.pt is of a run with size 2, not 3"):
-        full_ddp.load(path, parts(), {"size": 3})
-    path.write_bytes(b"something else")
-    with pytest.raises(RuntimeError, match=r"run\.pt is no checkpoint of this program, or damaged"):
-        full_ddp.load(path, parts(), {})
 
 
 STEPS = 21  # five rounds of 4, and one step
@@ -221,25 +170,6 @@ def test_loops_from_the_papers_equal_recipes(name: str) -> None:
     torch.testing.assert_close(team.x, trained.x, rtol=0, atol=1e-13)
     torch.testing.assert_close(model, trained.model, rtol=0, atol=1e-13)
     assert float((trained.x - start).abs().max()) > 1e-2  # something was learned
-
-
-def test_figures_that_the_chapters_use() -> None:
-    assert count_parameters(FFNet(input_size=100, num_hl=3, hl_size=100)) == 40_501
-    size = predict(laconic.ddp(), on_paper(1e7, 0.1)).bytes / (2 * (HOSTS - 1) / HOSTS)
-    assert (
-        predict(laconic.local_sgd(8), on_paper(1e7, 0.1)).bytes
-        == 2 * (HOSTS - 1) * size / HOSTS / 8
-    )
-    seconds = predict(laconic.local_sgd(1), on_paper(1e7, 0.1)).seconds
-    assert seconds == pytest.approx(0.1 + 2 * ONE_WAY + 8 * 2 * (HOSTS - 1) * size / HOSTS / 1e7)
-    for recipe, rate, said in (("dpp()", 1e8, "no recipe 'dpp'"), ("ddp()", 1.0, "bandwidth")):
-        with pytest.raises(ValueError, match=said):
-            next(train([recipe], rate, steps=1))
-    for n in (1, 2, 3, 8):
-        rows = torch.randn(n, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
-        summed, sent = ring_all_reduce(rows)
-        torch.testing.assert_close(summed, rows.sum(0).expand_as(rows))
-        assert sent == 2 * (n - 1)
 
 
 # -- exercises ----
