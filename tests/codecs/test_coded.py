@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
@@ -143,6 +143,11 @@ def same(ones: Sequence[Trace], others: Sequence[Trace]) -> bool:
     )
 
 
+def quickly(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
+    """The others are slow."""
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
 SMALL = Int4(block=8)
 small = partial(ref.int4, 8)
 ROWS: dict[str, tuple[la.Recipe, Callable[[], ref.Algorithm]]] = {
@@ -181,11 +186,12 @@ ROWS: dict[str, tuple[la.Recipe, Callable[[], ref.Algorithm]]] = {
         lambda: ref.SparseLoCo(3, 5, 32, ref.int8(256), feedback=0.8, lr=0.7),
     ),
 }
+QUICK = ("ddp, small blocks", "local, late", "slowmo", "easgd", "streaming", "sparse, int8")
 AGREE = ("ddp, int4", "local", "slowmo", "diloco", "sparse")
 """Whose workers have met after step 6."""
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", quickly(ROWS, QUICK))
 def test_equals_the_plain_loop_and_resumes_in_mid_flight(row: str) -> None:
     """x of every worker and the consensus, at every step: with 8 values to a block and three
     workers, blocks, slices and padding all lie across the tensors' borders. Residuals, references
@@ -252,7 +258,7 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", quickly(SAME, ("float32, gradients", "one fragment")))
 def test_special_cases_are_the_same(name: str) -> None:
     *recipes, close = SAME[name]
     one, other = (la.simulate(partial(train, recipe=r), workers=2) for r in recipes)

@@ -103,7 +103,7 @@ def optimizer_of(given: ref.Settings) -> str:
 
 @pytest.mark.parametrize(
     "given",
-    [pytest.param(g, marks=[pytest.mark.slow] * bool(i % 3)) for i, g in enumerate(GRID)],
+    [pytest.param(g, marks=[pytest.mark.slow] * bool(i % 5)) for i, g in enumerate(GRID)],
     ids=str,
 )
 def test_equals_the_original_order_of_operations(given: ref.Settings) -> None:
