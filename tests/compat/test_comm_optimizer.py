@@ -565,7 +565,7 @@ def scaled_step(
     scaler.update()
 
 
-@pytest.mark.parametrize(("clips", "fused"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("clips", "fused"), [(False, False), (False, True), (True, False)])
 def test_a_scaler_does_what_it_does_without_the_wrapper(clips: bool, fused: bool) -> None:
     """A scale whose inverse is rounded, and two overflows."""
 
