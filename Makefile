@@ -7,7 +7,7 @@ DOCS := $(VENV)/.docs
 COURSE := $(VENV)/.course
 LAB := $(VENV)/.lab
 
-.PHONY: demo test test-all check wheels try-wheels matrix torchtitan cuda traps bench science race survive validate-model peers mutations stress look look-docs docs pictures tutorial course clean
+.PHONY: demo test test-all check wheels try-wheels matrix torchtitan cuda bench science race survive validate-model peers mutations stress look look-docs docs pictures tutorial course clean
 
 DEMO ?=
 
@@ -56,11 +56,6 @@ CUDA_PYTHON ?=
 
 cuda: $(if $(CUDA_PYTHON),,$(READY))  ## what needs a GPU; CUDA="--only NAME"; CUDA_PYTHON=python3: with another torch
 	PYTHONPATH=src $(or $(CUDA_PYTHON),$(BIN)/python) -m benchmarks.cuda $(CUDA)
-
-TRAPS ?=
-
-traps: $(READY)           ## ways to lose a run, each tried; TRAPS="--before COMMIT" beside an earlier version
-	$(BIN)/python -m benchmarks.traps $(TRAPS)
 
 bench: $(READY)           ## measure what laconic costs, as ratios
 	$(BIN)/python -m benchmarks

@@ -19,16 +19,17 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import laconic as la
-from benchmarks.traps.consensus import digits, loss_of
 
 STEPS, STOPS, SEEDS = 240, 12, (0, 1)
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
@@ -46,6 +47,19 @@ RECIPES = {
     "easgd(8, 0.3)": la.easgd(8, 0.3),
     "sparse_loco(16)": la.sparse_loco(16),
 }
+
+
+@cache
+def digits() -> tuple[Tensor, Tensor]:
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+
+
+def loss_of(model: nn.Module) -> float:
+    """Return the loss on all images."""
+    images, labels = digits()
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(model(images), labels))
 
 
 @dataclass(frozen=True)

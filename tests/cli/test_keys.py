@@ -48,19 +48,6 @@ def test_the_files_and_variables_are_enough(
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
-def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The variables for the same files in another place, without the package."""
-    assert main(["keys", str(tmp_path / "here")]) == 0
-    said = capsys.readouterr().out
-    (tmp_path / "here").rename(tmp_path / "there")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "cryptography", None)
-        assert main(["keys", str(tmp_path / "there"), "--show"]) == 0
-    assert capsys.readouterr().out == said.replace("/here/", "/there/")
-    assert main(["keys", str(tmp_path / "here"), "--show"]) == 2
-    assert capsys.readouterr().err.startswith(f"laconic: cannot read {tmp_path}/here/ca.pem: No s")
-
-
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", str(tmp_path)]) == 0
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}

@@ -1,0 +1,258 @@
+"""`laconic.advise` in a training: what it measures, and what is wrong on one rank."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic as la
+from laconic.advisor.fit import Sample, fit
+from laconic.advisor.measure import compute_and_skew
+from laconic.cli import main
+from laconic.links import Throttled
+from laconic.links.cost import Cost
+
+from tests.support import gloo
+from tests.support.clock import controlled
+
+
+@pytest.mark.parametrize(
+    ("rate", "latency", "burst"),
+    [(20e6, 2e-4, 0), (1e9, 2e-4, 0), (1e9, 0.03, 0), (20e6, 0.01, 2**15)],
+)
+def test_a_fit_finds_rate_latency_and_burst_past_outliers(
+    rate: float, latency: float, burst: float
+) -> None:
+    """A sweep has three of each size, of two messages, noise of 1%, and one in nine held up by half
+    a second."""
+    noise, samples = random.Random(1), []
+    for number in range(36):
+        size = 2 ** (8 + number // 3)
+        seconds = 2 * latency + 8 * max(size - burst, 0) / rate
+        delay = 0.5 * (number % 9 == 4)
+        samples.append(Sample(size, 2, seconds * noise.uniform(0.99, 1.01) + delay))
+    found = fit(samples)
+    assert found.rate == pytest.approx(rate, rel=0.05)
+    assert found.one_way == pytest.approx(latency, rel=0.03, abs=1e-4)
+    if burst:
+        assert found.burst == pytest.approx(burst, rel=0.1)
+    else:
+        whole = Cost(2**19, 2)
+        assert found.seconds(whole) == pytest.approx(whole.seconds(rate, latency), rel=0.02)
+    with pytest.raises(ValueError, match="three sizes"):
+        fit(samples[:6])
+
+
+@pytest.mark.parametrize(
+    ("computes", "m_1", "m_4", "found"),
+    [
+        ((0.05, 0.03), 0.05, 0.05, (0.05, 0.0)),  # one is slower
+        ((0.04, 0.04), 0.05, 0.045, (0.04, 0.01)),  # slow in turn: 0.04 + 0.01 / sqrt(4)
+        ((0.05, 0.05), 0.05, 0.045, (0.05, 0.0)),  # not faster together than alone
+        ((0.03, 0.06), 0.03, 0.03, (0.04, 0.0)),  # the processors' time is shared
+    ],
+)
+def test_waiting_for_the_slowest_is_told_from_computing(
+    computes: tuple[float, ...], m_1: float, m_4: float, found: tuple[float, float]
+) -> None:
+    assert compute_and_skew(computes, m_1, m_4, 4) == pytest.approx(found)
+
+
+def training(
+    rank: int, pause: Callable[[], object] = lambda: None
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 30))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(torch.randn(8, 40)), torch.ones(8, 30)).backward()
+        optimizer.step()
+        pause()
+
+    return model, optimizer, step
+
+
+def advised(rank: int, pause: Callable[[], object] = lambda: None, **options: Any) -> la.Advice:
+    model, optimizer, step = training(rank, pause)
+    return la.advise(model, step, optimizer=optimizer, **{"steps": 4, **options})
+
+
+def test_workers_are_measured_and_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = controlled(monkeypatch)
+    found = la.simulate(
+        lambda rank: advised(
+            rank,
+            recipes=("power_sgd(2)",),
+            pause=partial(clock.sleep, 0.03 if rank == 1 else 0.01),
+        ),
+        workers=3,
+        link=lambda link: Throttled(link, "20mbit", 0.004),
+    )
+    first = found[0]
+    assert all(other == first for other in found)
+    facts = first.facts
+    assert facts.workers == 3 and facts.elements == 21_330
+    assert facts.rate == pytest.approx(20e6, rel=0.01)
+    assert facts.one_way == pytest.approx(0.002, rel=0.05)
+    assert facts.compute == pytest.approx(0.03, rel=0.01)
+    assert first.computes is not None and facts.compute == max(first.computes)
+    assert facts.largest > 0.25, "fragments by layers are unequal"
+    assert facts.skew == 0.0 and 0 < facts.backward < 1
+    assert first.slow[0].rank == 1 and first.slow[0].factor == pytest.approx(3, rel=0.01)
+    assert any("pace='own'" in row.recipe for row in first.rows)
+    assert first.rows[-1].recipe == "power_sgd(2)"
+    assert first.held == 4 * 4 * 21_330 + 4 * 4  # and AdamW's own steps, a number for each tensor
+
+
+def test_workers_of_two_ranks() -> None:
+    found = la.simulate(lambda rank: advised(rank, nprocs_per_node=2), workers=4)
+    assert (found[0].facts.workers, found[0].facts.ranks) == (2, 2)
+    assert "nprocs_per_node=2" in found[0].code
+    assert all(other == found[0] for other in found)
+
+
+def slower(rank: int) -> tuple[str, float, float]:
+    found = advised(
+        rank,
+        pause=partial(time.sleep, 0.05 if rank == 1 else 0.03),
+        steps=16,
+        link=gloo.link_of(2),
+    )
+    return found.to_json(), found.facts.compute, found.facts.skew
+
+
+def test_over_processes_a_slower_rank_decides(pool: gloo.Pool) -> None:
+    first, second = pool.run(slower, ranks=2)
+    assert first == second
+    told, compute, skew = first
+    # no less than the harmonic mean, however busy the machine
+    assert compute >= statistics.harmonic_mean([0.03, 0.05]) and skew >= 0
+    found = json.loads(told)
+    assert found["facts"]["parameters"] == 21_330 and found["facts"]["rate"] > 0
+    assert found["recommendation"] in {row["recipe"] for row in found["rows"]}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a step": ({}, "step_fn raised RuntimeError: out of batches"),
+    "steps": ({"steps": 1}, "steps must be an integer of at least 2, not 1"),
+    "the optimizer": ({}, "the ranks' arguments differ: model, optimizer"),
+}
+"""What rank 1 alone has wrong, and what it is told."""
+
+
+def asking(rank: int, what: str) -> tuple[str, int]:
+    """The error, and how many process groups are left behind."""
+    model, optimizer, step = training(rank)
+    before = len(torch.distributed.distributed_c10d._world.pg_map)
+
+    def run() -> None:
+        if what == "a step" and rank == 1:
+            raise RuntimeError("out of batches")
+        step()
+
+    if what == "the optimizer" and rank == 1:
+        optimizer = torch.optim.AdamW([next(iter(model.parameters()))])
+    given = WRONG[what][0] if rank == 1 else {}
+    with pytest.raises(ValueError) as raised:
+        la.advise(model, run, optimizer=optimizer, **{"steps": 2, "timeout": 250.0, **given})
+    return str(raised.value), len(torch.distributed.distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_on_one_rank_is_told_to_all(pool: gloo.Pool, what: str) -> None:
+    (other, left), (own, _) = pool.run(asking, what, ranks=2)
+    assert WRONG[what][1] in own and WRONG[what][1] in other and "rank" in other and left == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"step_fn": None}, "step_fn"),
+        ({"model": nn.ReLU()}, "no parameter"),
+        ({"recipes": ("auto()",)}, "nothing to predict"),
+        ({"recipes": ("hierarchical(2, 8)",)}, "groups"),
+        ({"workers": 1}, "only one worker"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], named: str) -> None:
+    workers = options.get("workers", 2)
+
+    def one(rank: int) -> None:
+        model, _, step = training(rank)
+        given: dict[str, Any] = {"model": model, "step_fn": step, "steps": 2, **options}
+        given.pop("workers", None)
+        la.advise(given.pop("model"), given.pop("step_fn"), **given)
+
+    with pytest.raises(ValueError, match=named):
+        la.simulate(one, workers=workers)
+
+
+def wrapped(rank: int) -> str:
+    model, _, step = training(rank)
+    with pytest.raises(ValueError) as raised:
+        la.advise(DistributedDataParallel(model), step, link=gloo.link_of(4))
+    return str(raised.value)
+
+
+def test_a_model_that_averages_its_gradients_is_refused(pool: gloo.Pool) -> None:
+    for said in pool.run(wrapped, ranks=4):
+        assert "already averages its gradients: give model.module" in said
+
+
+# -- on emulated hosts ----
+
+LONG_STEPS = """
+import time
+import torch
+from torch import nn
+
+def loss(model, batch):
+    time.sleep(0.05)  # a step takes so long on every machine, whatever else that does
+    return model(batch).square().mean()
+
+def stream():
+    while True:
+        yield torch.randn(8, 64)
+
+def make():
+    return {
+        "model": lambda: nn.Linear(64, 200),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        "batches": lambda worker, workers, seed: stream(),
+        "loss": loss,
+        "validation": [torch.randn(8, 64)],
+    }
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_host_a_slow_network_and_lost_packets_are_found(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(LONG_STEPS)
+    network = ["--bandwidth", "20mbit", "--bandwidth-host", "1=2mbit", "--loss", "2%"]
+    options = ["--hosts", "3", "--slow-host", "2=4", "--latency", "5ms", "--steps", "6", "--json"]
+    assert main(["advise", "--workload", f"{tmp_path}/mine.py:make", *network, *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert 0 < told["facts"]["loss"] < 0.2
+    assert told["facts"]["one_way"] > 2.4e-3, "never less than was given"
+    assert [(s["rank"], s["what"]) for s in told["slow"]] == [(2, "steps"), (1, "network")]
+    assert any("quorum=2" in row["recipe"] for row in told["rows"])
+    broken = LONG_STEPS.replace("time.sleep(0.05)", "raise RuntimeError('out of luck')")
+    (tmp_path / "mine.py").write_text(broken)
+    assert main(["advise", "--workload", f"{tmp_path}/mine.py:make", "--hosts", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "out of luck" in said and said.count("\n") == 1

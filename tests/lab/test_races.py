@@ -1,0 +1,210 @@
+"""Real races and elastic runs on emulated hosts, shells and torchrun in a lab, and its ways out."""
+
+from __future__ import annotations
+
+import math
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from benchmarks import stress
+
+from laconic.algorithms.parse import parse_recipe
+from laconic.cli import main
+from laconic.lab.emulation.cluster import Cluster, Impairments
+from laconic.lab.race import rivals
+from laconic.lab.race.report import NO_COMMUNICATION, Result, read
+
+from tests.lab.test_lab import of_launcher, refusal, until, with_namespaces
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+WORKLOAD, RULES = ROOT / "examples" / "my_workload.py", ROOT / "examples" / "my_rules.py"
+DIGITS = 9_610
+"""Parameters of the digits workload's model: 64 x 128 + 128 + 128 x 10 + 10."""
+
+
+def compare(directory: Path, *arguments: str, code: int = 0) -> Result:
+    assert main(["compare", *arguments, "--out", str(directory)]) == code
+    return read(directory)
+
+
+def law(recipe: str, steps: int, hosts: int) -> float:
+    """Bytes that each host sends per step, by the formula."""
+    rounds = sum(r.when(step) for r in parse_recipe(recipe) for step in range(1, steps + 1))
+    padded = -(-DIGITS // hosts) * hosts * 4
+    if recipe == "sgp":  # to one peer, with the push weight
+        return padded + 8
+    return rounds / steps * 2 * (hosts - 1) / hosts * padded
+
+
+def test_a_race_of_steps_counts_bytes_by_the_law_and_on_the_interface(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts, steps = 3, 24
+    recipes = ("ddp", "slowmo(local_sgd(4), period=12)", "sgp")
+    options = ["--hosts", "3", "--steps", "24", "--bandwidth", "50mbit", "--workload", "digits"]
+    race = compare(tmp_path, *recipes, *options)
+    assert [row.recipe for row in race.rows] == [NO_COMMUNICATION, *recipes]
+    for row in race.rows:
+        assert row.status == "ok" and row.steps == steps and 0 <= row.waiting <= 1
+        first, last = row.curve[0], row.curve[-1]
+        assert first.loss is not None and row.loss is not None
+        assert 0 < row.loss < first.loss == pytest.approx(math.log(10), rel=0.1)
+        assert (last.step, last.loss) == (steps, row.loss)
+        sent = row.ledger_bytes_per_step * steps
+        assert last.megabytes * 1e6 == pytest.approx(sent, rel=1e-3)
+        assert all(a.step < b.step and a.seconds < b.seconds for a, b in pairwise(row.curve))
+        assert sum(r.bytes * len(r.steps()) for r in row.rounds) == pytest.approx(sent, abs=100)
+        assert len(row.timeline) == hosts and row.curve[-1].distance is not None
+        if row.recipe == NO_COMMUNICATION:
+            continue
+        expected = law(row.recipe, steps, hosts)
+        assert expected <= row.ledger_bytes_per_step <= expected + 24 * (hosts - 1)
+        if refusal() is None:
+            assert row.interface_bytes_per_step is not None
+            ratio = row.interface_bytes_per_step / row.ledger_bytes_per_step
+            assert 0.95 <= ratio <= 1.05 + 1500 / expected
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 hosts × 1 process, 50 Mbit/s" in said and "After 24 steps per recipe on" in said
+
+
+@with_namespaces
+def test_a_race_goes_on_after_a_recipe_that_diverges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two seeds, own rules and workload, unlike hosts."""
+    wild, own = "diloco(1, lr=1e30, momentum=0.0)", "slowmo(sign_pull(4, size=0.02), period=8)"
+    options = ["--hosts", "2", "--steps", "16", "--repeat", "7,3", "--rules", str(RULES)]
+    unlike = ["--bandwidth-host", "1=20mbit", "--slow-host", "0=1.5"]
+    race = compare(
+        tmp_path / "out", wild, own, *options, *unlike, "--workload", str(WORKLOAD), code=1
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    rows = {(row.seed, row.recipe): row for row in race.rows}
+    assert list(rows) == [(s, n) for s in (7, 3) for n in (NO_COMMUNICATION, wild, own)]
+    assert rows[7, wild].status == "diverged" and rows[7, wild].loss is None
+    assert rows[7, own].status == rows[3, own].status == "ok"
+    assert rows[7, own].loss != rows[3, own].loss
+    assert race.settings["host_bandwidth"] == {"1": 20e6}
+    assert "host 1: 20 Mbit/s, host 0 computes 1.5 times as long" in said
+    assert f"not counted: {wild} diverged" in said and "2 runs each, seeds 7, 3" in said
+
+
+@with_namespaces
+def test_other_libraries_and_quorums_beside_the_recipes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that are installed train as well as laconic's; the others say what to install."""
+    options = ["--workload", str(WORKLOAD), "--hosts", "2", "--steps", "16"]
+    peers = ["torch-ddp", "accelerate(4)", "torchft(4)"]
+    flags = [word for name in peers for word in ("--peer", name)]
+    race = compare(tmp_path / "peers", "ddp()", "local_sgd(4)", *options, *flags)
+    rows = {row.recipe: row for row in race.rows}
+    for name, ours in zip(peers, ("ddp()", "local_sgd(4)", "local_sgd(4)"), strict=True):
+        row = rows[name]
+        if rivals.find(name).version() is None:
+            assert row.status == "absent" and "not installed: run make peers" in (row.error or "")
+            continue
+        assert row.peer and row.status == "ok", row.error
+        assert row.loss == pytest.approx(rows[ours].loss, rel=1e-3)
+        assert math.isnan(row.ledger_bytes_per_step) and row.interface_bytes_per_step
+    recipe = 'diloco(24, momentum=0.9, quorum=3, grace=0.01, pace="own")'
+    unlike = ["--slow-host", "3=3", "--bandwidth-host", "2=10mbit", "--seconds", "3"]
+    race = compare(tmp_path / "quorum", recipe, *unlike, "--workload", "digits")
+    row = race.rows[-1]
+    assert row.status == "ok" and len(row.worker_steps) == 4 and row.seconds >= 3.0
+    assert row.worker_steps[3] < row.worker_steps[0], "the slow host takes fewer"
+    assert row.notes[0].startswith("workers took ")
+
+
+@with_namespaces
+def test_an_interrupted_race_keeps_what_there_is(tmp_path: Path) -> None:
+    recipes = ["local_sgd(4)", "--hosts", "2", "--bandwidth", "2mbit", "--steps", "100000"]
+    command = ["compare", *recipes, "--workload", "digits", "--out", str(tmp_path)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "laconic", *command], stderr=subprocess.PIPE, text=True
+    ) as process:
+        until(lambda: any("local_sgd" in line for line in of_launcher(process.pid)), 250)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=200)
+    assert process.returncode == 130 and said.endswith("laconic: interrupted\n")
+    assert "Traceback" not in said and not of_launcher(process.pid)
+    assert [row.recipe for row in read(tmp_path).rows] == [NO_COMMUNICATION]
+
+
+@with_namespaces
+@pytest.mark.parametrize("way", stress.WAYS)
+def test_every_way_out_of_a_lab_leaves_nothing(way: str, tmp_path: Path) -> None:
+    """One of each; ``make stress`` does 200. Where its keeper was killed, ``clean`` ends it."""
+    assert stress.start_and_end(way, str(tmp_path)) == []
+
+
+@with_namespaces
+def test_a_shell_is_on_its_host() -> None:
+    shown, (pid, terminal) = "", pty.fork()
+    if pid == 0:
+        os.environ.update(TERM="xterm", COLUMNS="80", LINES="24")
+        lab = ["-m", "laconic", "lab", "--hosts", "2", "--bandwidth", "1gbit", "--shell", "1"]
+        os.execv(sys.executable, [sys.executable, *lab])
+
+    def expect(pattern: str) -> None:
+        nonlocal shown
+        while not (match := re.search(pattern, shown)):
+            assert select.select([terminal], [], [], 100)[0], (pattern, shown)
+            shown += os.read(terminal, 1 << 16).decode()
+        shown = shown[match.end() :]
+
+    expect(r"2 hosts, 1 Gbit/s each")
+    expect(r"\[host1\] ")
+    os.write(terminal, b"hostname; setsid sleep 1000 & exit 7\n")
+    expect(r"host1\r\n")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7, "the shell's own"
+    os.close(terminal)
+    assert not of_launcher(pid)
+
+
+@with_namespaces
+def test_jitter_and_losses_are_as_given_and_follow_the_seed() -> None:
+    take = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    s.setsockopt(socket.SOL_SOCKET, 33, 1 << 26)
+    s.bind(("", 7001))
+    print("ready", flush=True)
+    while (data := s.recv(100)) != b"end": print(data.decode())
+"""
+    give = """
+import socket, sys, time
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    s.sendto(b"-1", (sys.argv[1], 7001)); time.sleep(0.3)  # the kernel drops what waits for ARP
+    for number in range(20_000): s.sendto(str(number).encode(), (sys.argv[1], 7001))
+    time.sleep(0.5)
+    for _ in range(20): s.sendto(b"end", (sys.argv[1], 7001))
+"""
+    arrived = []
+    for seed in (0, 0, 1):
+        impairments = Impairments(latency=0.01, jitter=0.005, host_loss={1: 0.2}, seed=seed)
+        with Cluster(2, bandwidth=None, impairments=impairments) as cluster:
+            known: dict[str, object] = {"env": dict(os.environ), "stdout": subprocess.PIPE}
+            argv = [sys.executable, "-I", "-S", "-c"]
+            receiver = cluster.start(1, [*argv, take], **known)  # type: ignore[arg-type]
+            assert receiver.stdout is not None and receiver.stdout.readline() == b"ready\n"
+            sender = cluster.start(0, [*argv, give, cluster.addresses[1]], **known)  # type: ignore[arg-type]
+            numbers = [int(line) for line in receiver.communicate(timeout=200)[0].split()]
+            sender.communicate(timeout=100)
+            numbers = [number for number in numbers if number >= 0]
+            counted = cluster.counts()[0]
+        assert numbers == sorted(numbers), "jitter keeps the order"
+        assert 20_000 - len(numbers) == pytest.approx(2000, rel=0.1)
+        assert 0 <= counted.lost - (20_000 - len(numbers)) <= 21
+        arrived.append(numbers)
+    assert arrived[0] == arrived[1] != arrived[2]

@@ -1,0 +1,224 @@
+"""How a race trains: its workloads, how long it runs, and what its ranks record."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import accumulate, islice, pairwise
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import laconic as la
+from laconic.lab.race import timeline
+from laconic.lab.race.plan import Kind, Schedule, first_steps, kind_of, outermost, steps_within
+from laconic.lab.race.result import Rounds
+from laconic.lab.race.timeline import RecordedLink, Recorder
+from laconic.lab.race.workloads import Workload, load, lr_factor
+from laconic.links import cost
+from laconic.links.simulated import current_link
+
+# -- workloads ----
+
+TEXT = b"".join(b"line %d of a text that repeats itself, nearly\n" % i for i in range(2000))
+
+
+@pytest.fixture(scope="module", params=["digits", "text"])
+def workload(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(TEXT)
+    return load("text", data=path) if request.param == "text" else load("digits")
+
+
+def test_a_workload_is_determined_by_worker_and_seed_and_learns(workload: Workload) -> None:
+    def batches(worker: int, seed: int) -> list[Tensor]:
+        torch.manual_seed(123 + seed)  # the global generator has no say
+        return [torch.cat([t.flatten() for t in b]) for b in islice(
+            workload.batches(worker, 4, seed), 3)]  # fmt: skip
+
+    def same(a: list[Tensor], b: list[Tensor]) -> bool:
+        return all(map(torch.equal, a, b))
+
+    assert same(batches(1, 7), batches(1, 7))
+    assert not same(batches(1, 7), batches(2, 7)) and not same(batches(1, 7), batches(1, 8))
+    with pytest.raises(ValueError, match="worker must be from 0 to"):
+        workload.batches(2, 2, 0)
+    assert len({len(inputs) for inputs, _ in workload.validation}) == 1
+    torch.manual_seed(0)
+    model = workload.model()
+    optimizer = workload.optimizer(model)
+    before = workload.loss(model, workload.validation[0]).item()
+    for batch in islice(workload.batches(0, 1, 0), 25):
+        optimizer.zero_grad()
+        torch.autograd.backward(workload.loss(model, batch))
+        optimizer.step()
+    assert workload.loss(model, workload.validation[0]).item() < 0.7 * before
+    if workload.name == "text":
+        assert sum(p.numel() for p in model.parameters()) == 865_280
+        held_out = TEXT[len(TEXT) * 9 // 10 :]
+        assert all(bytes(c) in held_out for x, _ in workload.validation for c in x.tolist())
+        for inputs, targets in islice(workload.batches(0, 2, 0), 10):
+            assert torch.equal(inputs[:, 1:], targets[:, :-1])
+            assert bytes([*inputs[0].tolist(), int(targets[0, -1])]) in TEXT[: len(TEXT) * 9 // 10]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_digits_are_dealt_out_without_loss_or_overlap(workers: int) -> None:
+    digits = load("digits")
+
+    def key(x: Tensor, y: Tensor) -> tuple[float, ...]:
+        return (*x.tolist(), float(y))
+
+    seen: list[tuple[float, ...]] = []
+    for worker in range(workers):
+        share = len(range(worker, 1797 - 360, workers))
+        stream = (
+            key(x, y)
+            for batch in digits.batches(worker, workers, 0)
+            for x, y in zip(*batch, strict=True)
+        )
+        epoch = list(islice(stream, share))
+        assert len(set(epoch)) == share  # each once before any comes again
+        seen += epoch
+    held_out = {key(x, y) for batch in digits.validation for x, y in zip(*batch, strict=True)}
+    assert len(set(seen)) == len(seen) and not held_out & set(seen)
+    assert len(held_out) + len(seen) == len(load_digits().target) == 1797
+
+
+def test_the_learning_rate_rises_then_falls_along_a_cosine() -> None:
+    schedule = replace(load("digits"), warmup=0.1, final=0.2)
+    for step, factor in ((1, 0.1), (5, 0.5), (10, 1.0), (55, 0.6), (100, 0.2), (101, 0.2)):
+        assert lr_factor(step, 100, schedule) == pytest.approx(factor)
+    assert lr_factor(12.5, 50.0, schedule) == lr_factor(25, 100, schedule)
+    with pytest.raises(ValueError, match="must be positive"):
+        lr_factor(0, 10, schedule)
+
+
+# -- how long a race runs, against doing the sums step by step ----
+
+RECIPES: dict[str, tuple[la.Recipe, Callable[[int], bool]]] = {
+    "silence": ((), lambda t: True),
+    "ddp": (la.ddp(), lambda t: True),
+    "local": (la.local_sgd(12), lambda t: t % 12 == 0),
+    "late": (la.local_sgd(7, delay=3), lambda t: t > 3 and t % 7 == 3),
+    "coprime": (la.slowmo(la.local_sgd(5), 7), lambda t: t % 7 == 0),
+    "switch": (la.post_local_sgd(20, 8), lambda t: t <= 20 or t % 8 == 0),
+}
+"""Recipes, and the steps after which each is at rest."""
+
+
+@functools.cache
+def costs_of(recipe: la.Recipe) -> dict[Kind, float]:
+    """Seconds that no two kinds share, and whose sums meet no round number."""
+    kinds = enumerate(first_steps(recipe))
+    return {kind: 0.0101 + 0.0307 * sum(kind) + 0.0013 * i for i, kind in kinds}
+
+
+def run(
+    planned: Schedule, speed: Callable[[int], float], costs: Mapping[Kind, float]
+) -> tuple[list[int], list[int], list[float]]:
+    """What a rank does with a schedule, on a clock that is `speed` times slower than planned:
+    the looks, the validations, and the clock after each step."""
+    looks, validations, clock, step = [], [], [0.0], 0
+    while step < planned.steps:
+        step += 1
+        clock.append(clock[-1] + speed(step) * costs[kind_of(planned.recipe, step)])
+        if planned.is_check(step):
+            looks.append(step)
+            if planned.check(step, clock[-1]):
+                validations.append(step)
+        assert step < 100_000
+    return looks, validations, clock
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_race_runs_as_long_as_it_should(name: str) -> None:
+    recipe, fresh = RECIPES[name]
+    costs = costs_of(recipe)
+    assert [outermost(recipe, t) for t in range(1, 200)] == [fresh(t) for t in range(1, 200)]
+    clock = [*accumulate(costs[kind_of(recipe, step)] for step in range(1, 1000))]
+    for seconds in (1.0, 3.3, 8.0):
+        in_time = [t for t, at in enumerate(clock, 1) if at <= seconds]
+        assert steps_within(recipe, costs, seconds) == max(t for t in in_time if fresh(t))
+    for steps in (1, 24, 960):
+        looks, validated, taken = run(Schedule(recipe, None, steps, 8, {}), lambda _: 1.0, costs)
+        assert len(taken) == steps + 1 and looks[-1] == validated[-1] == steps
+        assert all(fresh(step) for step in looks[:-1]) and len(validated) <= 9
+        due = [next(s for s in looks if s >= steps * k / 8 - 1e-9) for k in range(1, 9)]
+        assert validated == sorted({*due, steps}), "the first look at or after its share"
+    for slower in (0.51, 1.0, 2.03):  # whatever was foreseen: mended at the first look
+        planned = Schedule(recipe, 20.0, steps_within(recipe, costs, 20.0), 8, costs)
+        looks, validated, taken = run(planned, lambda _, s=slower: s, costs)  # type: ignore[misc]
+        assert len(taken) - 1 == steps_within(recipe, costs, 20.0 / slower) > 0
+        assert taken[-1] <= 20.0 and looks[-1] == validated[-1] == len(taken) - 1
+        assert all(b > a for a, b in pairwise(validated))
+
+
+# -- what ranks record ----
+
+
+def test_computing_is_what_is_neither_waiting_nor_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timeline.time, "perf_counter", lambda: now[0])
+    recorder = Recorder()
+    recorder.add_wait(-2.0, -1.0)  # before the start
+    recorder.resume()
+    now[0] = 4.0
+    recorder.add_wait(1.0, 2.0)
+    with recorder.sending(7, cost.mean(1000, 4)):
+        now[0] = 6.0
+    recorder.pause()
+    with recorder.sending(None, cost.mean(1000, 4)):
+        now[0] = 9.0
+    recorder.resume()
+    now[0] = 10.0
+    recorder.pause()
+    assert recorder.spans() == [
+        (0.0, 1.0, "compute"), (1.0, 2.0, "wait"), (2.0, 6.0, "compute"), (4.0, 6.0, "send"),
+        (9.0, 10.0, "compute"),
+    ]  # fmt: skip
+    assert recorder.rounds() == [Rounds(7, 7, 0, 1500)]
+
+
+MODEL = 4 * -(-217 // 3) * 3  # bytes, padded for three workers
+MEAN = 2 * 2 * MODEL // 3  # reduce-scatter and all-gather, to two others each
+
+
+@pytest.mark.parametrize(
+    ("recipe", "steps", "payload"),
+    [
+        (la.ddp(), list(range(1, 13)), MEAN),
+        (la.slowmo(la.local_sgd(3), period=6), [3, 6, 9, 12], MEAN),
+        (la.local_sgd(5, delay=2), [5, 10], MEAN),
+        (la.sgp(), list(range(1, 13)), MODEL + 8),  # to one other, with the push weight
+    ],
+)
+def test_bytes_are_booked_to_the_round_that_sends_them(
+    recipe: la.Recipe, steps: list[int], payload: int
+) -> None:
+    def train(rank: int) -> tuple[dict[int, int], int]:
+        link = current_link.get()
+        assert link is not None
+        recorder, waits = Recorder(), []
+        torch.manual_seed(0)
+        model = nn.Linear(30, 7)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = la.attach(model, optimizer, recipe, link=RecordedLink(link, recorder))
+        sync.observe_waiting(lambda start, end: waits.append(end - start))
+        before = sync.stats()
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(torch.randn(4, 30) + rank).square().mean().backward()
+            optimizer.step()
+        after = sync.stats()
+        assert sum(waits) == pytest.approx(after.seconds_waiting - before.seconds_waiting)
+        sent = {step: r.bytes for r in recorder.rounds() for step in r.steps()}
+        return sent, after.bytes_sent - before.bytes_sent
+
+    for sent, ledger in la.simulate(train, workers=3):
+        assert sent == dict.fromkeys(steps, payload)
+        first_step = 8 * 2 + cost.gather(24, 3).bytes  # its call, and the ranks' fingerprints
+        assert ledger - sum(sent.values()) == first_step
