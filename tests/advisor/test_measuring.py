@@ -239,6 +239,7 @@ def make():
 
 
 @pytest.mark.slow
+@pytest.mark.hosts
 def test_a_slow_host_a_slow_network_and_lost_packets_are_found(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -200,6 +200,7 @@ def test_a_coded_recipe_that_diverges_is_one_trial_and_not_the_end(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.hosts
 def test_emulated_hosts_train_as_simulated_workers_do() -> None:
     here = task(Length("steps", 24))
     hosts = replace(here, emulated=True, race=replace(here.race, hosts=2, per_host=1))

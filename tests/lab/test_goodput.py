@@ -215,6 +215,7 @@ sync.finish()
 
 
 @pytest.mark.slow
+@pytest.mark.hosts
 def test_a_lost_worker_and_its_replacement_in_the_lab(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,5 @@
 """Hosts that are emulated: their names, rates and latencies, what ``laconic lab`` prints and keeps,
-faults, and that nothing is left behind. All quick tests with emulated hosts are in this file, one
-after the other, since they look for namespaces."""
+faults, and that nothing is left behind. All quick tests with emulated hosts are in this file."""
 
 from __future__ import annotations
 
@@ -33,6 +32,8 @@ from laconic.lab.emulation.cluster import (
 )
 from laconic.lab.emulation.injection import Injection
 from laconic.lab.emulation.join import join, running, trusted
+
+pytestmark = pytest.mark.hosts
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 RATE, LATENCY, SIZE = 20e6, 0.04, 1_000_000

@@ -24,7 +24,7 @@ from laconic.lab.race.report import NO_COMMUNICATION, Result, read
 
 from tests.lab.test_lab import of_launcher, refusal, until, with_namespaces
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD, RULES = ROOT / "examples" / "my_workload.py", ROOT / "examples" / "my_rules.py"
