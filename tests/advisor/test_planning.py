@@ -225,7 +225,7 @@ def test_time_is_spent_once_and_failures_never_help(policy: Any, recipe: Recipe)
     if policy == "elastic" and "quorum" in str(recipe):
         policy = "static"
     fails = Failures(
-        mtbf=1200.0, repair=60.0, restart=30.0, policy=policy, checkpoint=100, detection=5.0
+        mtbf=600.0, repair=60.0, restart=30.0, policy=policy, checkpoint=50, detection=5.0
     )
     sites = uniform(4, 1, rate=1e9, latency=0.0)
     done = []

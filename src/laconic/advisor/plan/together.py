@@ -106,6 +106,8 @@ class Together:
         self._tries = 0
         self._saved = 0.0, 0.0, 0.0
         """Steps that count, their seconds, and those of computing, at the last checkpoint."""
+        self._saved_base = self._base.clone()
+        """And the steps up to which they are counted: a checkpoint may lie between two rounds."""
         self._joins = torch.full((n,), math.inf, dtype=torch.float64)
 
     # -- the run ----
@@ -119,7 +121,7 @@ class Together:
         }
         saves = self._save_steps(first, steps)
         stops = sorted({*due, *saves, *self._mark_steps(first, steps), first + steps})
-        self._base[:] = first
+        self._base[:] = self._saved_base[:] = first
         at, saved, position = first, (first, 0), 0
         while position < len(stops):
             step = stops[position]
@@ -133,6 +135,7 @@ class Together:
                     self._save(step)
                     saved, self._tries = (step, position), 0
                     self._saved = self.log.counted, self.log.useful, self.log.spent["compute"]
+                    self._saved_base = self._base.clone()
             except LostError as lost:
                 at, position = self._restart(lost, *saved, at)
         for flight in [*self._flights]:
@@ -553,7 +556,7 @@ class Together:
         self._lives.renew(everyone, torch.tensor(resumed, dtype=torch.float64))
         self.log.counted, self.log.useful = counted, useful
         self._worked.zero_()
-        self._base[:] = step
+        self._base[:] = self._saved_base if fails.policy == "static" else step
         self.log.marks = [mark for mark in self.log.marks if mark[1] <= step]
         self.log.failures += 1
         self.log.restarts += 1
