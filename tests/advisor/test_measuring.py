@@ -117,6 +117,7 @@ def test_workers_are_measured_and_told_the_same(monkeypatch: pytest.MonkeyPatch)
     assert first.held == 4 * 4 * 21_330 + 4 * 4  # and AdamW's own steps, a number for each tensor
 
 
+@pytest.mark.slow
 def test_workers_of_two_ranks() -> None:
     found = la.simulate(lambda rank: advised(rank, nprocs_per_node=2), workers=4)
     assert (found[0].facts.workers, found[0].facts.ranks) == (2, 2)

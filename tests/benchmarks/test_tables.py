@@ -29,6 +29,7 @@ def test_the_race(tmp_path: Path) -> None:
     assert target.read_text() == (DOCS / "race.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", headline.THEMES)
 def test_the_picture_of_readme(theme: str) -> None:
     entries = race_journal.load(DOCS / "race.jsonl")
@@ -39,6 +40,7 @@ def test_the_picture_of_readme(theme: str) -> None:
     assert drawn.getvalue() == committed, "python -m benchmarks.race.headline"
 
 
+@pytest.mark.slow
 def test_the_accuracy_of_the_cost_model(tmp_path: Path) -> None:
     """On any machine: a round that prints differently would lose the time that was measured for
     it."""
@@ -49,6 +51,7 @@ def test_the_accuracy_of_the_cost_model(tmp_path: Path) -> None:
     assert path.read_text() == (DOCS / "validation.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_evidence(tmp_path: Path) -> None:
     shutil.copy(DOCS / "evidence.md", tmp_path / "evidence.md")
     evidence.write(tmp_path, evidence_journal().load())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.cli import main
@@ -163,6 +163,7 @@ def test_events_are_in_order_and_an_end_comes_before_a_beginning() -> None:
     ]  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.floats(0.0, 1000.0), st.floats(0.0, 1000.0))
 def test_a_longer_horizon_only_adds_kills(seed: int, shorter: float, more: float) -> None:
     short = faults.random_kills(10.0, 4, seed, shorter).faults
