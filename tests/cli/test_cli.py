@@ -223,13 +223,14 @@ def test_streams_that_fail_are_no_error_or_one_line(tmp_path: Path) -> None:
     assert run(["report", str(tmp_path)], "<&- >&- 2>&-").returncode == 0
     assert run(["nonsense"], "2>&-").returncode == run(["nonsense"], "2>/dev/full").returncode == 2
     said = run(["report", str(tmp_path)], "").stdout
-    assert "4 hosts" in said and said.isascii() and "?" not in said
+    assert "4 hosts" in said and "?" not in said
 
 
 @pytest.mark.slow
 def test_help_loads_no_torch_and_ctrl_c_is_one_line() -> None:
     code = "import sys; from laconic.cli import main; main([]); print(*sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-s", "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
     loaded = set(ended.stdout.split())
     assert "laconic.cli" in loaded and not loaded & {"torch", "numpy", "rich", "matplotlib"}
     with subprocess.Popen(
