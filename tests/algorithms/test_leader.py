@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.algorithms.scores import NO_SCORE, Score, Scores, elect
-
-from tests.support import gloo
 
 STEPS = 4
 RECIPE = la.lsgd(STEPS, local_period=0, pull=0.5, drift=0.0, window=3)
@@ -123,54 +119,6 @@ def test_an_unknown_leader_is_an_error_on_every_rank(case: str, inner: int) -> N
     texts = la.simulate(lambda rank: refused(rank, case, inner), workers=4)
     assert len(set(texts)) == 1
     assert re.search(UNKNOWN[case][2], texts[0])
-
-
-def refused_over(rank: int, case: str, inner: int) -> str:
-    return refused(rank, case, inner, gloo.link_of(4))
-
-
-@pytest.mark.parametrize("inner", [1, 2])
-def test_an_unknown_leader_is_an_error_in_every_process(pool: gloo.Pool, inner: int) -> None:
-    for case in UNKNOWN:
-        texts = pool.run(refused_over, case, inner, ranks=4)
-        assert len(set(texts)) == 1 and "report" in texts[0]
-
-
-def test_scores_by_themselves() -> None:
-    def rows(*scores: Score) -> Tensor:
-        return torch.tensor(scores, dtype=torch.float64)
-
-    assert elect(rows(Score(2.0, 2.0), Score(1.0, 2.0), Score(1.0, 2.0))) == 1
-    assert elect(rows(Score(math.nan, 1.0), Score(math.inf, 1.0), Score(5.0, 1.0))) == 2
-    for unequal in (rows(Score(1.0, 2.0), Score(1.0, 1.0)), rows(Score(1.0, 2.0), NO_SCORE)):
-        with pytest.raises(ValueError):
-            elect(unequal)
-    scores = Scores([], 3)
-    assert scores.now(3) == NO_SCORE
-    for loss in (8.0, 4.0, 2.0, 1.0):
-        scores.report(loss)
-    assert scores.now(3) == Score(7 / 3, 2.0) and scores.now(2) == Score(1.5, 2.0)
-
-
-def test_the_score_of_gradients_is_the_decrease_that_they_promise() -> None:
-    p = nn.Parameter(torch.tensor([1.0, 2.0]))
-    scores, decrease = Scores(lambda: [p], 1), 0.0
-    for lr, gradient in [(0.5, 2.0), (0.25, -4.0), (-1.0, 3.0)]:
-        p.grad = torch.tensor([gradient, 0.0])
-        scores.before_step()
-        p.data -= lr * p.grad
-        scores.after_step()
-        decrease = 0.9 * decrease + 0.1 * lr * gradient**2
-        assert scores.now(1).value == pytest.approx(decrease, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "other", [la.ddp(), la.sgp(), la.easgd(2), la.slowmo(None, 2, momentum=0.5), ()]
-)
-def test_other_recipes_hear_of_losses_in_vain(other: la.Recipe) -> None:
-    told = la.simulate(partial(train, report=lambda r, t: math.nan, recipe=other), workers=2)
-    untold = la.simulate(partial(train, report=lambda r, t: None, recipe=other), workers=2)
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(told, untold, strict=True))
 
 
 def test_a_step_that_a_scaler_skips_leaves_the_score_alone() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Combine
-from laconic.algorithms.exchanges.coded import GatheredMean, ReplicatedMean, coded
-from laconic.algorithms.exchanges.mean import Mean, ShardedMean
+from laconic.algorithms.exchanges.coded import ReplicatedMean
+from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.update import Clock, State
 from laconic.codecs import E3M0, Cast, Codec, Int2, Int4, Int8
 from laconic.errors import NotFiniteError
@@ -169,33 +169,6 @@ def test_lengths_that_are_no_multiple(n: int, length: int) -> None:
     rounds(ReplicatedMean(Int4(block=4), True), [range(n)] * 3, length, torch.float32)
 
 
-@pytest.mark.parametrize("relative", [False, True])
-def test_float64(relative: bool) -> None:
-    rounds(ReplicatedMean(Int8(block=4), relative), ROUNDS, 13, torch.float64)
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_what_is_sent_and_what_is_left_equals_the_messages(codec: Codec) -> None:
-    """With b = 1, in every round: n*result + sum of e + n*(sum of o) = what was left + messages."""
-    exchange = ReplicatedMean(codec, False)
-    generator = torch.Generator().manual_seed(1)
-    states: dict[int, State] = {}
-
-    def left(ids: Sequence[int]) -> Tensor:
-        e = sum((states[i]["residual"] for i in ids), start=torch.zeros(19, dtype=torch.float64))
-        return e + len(ids) * sum(states[i]["lag"] for i in ids)
-
-    for step, ids in enumerate(ROUNDS, 1):
-        for i in set(ids) - set(states):
-            states[i] = state_of(exchange, torch.zeros(19, dtype=torch.float64))
-        m = {i: torch.randn(19, generator=generator, dtype=torch.float64) for i in ids}
-        total = sum(m.values()) + left(ids)
-        results = together(exchange, states, m, step, unchanged)
-        sent = len(ids) * results[ids[0]]
-        torch.testing.assert_close(sent + left(ids), total, rtol=0, atol=1e-13)
-        assert step > 1 or isinstance(codec, Cast) or not torch.allclose(sent, total, atol=1e-3)
-
-
 def test_a_lost_worker_takes_its_residual_only() -> None:
     _, states = rounds(ReplicatedMean(Int2(block=4), True), ROUNDS[:2], 23, torch.float32)
     before = {i: {k: t.clone() for k, t in s.items()} for i, s in states.items()}
@@ -226,55 +199,6 @@ def test_a_message_that_is_not_finite_changes_no_state(relative: bool, n: int) -
     assert said == [f"ranks [{n - 1}] of its link had NaN or infinite values to send"] * n
     for i, state in states.items():
         assert all(torch.equal(t, before[i][k]) for k, t in state.items())
-
-
-def test_a_mean_that_cannot_be_coded_changes_no_state() -> None:
-    """The codes of two large messages are fine, their sum is not."""
-    exchange = ReplicatedMean(Cast("float32"), False)
-    _, states = rounds(exchange, [range(2)] * 2, 6, torch.float32)
-    before = {i: {k: t.clone() for k, t in s.items()} for i, s in states.items()}
-
-    def work(rank: int) -> bool:
-        link = current_link.get()
-        assert link is not None
-        message = torch.full((6,), torch.finfo(torch.float32).max)
-        with pytest.raises(NotFiniteError):
-            exchange.run(link, message, unchanged, clock_of(3, rank, 2), states[rank])
-        return all(torch.equal(t, before[rank][k]) for k, t in states[rank].items())
-
-    assert simulate(work, 2) == [True, True]
-
-
-def test_all_workers_now_hold_x() -> None:
-    """After `rebase` messages are relative to x, and nothing is left to send."""
-    exchange = ReplicatedMean(Int4(block=4), True)
-    _, states = rounds(exchange, [range(3)] * 2, 10, torch.float32)
-    x = torch.arange(10.0)
-    assert all(bool(states[i]["lag"].any()) for i in range(3))
-    for state in states.values():
-        exchange.rebase(x, state)
-        assert torch.equal(state["reference"], x) and not state["lag"].any()
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_without_a_codec_there_is_no_state(n: int) -> None:
-    exchange = ShardedMean().replicated()
-    assert exchange == Mean() and exchange.replicated() is exchange and not exchange.slots
-    messages = {i: torch.arange(7.0) * (i + 1) for i in range(n)}
-    results = together(Mean(), {i: {} for i in range(n)}, messages, 1, halfway)
-    expected = torch.arange(7.0) * ((n + 1) / 2) * 0.5 + 0.25
-    assert all(torch.allclose(result, expected) for result in results.values())
-    assert all(torch.equal(result, results[0]) for result in results.values())
-
-
-def test_which_exchanges_are_replicated() -> None:
-    codec = Int8(block=4)
-    made = coded(codec, relative=True, feedback=0.5).replicated()
-    assert made == ReplicatedMean(codec, True, 0.5) and made.replicated() is made
-    gathered = coded("top64", relative=True)
-    assert isinstance(gathered, GatheredMean) and gathered.replicated() is gathered
-    with pytest.raises(ValueError, match="outer state in 2 shards is lost"):
-        ShardedMean(2).replicated()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])

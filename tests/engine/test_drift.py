@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import laconic
 from laconic.algorithms.parse import parse_recipe
-from laconic.engine import comparison, drift
-from laconic.engine.drift import Difference, part_of
+from laconic.engine import drift
 from laconic.links import Link
-from laconic.tensors import as_bytes
 
 from tests.support import gloo
 
@@ -94,67 +92,6 @@ def test_nothing_is_found_where_workers_may_differ(recipe: str) -> None:
     """x changes on one worker between two rounds, as by a step: the next round averages it."""
     results = laconic.simulate(lambda rank: train(rank, 6, {3: 2}, recipe, 1), workers=3)
     assert results[0]["drifted"][-1] == 0
-
-
-def on_accelerator(pieces: Sequence[Tensor]) -> int:
-    data = torch.cat([as_bytes(piece).reshape(-1) for piece in pieces])
-    return 1 + comparison._on_accelerator(data)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int8]
-)
-@pytest.mark.parametrize("of", [comparison.digest, on_accelerator])
-def test_a_digest_depends_on_every_bit(
-    dtype: torch.dtype, of: Callable[[Sequence[Tensor]], int]
-) -> None:
-    x = (100 * torch.randn(100, dtype=torch.float64)).to(dtype)
-    before = of([x])
-    assert before == of([x.clone()]) and 0 < before < 2**64
-    bits = torch.view_as_real(x).view(torch.int32) if dtype.is_complex else x
-    whole = bits.reshape(-1).view(torch.uint8)
-    for place in range(0, len(whole), 7):
-        whole[place] ^= 1 << place % 8
-        assert of([x]) != before
-        whole[place] ^= 1 << place % 8
-    assert of([x]) == before
-    assert of([x[:50], x[50:]]) != of([x[50:], x[:50]])
-    x[3], x[4] = 1, 2
-    before = of([x])
-    x[3], x[4] = 2, 1
-    assert of([x]) != before, "the order counts inside a piece, too"
-
-
-def test_parts_cover_everything_once() -> None:
-    tensors = [torch.arange(5.0), torch.arange(5.0, 105.0).view(10, 10), torch.zeros(0)]
-    drift.PART, drift.PARTS = 8, 10
-    parts = [torch.cat(list(part_of(tensors, k))) for k in range(10)]
-    again = torch.cat(list(part_of(tensors, 10)))
-    assert torch.equal(torch.cat(parts), torch.arange(105.0)) and torch.equal(again, parts[0])
-    several = [torch.cat(list(part_of(tensors, 8, count))) for count in (2, 5, 99)]
-    assert torch.equal(several[0], torch.cat(parts[8:]))
-    assert torch.equal(several[1], torch.cat([*parts[8:], *parts[:3]]))
-    assert torch.equal(several[2], torch.cat([*parts[8:], *parts[:8]])), "none twice"
-    assert list(part_of([torch.zeros(0)], 3, 2)) == []
-
-
-@pytest.mark.parametrize(
-    ("digests", "found"),
-    [
-        ([1, 1, 2], (0, [2])),
-        ([2, 1, 1], (1, [0])),
-        ([1, 2], (0, [1])),
-        ([1, 2, 3, 2, 1], (0, [1, 2, 3])),
-        ([0, 0, 2, 0, 1, 1], (4, [2])),
-        ([1, 1, 1], None),
-        ([0, 1, 0], None),
-        ([0, 0, 0], None),
-        ([], None),
-    ],
-)
-def test_the_largest_group_counts(digests: list[int], found: tuple[int, list[int]] | None) -> None:
-    """A rank with 0 has nothing to compare."""
-    assert Difference.of(digests) == found
 
 
 @pytest.fixture(autouse=True)

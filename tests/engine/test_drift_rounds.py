@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.algorithms.exchanges import Push, ShardedMean
-from laconic.algorithms.round import Round
-from laconic.algorithms.schedules import every
-from laconic.algorithms.topology import Graph
-from laconic.algorithms.updates import Average, Downpour
 from laconic.engine import drift
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.links import Link
-from laconic.links.calls import Call
-from laconic.links.elastic.relay import Record
-from laconic.links.elastic.replay import Replay
-
-from tests.support import all_recipes, gloo
 
 
 @pytest.fixture(autouse=True)
@@ -166,40 +154,6 @@ def test_one_unit_in_the_last_place_is_found_in_the_next_round(row: Row) -> None
     assert f"at step {row.found} ranks [" in text
 
 
-def train_and_warn(rank: int, name: str) -> dict[str, Any]:
-    """In a process of its own."""
-    row = ROWS[name]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = train(rank, row, steps_of(row), gloo.link_of(3))
-    return {**result, "warned": sum("have drifted apart" in str(w.message) for w in caught)}
-
-
-OVER_PROCESSES = (
-    "local_sgd",
-    "local_sgd, coded, late",
-    "slowmo",
-    "diloco, unsharded",
-    "streaming_diloco",
-    "sparse_loco",
-    "easgd",
-)
-
-
-@pytest.mark.parametrize("name", OVER_PROCESSES)
-def test_over_processes_as_simulated(name: str, pool: gloo.Pool) -> None:
-    """Also the digests are the same."""
-    row = ROWS[name]
-    results = pool.run(train_and_warn, name, ranks=3)
-    check(results, row)
-    assert [r["warned"] for r in results] == [1, 0, 0]
-    with pytest.warns(UserWarning, match="have drifted apart"):
-        simulated = la.simulate(lambda rank: train(rank, row, steps_of(row)), workers=3)
-    for here, there in zip(results, simulated, strict=True):
-        assert torch.equal(here["params"], there["params"]) and here["digest"] == there["digest"]
-    assert results[0]["digest"] > 0
-
-
 @pytest.mark.parametrize("name", ["diloco, unsharded", "local_sgd, coded", "streaming_diloco"])
 def test_it_is_found_after_a_resume(name: str, tmp_path: Path) -> None:
     """One of the saved states was changed: the next round of the resumed run finds it."""
@@ -229,89 +183,7 @@ def test_it_is_found_after_a_resume(name: str, tmp_path: Path) -> None:
         check(la.simulate(resume, workers=3), row)
 
 
-def test_a_larger_state_is_looked_at_in_turn() -> None:
-    """A round every 2 steps looks at 2 parts of 8 of 43 elements: after at most 3 rounds a fault
-    anywhere is found."""
-    drift.PART = 8
-    for at in range(0, 43, 9):
-
-        def train(rank: int, at: int = at) -> int:
-            model, optimizer = build()
-            sync = la.attach(model, optimizer, la.diloco(2, sharded=False))
-            for _ in range(8):
-                if sync.step == 2 and rank == 1:
-                    state_of(sync.driver.run.rounds[0], "anchor")[at] += 0.1
-                go(model, optimizer, sync, rank)
-            return sync.stats().steps_drifted
-
-        with pytest.warns(UserWarning, match="have drifted apart"):
-            found = la.simulate(train, workers=3)
-        assert found[0] and found == found[:1] * 3
-
-
 # -- no false alarms: a warning is an error here ----
-
-
-def odd_model(rank: int) -> tuple[nn.Module, Any]:
-    """Odd sizes, a frozen tensor, two dtypes, a strided parameter, buffers, two optimizers."""
-    drift.PART = 32
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
-    model[3].weight = nn.Parameter(torch.randn(7, 3).t())
-    model[0].bias.requires_grad_(False)
-    model.register_parameter("gain", nn.Parameter(torch.ones(3, dtype=torch.float64)))
-    first = torch.optim.SGD(model[0].parameters(), lr=0.02, momentum=0.9)
-    rest = [*model[1].parameters(), *model[3].parameters(), model.gain]
-    return model, [first, torch.optim.AdamW(rest, lr=0.01)]
-
-
-def odd_step(model: Any, optimizers: Any, sync: la.Synchronizer, rank: int) -> None:
-    generator = torch.Generator().manual_seed(100 * sync.step + rank)
-    model.zero_grad()
-    out = model(torch.randn(4, 5, generator=generator)) * model.gain.float()
-    loss = out.square().mean()
-    loss.backward()
-    sync.report_loss(loss)
-    for optimizer in optimizers:
-        optimizer.step()
-
-
-TWO_SHARDS = Round(every(3), Downpour(), ShardedMean(shards=2))
-GOSSIP = Round(every(2), Average(), Push(Graph("ring")))
-ALIKE = {
-    **all_recipes.ROWS,
-    "downpour, two shards": all_recipes.Row((TWO_SHARDS,)),
-    "gossip that replaces x": all_recipes.Row((GOSSIP,)),
-}
-
-
-@pytest.mark.parametrize("name", ALIKE)
-def test_no_false_alarm(name: str) -> None:
-    """Nor after `load_state_dict`, `finish` and `switch`."""
-    row = ALIKE[name]
-
-    def train(rank: int) -> int:
-        model, optimizers = odd_model(rank)
-        sync = la.attach(model, optimizers, row.recipe, group_size=row.group_size(4))
-
-        def go_to(step: int) -> None:
-            while sync.step < step:
-                odd_step(model, optimizers, sync, rank)
-
-        go_to(17)
-        everything = (model, *optimizers, sync)
-        states = [copy.deepcopy(each.state_dict()) for each in everything]
-        go_to(25)
-        for each, state in zip(everything, states, strict=True):
-            each.load_state_dict(state)
-        go_to(33)
-        sync.finish()
-        go_to(45)
-        sync.switch(la.diloco(3, sharded=False))
-        go_to(55)
-        return sync.stats().steps_drifted
-
-    assert la.simulate(train, workers=4) == [0] * 4
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco, unsharded", "easgd", "downpour", "slowmo"])
@@ -330,50 +202,6 @@ def test_values_that_are_not_numbers_are_no_drift(name: str) -> None:
         return model[0].bias[0].item()
 
     assert all(map(math.isnan, la.simulate(train, workers=3)))
-
-
-@pytest.mark.parametrize("name", ["diloco, unsharded", "local_sgd, coded", "sparse_loco", "easgd"])
-@pytest.mark.parametrize("others", [2, 5])
-def test_no_false_alarm_with_other_workers(name: str, others: int, tmp_path: Path) -> None:
-    """A run of three goes on with fewer and with more."""
-    row = ROWS[name]
-
-    def train(rank: int, end: int, load: bool) -> int:
-        model, optimizer = build()
-        sync = la.attach(model, optimizer, row.recipe)
-        if load:
-            la.load(tmp_path, model, optimizer)
-        while sync.step < end:
-            go(model, optimizer, sync, rank)
-        if not load:
-            la.save(tmp_path, model, optimizer)
-        return sync.stats().steps_drifted
-
-    la.simulate(lambda rank: train(rank, 7, False), workers=3)
-    assert la.simulate(lambda rank: train(rank, 20, True), workers=others) == [0] * others
-
-
-def test_what_was_noted_of_x_is_saved() -> None:
-    """A state of an earlier version, or of other workers, has nothing of it."""
-
-    def train(rank: int) -> list[int]:
-        model, optimizer = build()
-        sync = la.attach(model, optimizer, la.local_sgd(2))
-        (check_of_round,) = sync.driver.run._checks.values()
-        noted = [check_of_round.digest(2)]
-        for _ in range(2):
-            go(model, optimizer, sync, rank)
-        noted.append(check_of_round.digest(4))
-        state = sync.state_dict()
-        check_of_round.forget()
-        sync.load_state_dict(state)
-        noted.append(check_of_round.digest(4))
-        del state["drift"]
-        sync.load_state_dict(state)
-        return [*noted, check_of_round.digest(4)]
-
-    for before, noted, loaded, earlier in la.simulate(train, workers=2):
-        assert before == 0 and loaded == noted > 0 and earlier == 0
 
 
 # -- elastic runs ----
@@ -431,14 +259,3 @@ def test_it_is_found_in_an_elastic_run(name: str) -> None:
         took_part = min(r["drifted"]) <= found
         first = min((s for s, count in r["drifted"].items() if count), default=None)
         assert first == found or not took_part
-
-
-def test_a_newcomer_gets_digests_with_what_it_repeats() -> None:
-    replay, call, x = Replay(lambda: None), Call(3, "a round"), torch.zeros(4)
-    replay.feed = lambda call: Record(call, 2, [torch.ones(4)], [5, 7])
-    replay.begin_call(call)
-    assert replay.digests == []
-    replay.unit(lambda: replay.mean(x))
-    assert replay.digests == [5, 7] and x.tolist() == [1.0] * 4
-    replay.begin_call(call)
-    assert replay.digests == []

@@ -128,22 +128,6 @@ def refusal(task: Task, optimizer: Any, path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
-    def run(rank: int) -> str:
-        task = Task(rank, la.local_sgd(2))
-        task.steps(1, 3)
-        la.save(tmp_path, task.model, task.optimizers)
-        task.sync.detach()
-        optimizers = [torch.optim.SGD(o.param_groups[0]["params"], 0.1) for o in task.optimizers]
-        la.attach(task.model, optimizers, la.local_sgd(2))
-        with pytest.raises(ValueError) as caught:
-            la.load(tmp_path, task.model, optimizers)
-        return str(caught.value)
-
-    for said in la.simulate(run, workers=2):
-        assert "Muon, AdamW was saved, this is SGD, SGD" in said
-
-
 @pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2), la.slowmo(la.local_sgd(1), 3)])
 def test_steps_that_a_scaler_skips_are_counted_once(recipe: la.Recipe) -> None:
     """Of one optimizer, of the other, and of both: on one rank where gradients differ."""
@@ -242,23 +226,6 @@ def test_mistakes_name_the_remedy() -> None:
         assert all(word in text for word, text in zip(words, said, strict=True)), said
 
 
-def test_gradients_between_the_steps_are_averaged() -> None:
-    """Those of the second optimizer come after the first has stepped, under no_sync()."""
-
-    def run(rank: int) -> Tensor:
-        task = Task(rank, la.ddp())
-        for t in range(1, 4):
-            for optimizer in task.optimizers:
-                optimizer.zero_grad()
-                with task.sync.no_sync():
-                    task.loss(t).backward()
-                optimizer.step()
-        return flat(task.model)
-
-    runs = la.simulate(run, workers=2)
-    assert torch.equal(runs[0], runs[1])
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_gradients_are_averaged_before_any_step_where_one_is_skipped(first: int) -> None:
     """One optimizer's gradients overflow on all ranks, in passes that did not average them."""
@@ -279,52 +246,3 @@ def test_gradients_are_averaged_before_any_step_where_one_is_skipped(first: int)
 
     runs = la.simulate(run, workers=2)
     assert torch.equal(runs[0], runs[1])
-
-
-def test_the_order_of_groups_does_not_depend_on_who_looks() -> None:
-    def run(rank: int) -> list[float]:
-        params = [nn.Parameter(torch.full((2,), float(k))) for k in range(4)]
-        model = nn.ParameterList(params)
-        optimizers = [torch.optim.SGD([params[k]], lr=0.0) for k in range(2)]
-        sync = la.attach(model, optimizers, la.local_sgd(1))
-        optimizers[1].add_param_group({"params": [params[3]]})
-        if rank == 0:
-            assert not sync.sharded  # reads the groups
-        optimizers[0].add_param_group({"params": [params[2]]})
-        for p in params:
-            p.grad = torch.ones(2) + rank
-        for optimizer in optimizers:
-            optimizer.step()
-        return [p[0].item() for p in params]
-
-    assert la.simulate(run, workers=2) == [[0.0, 1.0, 2.0, 3.0]] * 2
-
-
-def test_a_load_begins_a_step_again(tmp_path: Path) -> None:
-    """After an optimizer's step has raised."""
-
-    def run(rank: int) -> int:
-        task = Task(rank, la.local_sgd(2))
-        task.steps(1, 3)
-        la.save(tmp_path, task.model, task.optimizers)
-        task.loss(4).backward()
-        task.optimizers[0].step()
-        la.load(tmp_path, task.model, task.optimizers)
-        task.steps(4, 6)
-        return task.sync.step
-
-    assert la.simulate(run, workers=2) == [6, 6]
-
-
-def test_inside_the_consensus_no_optimizer_moves() -> None:
-    def run(rank: int) -> bool:
-        task = Task(rank, la.local_sgd(2))
-        task.loss(1).backward()
-        task.optimizers[0].step()
-        with task.sync.consensus():
-            before = flat(task.model)
-            with pytest.raises(ValueError, match=r"inside sync\.consensus"):
-                task.optimizers[1].step()
-            return torch.equal(flat(task.model), before)
-
-    assert la.simulate(run, workers=2) == [True, True]

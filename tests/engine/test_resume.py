@@ -8,36 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic import buckets
 from laconic.algorithms.exchanges import Mean
-from laconic.algorithms.update import Clock, Slot, State, Update
-from laconic.buckets import optimizer_state
-from laconic.engine import saved_state
 
 from tests.support import gloo, training
-from tests.support.exact_rows import GROUPED, KINDS, ROWS
+from tests.support.own_updates import Pooled
+from tests.support.recipes import ROWS
 from tests.support.training import Job, build, plain_lr
 
 STEPS = 14
 SAVES = (1, 4, 5, 7, 8)
 """Before a first round, right after rounds, mid-period, and with messages in flight."""
-NEXT = 6
-EVERY = [*ROWS, *GROUPED]
 Trace = list[Any]
-
-
-def job_of(row: str, optimizer: str) -> Job:
-    """Three workers, or two groups of two."""
-    if row in ROWS:
-        return Job(ROWS[row][0], 3, STEPS, optimizer, plain_lr)
-    return Job(GROUPED[row][0], 4, STEPS, optimizer, plain_lr, options=(("group_size", 2),))
 
 
 def attached(job: Job, rank: int, link: la.links.Link | None) -> tuple[Any, ...]:
@@ -87,164 +75,11 @@ def straight(
     return trace, bytes_at_save
 
 
-def resumed(
-    rank: int, job: Job, folder: Path, step: int, link: la.links.Link | None = None
-) -> Trace:
-    """The steps after ``step``, from what was saved there."""
-    parts = attached(job, rank, link)
-    saved = torch.load(file_of(folder, step, rank), weights_only=True)
-    for part, name in zip(parts, ("model", "optimizer", "sync"), strict=True):
-        part.load_state_dict(saved[name])
-    assert parts[2].step == step
-    steps = onwards(job, rank, parts, step, min(step + NEXT, STEPS))
-    trace = [record(parts), *(record(parts) for _ in steps)]
-    parts[2].detach()
-    return trace
-
-
-def same(whole: list[Trace], tails: list[Trace], step: int) -> bool:
-    """Whether ``tails`` is what ``whole`` was from after ``step`` on."""
-    end = min(step + NEXT, STEPS)
-    return training.same_bits([run[step - 1 : end] for run in whole], tails)
-
-
 # -- bit for bit, on both links ----
 
 
-@pytest.mark.parametrize("row", EVERY)
-def test_resume_in_a_fresh_simulation(row: str, tmp_path: Path) -> None:
-    job = job_of(row, "nesterov")
-    undisturbed = [t for t, _ in la.simulate(lambda r: straight(r, job, None), workers=job.workers)]
-    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=job.workers)
-    assert training.same_bits(undisturbed, [t for t, _ in saving]), "saving disturbed the run"
-    assert all(b["before"] == b["after"] for _, found in saving for b in found)
-    for step in SAVES:
-        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=job.workers)
-        assert same(undisturbed, tails, step), f"saved after step {step}"
-
-
-def _resumed(job: Job, folder: Path, step: int, rank: int) -> Trace:
-    return resumed(rank, job, folder, step)
-
-
-def over_gloo(rank: int, task: Callable[..., Any], job: Job, *arguments: Any) -> Any:
-    return task(rank, job, *arguments, gloo.link_of(job.workers))
-
-
-IN_PROCESSES = [
-    *KINDS,
-    "hierarchical(2, 6)",
-    "lsgd(4, local_period=2)",
-    "slowmo(lsgd(3, local_period=1), 6)",
-]
-"""That processes train as threads do, `test_links_agree` tests of every row."""
-
-
-@pytest.mark.parametrize("row", IN_PROCESSES)
-def test_resume_in_fresh_processes(pool: gloo.Pool, row: str, tmp_path: Path) -> None:
-    """What threads here saved goes on in processes that never ran it, and the other way round:
-    the links agree bit for bit."""
-    job = job_of(row, "adamw")
-    here, there = tmp_path / "threads", tmp_path / "processes"
-    here.mkdir()
-    there.mkdir()
-    threads = [t for t, _ in la.simulate(lambda r: straight(r, job, here), workers=job.workers)]
-    processes = [t for t, _ in pool.run(over_gloo, straight, job, there, ranks=job.workers)]
-    assert training.same_bits(threads, processes)
-    for step in SAVES[1:4]:
-        tails = pool.run(over_gloo, resumed, job, here, step, ranks=job.workers)
-        assert same(threads, tails, step), f"saved by threads after step {step}"
-    tails = la.simulate(partial(_resumed, job, there, SAVES[2]), workers=job.workers)
-    assert same(threads, tails, SAVES[2]), f"saved by processes after step {SAVES[2]}"
-
-
-def test_a_score_of_gradients_resumes(tmp_path: Path) -> None:
-    """What no loss was told for; the row of the table reports losses, over a window."""
-    job = replace(job_of("lsgd(4, local_period=2)", "nesterov"), reports=False)
-    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=4)
-    for step in SAVES:
-        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=4)
-        assert same([t for t, _ in saving], tails, step), f"saved after step {step}"
-    kept = torch.load(file_of(tmp_path, 5, 0), weights_only=True)["sync"]["scores"]
-    assert kept["losses"] == [] and kept["decrease"] != 0
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        "local_sgd(4)",
-        "slowmo(local_sgd(2), 6)",
-        "diloco(4, delay=3)",
-        "sgp(ring, 2, delay=3)",
-        "slowmo(easgd(2, pull=0.2), 6)",
-        "lsgd(4, pulls)",
-    ],
-)
-def test_resume_with_workers_of_two_ranks(row: str, tmp_path: Path) -> None:
-    job = Job(ROWS[row][0], 4, STEPS, lr=plain_lr, options=(("nprocs_per_node", 2),))
-    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=4)
-    for step in SAVES:
-        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=4)
-        assert same([t for t, _ in saving], tails, step), f"saved after step {step}"
-
-
-@dataclass(frozen=True)
-class Homemade(Update):
-    """An update of a user's own, which needs all that may be kept: state of its own on every
-    worker, and the count of rounds before this one."""
-
-    slots: ClassVar[dict[str, Slot]] = {"sum": "private", "last": "private"}
-
-    def init(self, x: Tensor) -> State:
-        return {"sum": torch.zeros_like(x), "last": torch.tensor(0.0)}
-
-    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
-        state["sum"] += x
-        state["last"].fill_(clock.step)
-        return x + 0.01 * state["sum"]
-
-    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
-        return mean * (1.0 - 0.01 * clock.executed)
-
-    def fold(
-        self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
-    ) -> Tensor:
-        return received
-
-
-HOMEMADE: dict[str, la.Recipe] = {
-    "at once": (la.Round(la.every(3), Homemade(), Mean()),),
-    "delayed": (la.Round(la.every(3), Homemade(), Mean(), delay=4),),
-}
-
-
-@pytest.mark.parametrize("name", HOMEMADE)
-def test_resume_of_an_update_of_ones_own(name: str, tmp_path: Path) -> None:
-    job = Job(HOMEMADE[name], 3, STEPS, lr=plain_lr)
-    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=3)
-    for step in SAVES:
-        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=3)
-        assert same([t for t, _ in saving], tails, step), f"saved after step {step}"
-
-
-def test_messages_are_in_flight_at_the_saves() -> None:
-    """The runs above do save with something in flight, and it is all there."""
-    job = Job(ROWS["local_sgd(3, delay=7)"][0], 2, STEPS)
-
-    def run(rank: int) -> list[int]:
-        parts = attached(job, rank, None)
-        counts = []
-        for t in onwards(job, rank, parts, 0, 8):
-            if t in SAVES:
-                (saved,) = parts[2].state_dict()["rounds"]
-                counts.append(len(saved["flights"]))
-        return counts
-
-    assert la.simulate(run, workers=2) == [[0, 1, 1, 2, 2]] * 2
-
-
 def test_what_was_saved_does_not_change_as_the_run_goes_on() -> None:
-    job = Job(ROWS["diloco(3, delay=5)"][0], 2, STEPS)
+    job = Job(ROWS["diloco, late"].recipe, 2, STEPS)
 
     def run(rank: int) -> bool:
         parts = attached(job, rank, None)
@@ -260,31 +95,8 @@ def test_what_was_saved_does_not_change_as_the_run_goes_on() -> None:
     assert la.simulate(run, workers=2) == [True, True]
 
 
-def test_loading_copies_what_it_is_given() -> None:
-    """A state loaded into one run can be loaded into the next."""
-    job = Job(ROWS["slowmo(None, 4)"][0], 2, STEPS)
-
-    def first(rank: int) -> Any:
-        parts = attached(job, rank, None)
-        list(onwards(job, rank, parts, 0, 5))
-        return tuple(part.state_dict() for part in parts)
-
-    saved = la.simulate(first, workers=2)
-
-    def again(rank: int) -> Any:
-        parts = attached(job, rank, None)
-        model, optimizer, sync = saved[rank]
-        parts[0].load_state_dict(model)
-        parts[1].load_state_dict(copy.deepcopy(optimizer))  # torch keeps what it is given
-        parts[2].load_state_dict(sync)
-        list(onwards(job, rank, parts, 5, 12))
-        return [record(parts)]
-
-    assert training.same_bits(la.simulate(again, workers=2), la.simulate(again, workers=2))
-
-
 def test_one_rank_alone_may_ask_for_its_state(pool: gloo.Pool) -> None:
-    job = Job(ROWS["local_sgd(4, delay=2)"][0], 3, STEPS, "adamw")
+    job = Job(ROWS["local_sgd(4, delay=2)"].recipe, 3, STEPS, "adamw")
     runs = pool.run(rank_0_saves, job, ranks=3)
     assert [count for _, count in runs] == [STEPS, 0, 0]
     undisturbed = la.simulate(lambda r: straight(r, job, None)[0], workers=3)
@@ -305,7 +117,7 @@ def rank_0_saves(rank: int, job: Job) -> tuple[Trace, int]:
 
 def test_finished_and_saved_and_resumed(tmp_path: Path) -> None:
     """`finish()` in mid-period is part of the run: resuming after it is resuming, too."""
-    job = Job(ROWS["slowmo(local_sgd(3, delay=4), 5)"][0], 3, STEPS, lr=plain_lr)
+    job = Job(ROWS["slowmo(local_sgd(3, delay=4), 5)"].recipe, 3, STEPS, lr=plain_lr)
 
     def run(rank: int, load: bool) -> Trace:
         parts = attached(job, rank, None)
@@ -372,7 +184,7 @@ WRONG = {
 
 
 def two_saved(row: str, steps: int) -> list[Any]:
-    job = Job(ROWS[row][0], 2, STEPS)
+    job = Job(ROWS[row].recipe, 2, STEPS)
 
     def run(rank: int) -> Any:
         parts = attached(job, rank, None)
@@ -384,7 +196,7 @@ def two_saved(row: str, steps: int) -> list[Any]:
 
 def refuse(rank: int, saved: list[Any], row: str, name: str, ranks: int, over: bool) -> str:
     """The text of the ValueError; nothing else will do."""
-    job = Job(ROWS[row][0], ranks, STEPS)
+    job = Job(ROWS[row].recipe, ranks, STEPS)
     parts = attached(job, rank, gloo.link_of(ranks) if over else None)
     states = WRONG[name].hand_over(rank, saved)
     for part, state in zip(parts[:2], states[:2], strict=True):
@@ -408,40 +220,12 @@ def _refuse(saved: list[Any], case: Wrong, name: str, rank: int) -> str:
     return refuse(rank, saved, case.recipe, name, case.workers, False)
 
 
-@pytest.mark.parametrize(
-    "name", ["rank 0 loads rank 1's", "the model not loaded on rank 1", "another recipe"]
-)
-def test_what_cannot_be_loaded_is_refused_in_every_process(pool: gloo.Pool, name: str) -> None:
-    case, saved = WRONG[name], two_saved("slowmo(local_sgd(2), 6)", 7)
-    texts = pool.run(refuse_over, saved, case.recipe, name, case.workers, ranks=case.workers)
-    for text in texts:
-        assert any(part in text for part in case.text.split("|")), text
-
-
-def refuse_over(rank: int, saved: list[Any], row: str, name: str, ranks: int) -> str:
-    return refuse(rank, saved, row, name, ranks, True)
-
-
 def with_norm(buffers: Any, rank: int, delay: int = 0) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     recipe = la.d_psgd(delay=delay) if delay > 1 else la.local_sgd(2, delay=delay)
     return model, optimizer, la.attach(model, optimizer, recipe, buffers=buffers)
-
-
-@pytest.mark.parametrize(("before", "after"), [("average", "keep"), ("keep", "average")])
-def test_other_treatment_of_buffers_is_refused(before: str, after: str) -> None:
-    def run(rank: int) -> str:
-        states = [part.state_dict() for part in with_norm(before, rank)]
-        parts = with_norm(after, rank)
-        for part, state in zip(parts[:2], states[:2], strict=True):
-            part.load_state_dict(state)
-        with pytest.raises(ValueError) as caught:
-            parts[2].load_state_dict(states[2])
-        return str(caught.value)
-
-    assert all("buffers" in text for text in la.simulate(run, workers=2))
 
 
 @pytest.mark.parametrize("rebound", [False, True])
@@ -479,68 +263,6 @@ def test_buffers_resume_too(delay: int, rebound: bool) -> None:
         return all(map(torch.equal, whole, tail))
 
     assert la.simulate(run, workers=2) == [True, True]
-
-
-def test_delayed_averages_of_optimizer_state_resume() -> None:
-    """Of which there is none when they are attached."""
-    recipe = (
-        *la.local_sgd(2),
-        la.Round(la.every(2), la.updates.Average(), Mean(), optimizer_state, delay=1),
-    )
-
-    def parts() -> tuple[Any, ...]:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 4)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        return model, optimizer, la.attach(model, optimizer, recipe)
-
-    def go(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[Tensor]:
-        for step in range(2):
-            optimizer.zero_grad()
-            model(torch.full((2, 3), 1.0 + step + rank)).square().mean().backward()
-            optimizer.step()
-        return [s["momentum_buffer"].clone() for s in optimizer.state.values()]
-
-    def run(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-        before = parts()
-        go(*before[:2], rank)
-        saved = copy.deepcopy([part.state_dict() for part in before])
-        assert saved[2]["rounds"][1]["flights"][0]["received"]
-        whole = go(*before[:2], rank)
-        after = parts()
-        for part, state in zip(after, saved, strict=True):
-            part.load_state_dict(state)
-        return whole, go(*after[:2], rank)
-
-    found = la.simulate(run, workers=2)
-    assert all(map(torch.equal, *found[0])) and all(map(torch.equal, *found[1]))
-
-
-def test_other_buffers_in_flight_are_refused() -> None:
-    """The round in flight has a buffer that the model which goes on has not."""
-
-    def parts() -> tuple[Any, ...]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        model.register_buffer("own", torch.ones(2))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        return model, optimizer, la.attach(model, optimizer, la.local_sgd(2, delay=1))
-
-    def run(rank: int) -> str:
-        model, optimizer, sync = parts()
-        model.own += rank
-        for _ in range(2):
-            model(torch.ones(2, 3) + rank).square().mean().backward()
-            optimizer.step()
-        saved, weights = sync.state_dict(), model.state_dict()
-        fresh, _, again = parts()
-        del fresh.own
-        fresh.load_state_dict(weights, strict=False)
-        with pytest.raises(ValueError, match="its tensors are not those of this run") as caught:
-            again.load_state_dict(saved)
-        return str(caught.value)
-
-    assert len(set(la.simulate(run, workers=2))) == 1
 
 
 # -- another number of workers: shared state is cut anew ----
@@ -597,14 +319,13 @@ RECUT = [
     "slowmo(local_sgd(2), 6, unsharded)",
     "diloco(4)",
     "diloco(4, unsharded)",
-    "diloco(4, Adam)",
+    "diloco, Adam",
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("row", RECUT)
+@pytest.mark.parametrize(("row", "ranks"), [*zip(RECUT, (3, 5, 1, 2, 5, 3), strict=True)])
 def test_outer_state_is_cut_anew_for_another_number_of_workers(row: str, ranks: int) -> None:
-    job, sharded = Job(ROWS[row][0], 4, 12), "unsharded" not in row
+    job, sharded = Job(ROWS[row].recipe, 4, 12), "unsharded" not in row
     saved = la.simulate(partial(save_at, job, 12), workers=4)
     loaded = la.simulate(partial(load_all, replace(job, workers=ranks), saved), workers=ranks)
     before, after = whole_slots(saved, sharded), whole_slots(loaded, sharded)
@@ -616,73 +337,6 @@ def test_outer_state_is_cut_anew_for_another_number_of_workers(row: str, ranks: 
     for one in loaded:
         assert all((one.anchor[k] == saved[0].anchor[k]).all() for k in one.anchor)
         assert one.sync["step"] == 12
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_anchor_is_whole_again_with_workers_of_two_ranks(ranks: int) -> None:
-    """Six ranks, two to a worker, go on as four or two: slices are not in the order of ranks."""
-    options = (("nprocs_per_node", 2),)
-    job = Job(ROWS["slowmo(None, 4)"][0], 6, 12, options=options)
-    saved = la.simulate(partial(save_at, job, 8), workers=6)
-    fewer = replace(job, workers=2 * (ranks - 1))
-    loaded = la.simulate(partial(load_all, fewer, saved), workers=fewer.workers)
-    for one in loaded:
-        assert all((one.anchor[k] == saved[0].anchor[k]).all() for k in one.anchor)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_recipes_without_state_go_on_with_another_number(ranks: int) -> None:
-    job = Job(la.local_sgd(4), 4, 16)
-    saved = la.simulate(partial(save_at, job, 8), workers=4)
-    loaded = la.simulate(partial(load_all, replace(job, workers=ranks), saved), workers=ranks)
-    assert all(one.sync["step"] == 8 for one in loaded)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-@pytest.mark.parametrize("row", ["easgd(2, 0.5, pull=0.3)", "downpour(3)"])
-def test_a_center_goes_on_with_another_number(row: str, ranks: int) -> None:
-    job = Job(ROWS[row][0], 4, 12, lr=plain_lr)
-    saved = la.simulate(partial(save_at, job, 5), workers=4)
-    loaded = la.simulate(partial(load_all, replace(job, workers=ranks), saved), workers=ranks)
-    for one in loaded:
-        assert all((one.anchor[k] == saved[0].anchor[k]).all() for k in one.anchor)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(
-    "recipe",
-    [la.sgp("bipartite_linear"), la.sgp(delay=2), la.d_psgd(), la.lsgd(3, local_period=0)],
-)
-def test_what_is_alike_on_all_goes_on_with_another_number(recipe: la.Recipe, ranks: int) -> None:
-    """Push weights are 1 again after `finish()`, and all workers follow one global leader."""
-    job = Job(recipe, 5, 12)
-
-    def finished(rank: int) -> Saved:
-        parts = attached(job, rank, None)
-        list(onwards(job, rank, parts, 0, 7))
-        parts[2].finish()
-        model, optimizer, sync = (part.state_dict() for part in parts)
-        return Saved({k: v.clone() for k, v in model.items()}, optimizer, sync, record(parts)[1])
-
-    saved = la.simulate(finished, workers=5)
-    loaded = la.simulate(partial(load_all, replace(job, workers=ranks), saved), workers=ranks)
-    for one in loaded:
-        for key, value in one.anchor.items():
-            assert abs(value - saved[0].anchor[key]).max() < 1e-15  # a mean of other many
-        for name, value in saved[0].sync["rounds"][0]["state"][0].items():
-            own = one.sync["rounds"][0]["state"][0][name]
-            assert torch.equal(own[:20], value[:20]) if own.dim() else own == value == 1
-
-
-class Pooled(Homemade):
-    """Of whose state the mean counts alone."""
-
-    slots: ClassVar[dict[str, Slot]] = {"sum": "pooled", "last": "pooled"}
-
-    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
-        message = super().send(x, state, clock)
-        state["last"].fill_(clock.worker)
-        return message
 
 
 @pytest.mark.parametrize("workers", [2, 3, 6])
@@ -703,67 +357,6 @@ def test_of_pooled_state_each_keeps_its_own_and_the_mean_stays(workers: int) -> 
         assert torch.equal(new[:4], old)
     for state in after:
         assert float(state["last"]) == (0 + 1 + 2 + 3) / 4
-
-
-def test_of_pooled_state_each_keeps_its_own_when_a_directory_is_lost() -> None:
-    job = Job((la.Round(la.every(3), Pooled(), Mean()),), 4, 12, lr=plain_lr)
-    saved = la.simulate(partial(save_at, job, 6), workers=4)
-    left = [None if rank == 2 else one for rank, one in enumerate(saved)]
-    loaded = la.simulate(partial(load_all, job, left), workers=4)
-    old, new = ([one.sync["rounds"][0]["state"][0]["sum"] for one in r] for r in (saved, loaded))
-    numel = saved[0].sync["rounds"][0]["sizes"][0]
-    for rank in (0, 1, 3):
-        assert torch.equal(new[rank][:numel], old[rank][:numel])
-    mean = (old[0] + old[1] + old[3])[:numel] / 3
-    assert float((new[2][:numel] - mean).abs().max()) < 1e-12
-
-
-def test_of_pooled_state_the_mean_stays_where_one_rank_of_a_worker_is_lost() -> None:
-    """Three workers of two ranks, one of which is lost, are two workers now."""
-    bucket = buckets.Bucket([buckets.whole_of(torch.zeros(4))], 0, 1)
-    pieces = [(0, 1.0), (2, 1.0), (0, 2.0), (0, 6.0), (2, 6.0)]
-    given = [(start, torch.full((2,), value)) for start, value in pieces]
-    found = [
-        saved_state._of_pieces(
-            bucket,
-            given,
-            slice(0, 4),
-            torch.zeros(4),
-            "pooled",
-            saved_state.Others([0, 0, 1, 2, 2], worker, 2),
-        ).tolist()
-        for worker in range(2)
-    ]
-    assert found == [[2.5, 2.5, 3.5, 3.5], [3.5, 3.5, 3.5, 3.5]]
-
-
-def test_a_worker_counts_once_whatever_ranks_of_it_are_left() -> None:
-    job = Job((la.Round(la.every(3), Pooled(), Mean()),), 6, 12, lr=plain_lr)
-    job = replace(job, options=(("nprocs_per_node", 2),))
-    saved = la.simulate(partial(save_at, job, 6), workers=6)
-    left = [None if rank == 3 else one for rank, one in enumerate(saved)]
-    loaded = la.simulate(partial(load_all, replace(job, workers=4), left), workers=4)
-    old, new = (
-        torch.stack([one.sync["rounds"][0]["state"][0]["sum"] for one in ranks])
-        for ranks in (saved[::2], loaded[::2])
-    )
-    numel = saved[0].sync["rounds"][0]["sizes"][0]
-    assert float((new.mean(0)[:numel] - old.mean(0)[:numel]).abs().max()) < 1e-12
-
-
-def test_another_size_of_groups_is_another_recipe() -> None:
-    job = job_of("lsgd(4, local_period=2)", "nesterov")
-    saved = la.simulate(partial(save_at, job, 5), workers=4)
-
-    def run(rank: int) -> str:
-        parts = attached(replace(job, options=(("group_size", 4),)), rank, None)
-        parts[0].load_state_dict(saved[rank].model)
-        parts[1].load_state_dict(saved[rank].optimizer)
-        with pytest.raises(ValueError) as caught:
-            parts[2].load_state_dict(saved[rank].sync)
-        return str(caught.value)
-
-    assert all("group_size=2" in text for text in la.simulate(run, workers=4))
 
 
 @pytest.mark.parametrize("recipe", [la.local_sgd(2, delay=5), la.sgp(delay=3), la.d_psgd(delay=3)])
@@ -811,7 +404,7 @@ def test_resume_with_messages_older_than_a_parameter_group(recipe: la.Recipe) ->
 
 
 def saved_after(steps: int, workers: int = 4) -> list[Any]:
-    job = Job(ROWS["diloco(4)"][0], workers, STEPS)
+    job = Job(ROWS["diloco(4)"].recipe, workers, STEPS)
 
     def run(rank: int) -> Any:
         parts = attached(job, rank, None)
@@ -831,7 +424,7 @@ def test_parts_that_are_not_of_one_run_are_not_cut_anew(which: str) -> None:
     }[which]
 
     def run(rank: int) -> str:
-        parts = attached(Job(ROWS["diloco(4)"][0], 2, STEPS), rank, None)
+        parts = attached(Job(ROWS["diloco(4)"].recipe, 2, STEPS), rank, None)
         before = training.values(parts[0])
         with pytest.raises(ValueError, match="by rank: number 1") as caught:
             parts[2].load_state_dict([saved[0], wrong, *saved[2:]])
@@ -843,7 +436,7 @@ def test_parts_that_are_not_of_one_run_are_not_cut_anew(which: str) -> None:
 
 def test_a_load_that_fails_on_one_rank_changes_nothing_on_any() -> None:
     saved = saved_after(7, workers=2)
-    job = Job(ROWS["diloco(4)"][0], 2, STEPS)
+    job = Job(ROWS["diloco(4)"].recipe, 2, STEPS)
 
     def run(rank: int) -> None:
         parts = attached(job, rank, None)

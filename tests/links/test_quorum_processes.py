@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,6 @@ import pytest
 import torch
 
 import laconic as la
-from laconic.links.quorum import tcp
-from laconic.links.quorum.port import Announcement, Appointment, Delivery, Rules
-from laconic.links.quorum.syncer import Syncer
-from laconic.links.quorum.tcp import Host
 
 from tests.references import reference as ref
 from tests.support import gloo, training
@@ -60,21 +55,6 @@ def test_processes_and_simulation_agree(pool: gloo.Pool, name: str) -> None:
     closings = runs[0].closings
     assert any(len(c.roster) < 4 for c in closings)
     assert quorum.same(runs, quorum.simulated(job, STEPS, None, closings=closings))
-
-
-def test_a_quorum_of_all_is_the_plain_recipe_between_processes(pool: gloo.Pool) -> None:
-    job = Job(la.diloco(4), 3, 13)
-    plain = la.simulate(lambda rank: quorum.work(job, rank, 13), workers=3)
-    with_quorum = replace(job, recipe=la.diloco(4, quorum=3))
-    runs = pool.run(slowly, with_quorum, (13,) * 3, (0.0,) * 3, ranks=3)
-    assert quorum.same(plain, runs)
-
-
-def test_one_worker_alone(pool: gloo.Pool) -> None:
-    job = Job(la.diloco(4), 1, 13)
-    plain = la.simulate(lambda rank: quorum.work(job, rank, 13), workers=1)
-    runs = pool.run(slowly, replace(job, recipe=la.diloco(4, quorum=1)), (13,), (0.0,), ranks=1)
-    assert quorum.same(plain, runs)
 
 
 # -- one worker stops for a while ----
@@ -220,32 +200,10 @@ def failing(rank: int, when: int, codec: str | None = None) -> tuple[str, tuple[
                 training.step(job, model, optimizer, job.data()[rank][t - 1], t)
     except la.LinkError as error:
         assert time.monotonic() - start < gloo.TIMEOUT.total_seconds() / 2, "not its timeout"
-        if codec is not None:
-            left_over(sync, model)
         return str(error), error.ranks
     except RuntimeError as error:
         return str(error), ()
     return "nothing", ()
-
-
-def left_over(sync: la.Synchronizer, model: torch.nn.Module) -> None:
-    """In a round that has failed nothing is lost: with the state of before, the next message has
-    all of this worker's steps."""
-    (running,) = sync.driver.run.rounds
-    (channel,) = running.channels
-    kept, x = channel.exchange_state, channel.bucket.pack(channel.bucket.empty())
-    quorum_rounds = sync.driver.run.quorum
-    assert quorum_rounds is not None
-    (kind,) = quorum_rounds.kinds
-    sent = kind.sent
-    assert sent is not None, "it waited"
-    assert isinstance(running.exchange, la.exchanges.CodedQuorumMean)
-    q = running.exchange.codec.decode(sent.messages[0], len(x))
-    v = kept["residual"] + q
-    carried = sync.state_dict()["rounds"][0]["carried"][0]
-    assert kind.sent is None
-    again = x - carried["base"] + carried["residual"]
-    assert float((again - v).abs().max()) < 1e-12 < float(carried["residual"].abs().max())
 
 
 @pytest.mark.parametrize("codec", [None, "int4"])
@@ -346,30 +304,6 @@ def test_a_worker_that_leaves_while_it_waits_is_named(own_pool: gloo.Pool, tmp_p
         assert ranks == (1,) and "rank 1" in text, text
 
 
-def misled(rank: int) -> tuple[str, tuple[int, ...]]:
-    """In its second round, rank 0 answers rank 1 with something else; what each rank raises."""
-    if rank == 0:
-        answer, answers = tcp.Line.send_text, iter(range(100))
-
-        def wrong(self: tcp.Line, value: Any) -> None:
-            other = self._other == 1 and next(answers) == 1
-            answer(self, {"number": "two"} if other else value)
-
-        tcp.Line.send_text = wrong  # type: ignore[method-assign]
-    try:
-        return failing(rank, -1)
-    finally:
-        if rank == 0:
-            tcp.Line.send_text = answer  # type: ignore[method-assign]
-
-
-def test_what_another_rank_finds_wrong_is_raised_on_all(own_pool: gloo.Pool) -> None:
-    answers = own_pool.run(misled, ranks=3)
-    said = {(text.partition(": ")[2], ranks) for text, ranks in answers}  # without the place
-    ((text, ranks),) = said
-    assert text.startswith("rank 0 has sent no message of laconic's") and ranks == (0,)
-
-
 def too_late(rank: int, raised: Path) -> tuple[str, tuple[int, ...]]:
     """Worker 2 takes longer for a step than the timeout: until another one has ``raised``."""
     job = Job(la.local_sgd(4, quorum=3), 3, 100)
@@ -395,22 +329,6 @@ def test_a_quorum_that_is_not_reached_names_who_is_missing(
         assert ranks == (2,) and "no quorum in 3 s: ranks [2] have not arrived" in text, text
 
 
-def test_a_grace_may_be_longer_than_the_timeout() -> None:
-    """The timeout is for the quorum, which is there."""
-
-    def paces(kind: int, speeds: object, roster: Sequence[int]) -> list[Appointment]:
-        return [Appointment(0)] * len(roster)
-
-    def conclude(text: str, ranks: Sequence[int]) -> NoReturn:
-        raise la.LinkError(text, ranks=ranks)
-
-    core = Syncer(2, [Rules(1, 0.6)], lambda closing, deliveries: {0: [torch.zeros(1)]}, paces)
-    host = Host(core, {}, [[torch.zeros(1)]], 0.2, conclude)
-    delivery = Delivery(Announcement(0, 0, 1, 1.0, 1), [torch.ones(1)])
-    assert host.deliver(0, delivery).closing.roster == (0,)
-    host.close()
-
-
 def bytes_sent(rank: int, codec: la.codecs.Codec | None) -> tuple[int, int, int]:
     job = Job(la.local_sgd(4, quorum=3, codec=codec), 3, 12)
     model, optimizer = training.build(job, rank)
@@ -422,25 +340,6 @@ def bytes_sent(rank: int, codec: la.codecs.Codec | None) -> tuple[int, int, int]
     with sync:
         pass
     return sent, received, sum(p.numel() for p in model.parameters()) * 8
-
-
-def test_a_base_is_sent_once_after_loading() -> None:
-    """Rank 0 may not have what the others began with."""
-
-    def train(rank: int) -> list[int]:
-        job = Job(la.local_sgd(4, quorum=2), 2, 20)
-        model, optimizer = training.build(job, rank)
-        sync = la.attach(model, optimizer, job.recipe)
-        sync.load_state_dict(sync.state_dict())
-        sent = []
-        for t in range(1, 13):
-            training.step(job, model, optimizer, job.data()[rank][t - 1], t)
-            if t % 4 == 0:
-                sent.append(sync.stats().bytes_by_collective["quorum"])
-        return sent
-
-    first, second, third = la.simulate(train, workers=2)[1]
-    assert first == 2 * (second - first) == 2 * (third - second)
 
 
 @pytest.mark.parametrize("codec", [None, la.codecs.Int8(8)], ids=["whole", "coded"])

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic as la
@@ -20,55 +19,12 @@ from laconic.links import Link, Metered, Parts
 from tests.links.test_ledger import (
     MIXED,
     SINGLE,
-    STEPS,
     Plain,
-    deltas,
-    exact_slices,
-    parameter_bytes,
 )
 from tests.support import gloo
 
 RIDER = 8
 """Bytes of the push weight behind every message of SGP."""
-
-
-# -- bytes, by the ledger ----
-
-
-@pytest.mark.parametrize("dtypes", [SINGLE, MIXED])
-@pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize(("n", "peers"), [(4, 1), (5, 1), (8, 1), (5, 2)])
-def test_sgp_sends_peers_times_the_model(
-    n: int, peers: int, delay: int, dtypes: list[torch.dtype]
-) -> None:
-    """However many workers there are: but for the padding, the bytes of n = 4 are those of 8."""
-    each = parameter_bytes(dtypes, n) + RIDER * len(set(dtypes))
-    for run in deltas(la.sgp(peers=peers, delay=delay), n, dtypes):
-        assert [step["swap"] for step in run] == [peers * each] * STEPS
-        assert all(set(step) == {"swap"} for step in run[1:])
-
-
-@pytest.mark.parametrize(("graph", "n", "neighbours"), [("ring", 5, 2), ("ring", 2, 1)])
-def test_d_psgd_sends_the_model_to_each_neighbour(graph: str, n: int, neighbours: int) -> None:
-    for run in deltas(la.d_psgd(graph), n, MIXED):
-        assert [step["swap"] for step in run] == [neighbours * parameter_bytes(MIXED, n)] * STEPS
-
-
-def test_a_slow_step_replaces_the_gossip() -> None:
-    each = exact_slices(parameter_bytes(SINGLE, 4), 4)
-    for run in deltas(la.slowmo(la.sgp(), 4, momentum=0.5), 4):
-        for t, step in enumerate(run[1:], 2):
-            gossip = {"swap": parameter_bytes(SINGLE, 4) + RIDER}
-            slow = {"reduce_scatter": each, "all_gather": each}
-            assert step == (gossip if t % 4 else slow)
-
-
-def test_leaders_send_scores_and_one_model() -> None:
-    model = 4 * 130
-    assert model == parameter_bytes(SINGLE, 2)
-    for run in deltas(la.lsgd(2, local_period=0), 2):
-        assert run[2] == {}
-        assert run[3] == {"gather": 16, "broadcast": model // 2}
 
 
 # -- messages, one by one ----
@@ -175,14 +131,6 @@ def test_gossip_reaches_out_peers_and_nobody_else(graph: str, n: int) -> None:
             assert (call.name, call.to) == ("swap", Graph(graph, 2).out_peers(rank, n, k))
 
 
-def test_neighbours_are_reached_both_ways() -> None:
-    for rank, run in enumerate(recorded(la.d_psgd("exponential"), 8)[1]):
-        for k, calls in enumerate(run[1:], 1):
-            hop = 2 ** (k % 3)
-            assert [c.name for c in calls] == ["swap"]
-            assert set(calls[0].to) == {(rank + hop) % 8, (rank - hop) % 8}
-
-
 @pytest.mark.parametrize(
     ("recipe", "name", "rider"),
     [
@@ -234,60 +182,7 @@ def test_sixty_four_workers_need_no_link_for_each_edge() -> None:
         assert [c.name for c in setups[0]] == ["gather"] * 7 + ["broadcast"]
 
 
-def count_groups(rank: int) -> tuple[int, int]:
-    """Process groups made by attaching SGP and by steps under it."""
-    torch.manual_seed(rank)
-    made, new_group = [], dist.new_group
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        made.append(arguments)
-        return new_group(*arguments, **options)
-
-    model = Plain(SINGLE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    dist.new_group = counted
-    try:
-        sync = la.attach(model, optimizer, la.sgp(peers=2), timeout=20.0)
-        attached = len(made)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(1.0 + rank).backward()
-            optimizer.step()
-        sync.detach()
-    finally:
-        dist.new_group = new_group
-    return attached, len(made)
-
-
-def test_processes_make_one_group_for_all_of_gossip(pool: gloo.Pool) -> None:
-    assert pool.run(count_groups, ranks=4) == [(1, 1)] * 4
-
-
 # -- over processes ----
-
-
-def swapped_in_a_batch(rank: int) -> list[list[float]]:
-    """As over NCCL, which must be given an exchange as a whole; gloo takes it, too."""
-    link = gloo.nccl_link_of(4)
-    graph = Graph("bipartite_linear", 2)
-    found = []
-    for k in range(4):
-        to: Sequence[int] = ()
-        sources: Sequence[int] = ()
-        if rank < 3:  # the last one sits still
-            to, sources = graph.out_peers(rank, 3, k), graph.in_peers(rank, 3, k)
-        x = torch.tensor([float(rank), float(k)])
-        found += [piece.tolist() for piece in link.swap(x, to, sources)]
-    return found
-
-
-def test_a_swap_as_a_batch(pool: gloo.Pool) -> None:
-    graph = Graph("bipartite_linear", 2)
-    expected = [
-        [[float(r), float(k)] for k in range(4) for r in graph.in_peers(rank, 3, k)]
-        for rank in range(3)
-    ]
-    assert pool.run(swapped_in_a_batch, ranks=4) == [*expected, []]
 
 
 def booked(rank: int, recipe: la.Recipe, options: dict[str, Any], link: Link | None) -> Any:
@@ -375,3 +270,30 @@ def test_buffers_of_gossip_go_to_the_peers_alone() -> None:
     for rank, (used, own, mixed) in enumerate(runs):
         assert "mean" not in used and "swap" in used
         assert torch.allclose(mixed, (own + runs[rank - 1][1]) / 2)
+
+
+# -- a link and its synchronizer ----
+
+
+def twice_and_afterward(rank: int) -> tuple[str, float, list[float]]:
+    """What a second `laconic.attach` on a link says; then what calls give after leaving."""
+    link, model = gloo.link_of(2), Plain(SINGLE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    said = ""
+    with la.attach(model, optimizer, la.local_sgd(2), link=link) as sync:
+        other = Plain(SINGLE)
+        try:
+            la.attach(other, torch.optim.SGD(other.parameters()), la.local_sgd(2), link=link)
+        except ValueError as error:
+            said = str(error)
+    mean = sync.mean(float(rank))
+    with sync.consensus():
+        found = model.all[1].tolist()
+    la.attach(model, optimizer, la.local_sgd(2), link=link).detach()
+    return said, mean, found
+
+
+def test_one_link_carries_one_synchronizer_and_calls_after_leaving_run(pool: gloo.Pool) -> None:
+    (said, mean, found), other = pool.run(twice_and_afterward, ranks=2)
+    assert "a link for each" in said and mean == 0.5
+    assert (said, mean, found) == other

@@ -4,13 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import laconic as la
+import torch
 
-from tests.references import reference, reference_quorum
+import laconic as la
+from laconic.algorithms.exchanges import QuorumMean
+from laconic.algorithms.updates import OuterStep
+
+from tests.references import coded, problem
+from tests.references import quorum as reference
+from tests.references.problem import LAYERS
+from tests.references.quorum import Quorum
 from tests.support import training
 from tests.support.training import Job, build
+
+DELAYED: dict[str, Any] = {"rule": "delayed", "lr": 0.7, "momentum": 0.5}
+NAIVE = (la.Round(la.every(4), OuterStep(0.5, 0.6), QuorumMean(1)),)
+adam = partial(torch.optim.Adam, lr=0.03)
+INT8, INT4 = la.codecs.Int8(8), la.codecs.Int4(8)
+diloco, streaming = partial(la.diloco, momentum=0.5), partial(la.streaming_diloco, momentum=0.5)
+ROWS: dict[str, tuple[la.Recipe, Quorum]] = {
+    "local_sgd": (la.local_sgd(4, quorum=3), Quorum(4, 3)),
+    "local_sgd, first come": (la.local_sgd(4, quorum=1), Quorum(4, 1)),
+    "local_sgd, grace": (la.local_sgd(4, quorum=2, grace=1.5), Quorum(4, 2, 1.5)),
+    "local_sgd, reset": (
+        la.local_sgd(4, quorum=3, optimizer_state="reset"),
+        Quorum(4, 3, reset=True),
+    ),
+    "local_sgd, own pace": (la.local_sgd(6, pace="own"), Quorum(6, 4, own=True)),
+    "local_sgd, own pace, quorum, steps": (
+        la.local_sgd(6, quorum=2, grace=0.5, pace="own", weigh="steps"),
+        Quorum(6, 2, 0.5, own=True, weigh="steps"),
+    ),
+    "local_sgd, int8": (la.local_sgd(4, quorum=2, codec=INT8), Quorum(4, 2, codec=coded.int8(8))),
+    "diloco": (diloco(4, quorum=3), Quorum(4, 3, **DELAYED)),
+    "diloco, own pace": (diloco(6, quorum=3, pace="own"), Quorum(6, 3, own=True, **DELAYED)),
+    "diloco, grace, steps": (
+        diloco(4, quorum=2, grace=5.0, weigh="steps"),
+        Quorum(4, 2, 5.0, weigh="steps", **DELAYED),
+    ),
+    "diloco, rda, own pace, steps": (
+        diloco(6, average="rda", quorum=2, grace=0.5, pace="own", weigh="steps"),
+        Quorum(6, 2, 0.5, True, "steps", radial=True, **DELAYED),
+    ),
+    "diloco, Nesterov at each arrival": (
+        NAIVE,
+        Quorum(4, 1, rule="nesterov", lr=0.5, momentum=0.6),
+    ),
+    "diloco, int8, own pace, steps": (
+        diloco(6, quorum=2, grace=0.5, pace="own", weigh="steps", codec=INT8),
+        Quorum(6, 2, 0.5, True, "steps", codec=coded.int8(8), **DELAYED),
+    ),
+    "slowmo": (
+        la.slowmo(None, 4, 0.5, 0.9, quorum=2),
+        Quorum(4, 2, rule="slow", lr=0.9, momentum=0.5),
+    ),
+    "slowmo, own pace": (
+        la.slowmo(None, 4, 0.5, 0.9, quorum=1, pace="own"),
+        Quorum(4, 1, own=True, rule="slow", lr=0.9, momentum=0.5),
+    ),
+    "slowmo, bfloat16": (
+        la.slowmo(None, 4, 0.5, 0.9, quorum=2, codec="bfloat16"),
+        Quorum(4, 2, rule="slow", lr=0.9, momentum=0.5, codec=coded.cast("bfloat16")),
+    ),
+    "streaming_diloco": (
+        streaming(5, 2, 0, codec=None, quorum=2, by="layers"),
+        Quorum(5, 2, fragments=LAYERS, **DELAYED),
+    ),
+    "streaming_diloco, int4": (
+        streaming(5, 2, 0, codec=INT4, quorum=2, by="layers"),
+        Quorum(5, 2, fragments=LAYERS, codec=coded.int4(8), **DELAYED),
+    ),
+    "streaming_diloco, own pace, grace": (
+        streaming(6, 2, 0, codec=None, quorum=3, grace=0.6, pace="own", by="layers"),
+        Quorum(6, 3, 0.6, own=True, fragments=LAYERS, **DELAYED),
+    ),
+}
+"""Recipes whose rounds close with a quorum, and the same for the reference."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +140,17 @@ def simulated(
 
 def expected(
     job: Job,
-    recipe: reference_quorum.Quorum,
+    recipe: reference.Quorum,
     steps: Sequence[int],
     seconds: Sequence[float],
     messages: Sequence[float] | None = None,
-) -> reference_quorum.Result:
+) -> reference.Result:
     rules = training.OPTIMIZERS[job.optimizer][1]
-    init = reference.initial(job.workers, job.seed)
-    return reference_quorum.run(recipe, seconds, steps, rules, job.lr, job.data(), init, messages)
+    init = problem.initial(job.workers, job.seed)
+    return reference.run(recipe, seconds, steps, rules, job.lr, job.data(), init, messages)
 
 
-def gap(runs: Sequence[Ran], wanted: reference_quorum.Result) -> float:
+def gap(runs: Sequence[Ran], wanted: reference.Result) -> float:
     """The largest difference; infinity if some step is missing."""
     worst = 0.0
     for ran, trace in zip(runs, wanted.traces, strict=True):
@@ -86,7 +158,7 @@ def gap(runs: Sequence[Ran], wanted: reference_quorum.Result) -> float:
             return float("inf")
         pairs = [*zip(ran.trace, trace, strict=True), (ran.final, wanted.final)]
         for own, want in pairs:
-            worst = max(worst, *(float(abs(own[k] - want[k]).max()) for k in reference.NAMES))
+            worst = max(worst, *(float(abs(own[k] - want[k]).max()) for k in problem.NAMES))
     return worst
 
 
@@ -96,5 +168,5 @@ def same(one: Sequence[Ran], other: Sequence[Ran]) -> bool:
         (own[k] == want[k]).all()
         for a, b in zip(one, other, strict=True)
         for own, want in [*zip(a.trace, b.trace, strict=True), (a.final, b.final)]
-        for k in reference.NAMES
+        for k in problem.NAMES
     )

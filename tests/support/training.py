@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import laconic
 
-from tests.references import reference, reference_decade
+from tests.references import problem as reference
 
 
 def changing_lr(group: int, step: int) -> float:
@@ -72,26 +72,33 @@ class Job:
     seed: int = 3
     options: tuple[tuple[str, Any], ...] = ()
     reports: bool = True
+    sizes: tuple[int, int, int] = reference.SIZES
+
+    @property
+    def ranks(self) -> int:
+        """Of each worker."""
+        return int(dict(self.options).get("nprocs_per_node", 1))
 
     def data(self) -> reference.Data:
-        return _data(self.workers, self.steps, self.seed)
+        return _data(self.workers, self.steps, self.seed, sizes=self.sizes)
 
     def expected(self, recipe: reference.Recipe) -> reference.Trace:
-        rules = OPTIMIZERS[self.optimizer][1]
-        init = reference.initial(self.workers, self.seed)
-        return reference_decade.run(
-            recipe, self.workers, self.steps, rules, self.lr, self.data(), init
-        )
+        """By worker, of which each has the batches of all of its ranks."""
+        rules, n = OPTIMIZERS[self.optimizer][1], self.workers // self.ranks
+        data, init = self.data(), reference.initial(n, self.seed, self.sizes)
+        if self.ranks > 1:
+            data = reference.join(data, self.ranks)
+        return reference.run(recipe, n, self.steps, rules, self.lr, data, init)
 
 
 def build(job: Job, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     """This worker's model, initialized differently from every other's, and optimizer."""
     model = nn.Sequential(
-        nn.Linear(reference.INPUT, reference.HIDDEN),
+        nn.Linear(job.sizes[0], job.sizes[1]),
         nn.Tanh(),
-        nn.Linear(reference.HIDDEN, reference.OUTPUT),
+        nn.Linear(job.sizes[1], job.sizes[2]),
     ).double()
-    values = reference.initial(job.workers, job.seed)[rank]
+    values = reference.initial(job.workers, job.seed, job.sizes)[rank]
     by_name = dict(zip(reference.NAMES, model.parameters(), strict=True))
     with torch.no_grad():
         for name, p in by_name.items():

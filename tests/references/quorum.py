@@ -39,7 +39,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tests.references.reference import (
+from tests.references.coded import Codec
+from tests.references.problem import (
     GROUP_OF,
     GROUPS,
     NAMES,
@@ -52,7 +53,6 @@ from tests.references.reference import (
     gradient,
     mean,
 )
-from tests.references.reference_coded import Codec
 
 Rule = Literal["average", "nesterov", "delayed", "slow"]
 

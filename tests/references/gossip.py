@@ -1,4 +1,4 @@
-"""Plain-loop references of gossip: the graphs, SGP, D-PSGD; and averages in groups.
+"""Plain-loop references of gossip: the graphs, SGP, D-PSGD.
 
 Graphs are pure functions. k counts the gossips executed before this one, from 0; all peers are
 taken mod n. Where a graph leaves something open, this is what is meant here:
@@ -32,18 +32,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tests.references.reference import (
-    NAMES,
+from tests.references.parameters import Mixing
+from tests.references.problem import (
     Array,
     Params,
     Rates,
-    StatePolicy,
+    Recipe,
     Worker,
+    add,
     copy,
-    mean,
-    treat_state,
+    scale,
 )
-from tests.references.reference_decade import Rounds, add, scale
 
 Pairing: TypeAlias = Callable[[int, int], list[tuple[int, int]]]  # (k, n) -> pairs
 Peers: TypeAlias = Callable[[int, int, int, int], list[int]]  # (rank, n, k, peers) -> ranks
@@ -152,7 +151,7 @@ def symmetric_matrix(graph: Graph, n: int, k: int, pairing: Pairing | None = Non
 
 # ---------------------------------------------------------------- recipes
 @dataclass
-class SGP(Rounds):
+class SGP(Recipe):
     """w = 1 ; z = x/w, at which forward and backward run
     each step: the local optimizer moves x (it sees x, and the gradient at z)
                messages sent `delay` steps ago fold: x <- x + sum of received x ; w likewise
@@ -182,7 +181,7 @@ class SGP(Rounds):
 
     def debias(self, workers: list[Worker]) -> None:
         for i, worker in enumerate(workers):
-            worker.x = {name: worker.x[name] / self.w[i] for name in NAMES}
+            worker.x = scale(1.0 / self.w[i], worker.x)
 
     def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
         self._fold(t, workers)
@@ -222,9 +221,8 @@ class SGP(Rounds):
 
 
 @dataclass
-class DPSGD(Rounds):
+class DPSGD(Mixing):
     """every step, after the local optimizer's: y = x ; x_i <- sum_j W_ij y_j
-    Delayed: at t + delay, x_i <- x_i + (sum_j W_ij y_j - y_i), before the next message leaves.
     Consensus: mean(x), which the messages in flight do not change."""
 
     graph: Graph = "ring"
@@ -232,77 +230,19 @@ class DPSGD(Rounds):
     pairing: Pairing | None = None
 
     def start(self, x0: Params, n: int) -> None:
+        super().start(x0, n)
         self.k = 0
-        self.flight: list[tuple[int, list[Params]]] = []  # (step it is due, what to add)
 
-    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
-        self._fold(t, workers)
-        n = len(workers)
-        mixing = symmetric_matrix(self.graph, n, self.k, self.pairing)
-        y = [copy(worker.x) for worker in workers]
-        change = []
-        for i in range(n):
-            mixed = scale(0.0, y[i])
-            for j in range(n):
-                mixed = add(mixed, scale(float(mixing[i, j]), y[j]))
-            change.append(add(mixed, scale(-1.0, y[i])))
-        self.flight.append((t + self.delay, change))
+    def send(self, t: int, workers: list[Worker]) -> list[Params]:
+        mixing = symmetric_matrix(self.graph, len(workers), self.k, self.pairing)
         self.k += 1
-        if self.delay == 0:
-            self._fold(t, workers)
-
-    def _fold(self, t: int, workers: list[Worker]) -> None:
-        while self.flight and self.flight[0][0] <= t:
-            for worker, change in zip(workers, self.flight.pop(0)[1], strict=True):
-                worker.x = add(worker.x, change)
-
-    def settle(self, workers: list[Worker]) -> None:
-        while self.flight:
-            self._fold(self.flight[0][0], workers)
+        received = []
+        for row in mixing:
+            total = scale(0.0, workers[0].x)
+            for share, w in zip(row, workers, strict=True):
+                total = add(total, scale(float(share), w.x))
+            received.append(total)
+        return received
 
 
-@dataclass
-class Hierarchical(Rounds):
-    """every `group_period`: x <- mean(x) over the group ; every `period`: over all workers.
-    Both due: over all only. Worker i is in group i // group_size. Delayed as local SGD:
-    x <- x + (mean(y) - y). The optimizer's state is treated when sent, over the same workers."""
-
-    group_period: int
-    period: int
-    group_size: int
-    delay: int = 0
-    optimizer_state: StatePolicy = "keep"
-
-    def start(self, x0: Params, n: int) -> None:
-        assert n % self.group_size == 0
-        self.flight: list[tuple[int, list[Params]]] = []  # (step it is due, what to add)
-
-    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
-        self._fold(t, workers)
-        if t % self.period == 0:
-            size = len(workers)
-        elif t % self.group_period == 0:
-            size = self.group_size
-        else:
-            return
-        change = []
-        for first in range(0, len(workers), size):
-            group = workers[first : first + size]
-            treat_state(group, self.optimizer_state)
-            xbar = mean([worker.x for worker in group])
-            change += [add(xbar, scale(-1.0, worker.x)) for worker in group]
-        self.flight.append((t + self.delay, change))
-        if self.delay == 0:
-            self._fold(t, workers)
-
-    def _fold(self, t: int, workers: list[Worker]) -> None:
-        while self.flight and self.flight[0][0] <= t:
-            for worker, change in zip(workers, self.flight.pop(0)[1], strict=True):
-                worker.x = add(worker.x, change)
-
-    def settle(self, workers: list[Worker]) -> None:
-        while self.flight:
-            self._fold(self.flight[0][0], workers)
-
-
-sgp, d_psgd, hierarchical = SGP, DPSGD, Hierarchical
+sgp, d_psgd = SGP, DPSGD

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.algorithms.compile import check_whole, parameter_rounds
-from laconic.algorithms.exchanges import Mean, RadialMean, RadialQuorumMean, coded
+from laconic.algorithms.compile import check_whole
+from laconic.algorithms.exchanges import RadialMean, RadialQuorumMean, coded
 from laconic.algorithms.exchanges.quorum import Contribution
 from laconic.algorithms.update import Clock
 from laconic.algorithms.updates import MuonStep, OuterStep
 from laconic.algorithms.updates.muon_step import orthogonal, turned
-from laconic.buckets import SECOND_MOMENTS, Moments, optimizer_state
 from laconic.device import full_precision
 from laconic.errors import NotFiniteError
 from laconic.links.simulated import current_link
 
-from tests.references import reference_newest as newest
-from tests.support import gloo
-from tests.support.training import Job, largest_difference, simulated
-
 SHAPES = (torch.Size([5, 7]), torch.Size([3]), torch.Size([2, 2]), torch.Size([1]))
 LENGTH = sum(shape.numel() for shape in SHAPES)
 CLOCK = Clock(1, math.nan, 0, 0, 1)
-AVERAGES: tuple[Literal["mean", "rda"], ...] = ("mean", "rda")
 
 
 def split(flat: Tensor) -> tuple[Tensor, ...]:
@@ -69,33 +60,6 @@ def changes(n: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tens
     return draw(), [draw() * 10.0 ** (k - 1) for k in range(n)]
 
 
-@given(n=st.integers(1, 5), seed=st.integers(0, 10**6))
-@settings(max_examples=25, deadline=None)
-def test_the_average_is_as_long_as_the_changes_are_on_average(n: int, seed: int) -> None:
-    x0, ds = changes(n, seed)
-    (received,) = radial([x0 - d for d in ds], x0)
-    for at, piece in enumerate(split(x0 - received)):
-        lengths = [float(split(d)[at].norm()) for d in ds]
-        directions = torch.stack([split(d)[at] / split(d)[at].norm() for d in ds]).sum(0)
-        if directions.norm() < 1e-9:  # of single numbers
-            assert not piece.any()
-            continue
-        assert float(piece.norm()) == pytest.approx(sum(lengths) / n, rel=1e-9)
-        assert torch.allclose(piece / piece.norm(), directions / directions.norm(), atol=1e-9)
-
-
-def test_equal_changes_give_their_mean_and_opposite_ones_nothing() -> None:
-    x0, (d, *_) = changes(1, 3)
-    (same,) = radial([x0 - d] * 3, x0)
-    assert torch.allclose(same, x0 - d, atol=1e-12)
-    (opposite,) = radial([x0 - d, x0 + 2 * d], x0)
-    assert torch.equal(opposite, x0)
-    (still,) = radial([x0 - d, x0], x0)  # a worker that stands still shortens the step
-    assert torch.allclose(still, x0 - d / 2, atol=1e-12)
-    (nothing,) = radial([x0, x0], x0)
-    assert torch.equal(nothing, x0)
-
-
 def test_the_shortest_changes_stay_finite() -> None:
     """Of one number: its inverse would be infinite."""
     x0, shapes = torch.zeros(1), (torch.Size([1]),)
@@ -111,41 +75,6 @@ def test_the_shortest_changes_stay_finite() -> None:
         return exchange.run(link, y.clone(), lambda x: x, CLOCK, state).flat.clone()
 
     assert all(torch.equal(received, y) for received in la.simulate(worker, workers=2))
-
-
-@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float64, 8)])
-def test_directions_are_sent_in_the_dtype_of_the_model(dtype: torch.dtype, size: int) -> None:
-    """And lengths in four bytes or more: what `Exchange.cost` says."""
-
-    def worker(rank: int, recipe: la.Recipe) -> tuple[int, bool]:
-        torch.manual_seed(0)
-        model = nn.Linear(64, 64).to(dtype)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync = la.attach(model, optimizer, recipe)
-        before = sync.stats().bytes_sent
-        for _ in range(4):
-            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank)).to(dtype)
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        return sync.stats().bytes_sent - before, bool(model.weight.isfinite().all())
-
-    exchange = RadialMean(shapes=(torch.Size([64, 64]), torch.Size([64])))
-    lengths = 2 * max(size, 4)
-    assert exchange.cost(4160, size, 2).bytes == Mean().cost(4160, size, 2).bytes + lengths
-    plain, rda = (
-        la.simulate(partial(worker, recipe=la.diloco(4, average=average)), workers=2)
-        for average in AVERAGES
-    )
-    for (sent, finite), (before, _) in zip(rda, plain, strict=True):
-        assert finite and sent == before + lengths
-
-
-def test_buffers_are_averaged_with_x_and_not_with_moments() -> None:
-    buffers = [r for r in parameter_rounds(la.des_loc(4, 3, 5), buffers=True) if r.over == "world"]
-    assert [[step for step in range(1, 21) if r.when(step)] for r in buffers] == [
-        [4, 8, 12, 16, 20]
-    ]
 
 
 @pytest.mark.parametrize(("codec", "most"), [("float16", 1e-4), ("int8", 3e-3)])
@@ -241,117 +170,7 @@ def flatten(value: Any) -> list[Tensor]:
     return [t for v in value for t in flatten(v)] if isinstance(value, (list, tuple)) else []
 
 
-# -- DES-LOC ----
-
-
-def trained(
-    recipe: la.Recipe, make: Callable[..., torch.optim.Optimizer], workers: int = 3
-) -> list[tuple[list[Tensor], int]]:
-    """Parameters and moments of every worker after 25 steps, and the bytes that it has sent."""
-
-    def worker(rank: int) -> tuple[list[Tensor], int]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 2))
-        optimizer = make(model.parameters())
-        sync = la.attach(model, optimizer, recipe)
-        generator = torch.Generator().manual_seed(rank)
-        for _ in range(25):
-            optimizer.zero_grad()
-            model(torch.randn(5, 6, generator=generator)).square().mean().backward()
-            optimizer.step()
-        state = [t for group in optimizer_state(model, optimizer) for t in group.values()]
-        found = [t.detach().clone() for t in (*model.parameters(), *state)]
-        return found, sync.stats().bytes_sent
-
-    return la.simulate(worker, workers=workers)
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, lr=0.01),
-    "amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
-    "nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "adamax": partial(torch.optim.Adamax, lr=0.01),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_with_equal_periods_it_is_local_adam_bit_for_bit(name: str) -> None:
-    make = OPTIMIZERS[name]
-    ours, theirs = (
-        trained(recipe, make)
-        for recipe in (la.des_loc(4, 4, 4), la.local_sgd(4, optimizer_state="average"))
-    )
-    for (a, sent), (b, also) in zip(ours, theirs, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-        assert abs(sent - also) <= 0.05 * also  # other buckets have other padding
-
-
-def test_moments_have_the_periods_of_the_paper() -> None:
-    """And the optimizer's state of Adam over several workers is that of its reference, too."""
-    assert la.des_loc(5) == la.des_loc(5, 15, 30)
-    expected = newest.des_loc(2, 4, 6)
-    job = Job(la.des_loc(2, 4, 6), 3, optimizer="adamw")
-    assert largest_difference(simulated(job), job.expected(expected)) < 1e-10
-
-
-def test_equal_periods_over_processes(pool: gloo.Pool) -> None:
-    for ours, theirs in pool.run(local_adam, ranks=3):
-        assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
-
-
-def local_adam(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    found = []
-    for recipe in (la.des_loc(3, 3, 3), la.local_sgd(3, optimizer_state="average")):
-        torch.manual_seed(0)
-        model = nn.Linear(6, 5)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with la.attach(model, optimizer, recipe, link=gloo.link_of(3)):
-            generator = torch.Generator().manual_seed(rank)
-            for _ in range(12):
-                optimizer.zero_grad()
-                model(torch.randn(5, 6, generator=generator)).square().mean().backward()
-                optimizer.step()
-        found.append([p.detach().clone() for p in model.parameters()])
-    return found[0], found[1]
-
-
-def test_moments_are_sent_as_often_as_it_says() -> None:
-    """25 steps: 6 rounds of x, 3 of first and 2 of second moments, each as long as x."""
-    start = trained((), OPTIMIZERS["adamw"])[0][1]
-    one = trained(la.local_sgd(4), OPTIMIZERS["adamw"])[0][1] - start
-    all_three = trained(la.des_loc(4, 8, 12), OPTIMIZERS["adamw"])[0][1] - start
-    assert one > 0 and all_three / one == pytest.approx((6 + 3 + 2) / 6, rel=0.01)
-
-
-def test_every_floating_point_state_is_in_one_of_the_two_moments() -> None:
-    model = nn.Linear(3, 2)
-    for make in OPTIMIZERS.values():
-        optimizer = make(model.parameters())
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        first, second = (Moments(kind)(model, optimizer)[0] for kind in (False, True))
-        everything = optimizer_state(model, optimizer)[0]
-        assert {**first, **second}.keys() == everything.keys() and not {*first} & {*second}
-        assert all(name.partition(".")[2] in SECOND_MOMENTS for name in second)
-    assert {name.partition(".")[2] for name in second} == {"square_avg"}  # of RMSprop
-
-
 # -- Muon ----
-
-
-def test_singular_vectors_remain_and_singular_values_come_near_one() -> None:
-    generator = torch.Generator().manual_seed(1)
-    for shape in ((6, 4), (4, 6), (5, 5), (64, 3)):
-        s = torch.randn(shape, generator=generator)
-        u, _, vt = torch.linalg.svd(s, full_matrices=False)
-        values = (u.mT @ orthogonal(s) @ vt.mT).diagonal()
-        assert values.min() > 0.77 and values.max() < 1.23
-        assert torch.allclose(u @ torch.diag(values) @ vt, orthogonal(s), atol=1e-4)
-    assert torch.equal(orthogonal(torch.zeros(3, 2)), torch.zeros(3, 2))
-    assert torch.equal(orthogonal(torch.zeros(2, 7)), torch.zeros(2, 7))
-    for scale in (2.0**-50, 2.0**50):  # the fourth powers are beyond float32
-        assert torch.equal(orthogonal(scale * s), orthogonal(s))
 
 
 def test_the_direction_of_complex_and_broken_matrices_and_under_autocast() -> None:
@@ -420,32 +239,6 @@ def test_the_direction_is_computed_in_full_precision(
         assert torch.get_float32_matmul_precision() == "medium"
 
 
-@OF_ALL
-@pytest.mark.usefixtures("restored")
-def test_full_precision_lasts_until_the_last_thread_leaves() -> None:
-    cpu, (_, setting) = torch.device("cpu"), PRECISIONS
-    setting.fp32_precision = "tf32"
-    one, other = full_precision(cpu), full_precision(cpu)
-    for turn in (one, other):
-        turn.__enter__()
-    one.__exit__(None, None, None)
-    assert setting.fp32_precision == "ieee"
-    other.__exit__(None, None, None)
-    assert setting.fp32_precision == "tf32"
-
-
-@OF_ALL
-@pytest.mark.usefixtures("restored")
-def test_a_precision_that_follows_another_still_does() -> None:
-    setting = PRECISIONS[1]
-    torch.backends.fp32_precision = "tf32"
-    with full_precision(torch.device("cpu")):
-        assert setting.fp32_precision == "ieee"
-    assert setting.fp32_precision == "tf32"
-    torch.backends.fp32_precision = "ieee"
-    assert setting.fp32_precision == "ieee"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_direction_does_not_depend_on_the_scale(dtype: torch.dtype) -> None:
     """Squares of the elements are beyond the dtype, and the smallest elements are denormal."""
@@ -455,72 +248,6 @@ def test_the_direction_does_not_depend_on_the_scale(dtype: torch.dtype) -> None:
     tiny, huge = torch.finfo(dtype).tiny, torch.finfo(dtype).max
     for scale in (tiny, tiny**0.75, tiny**0.5, huge**0.5, huge / 100):
         assert torch.allclose(turned(scale * s) / scale, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("noise", [0.0, 1e-3, 1e-2])
-@pytest.mark.parametrize("size", [300, 768, 1000])
-def test_one_large_singular_value_comes_no_further_than_others(size: int, noise: float) -> None:
-    """It is at the end of the first interval, where rounding must not bring it beyond."""
-    s = noise * torch.randn((size, size), generator=torch.Generator().manual_seed(1))
-    assert torch.linalg.matrix_norm(orthogonal(s + 1.0), 2) < 1.23
-
-
-def test_a_step_that_decays_ends_as_nothing() -> None:
-    """Of a layer that no longer changes: its momentum passes the smallest numbers of float32."""
-    shape, update = torch.Size([64, 64]), MuonStep(lr=1.0, momentum=0.6)
-    clock = replace(CLOCK, shapes=(shape,))
-    x = torch.zeros(shape.numel())
-    state = update.init(x)
-    change = 1e-3 * torch.randn(len(x), generator=torch.Generator().manual_seed(1))
-    moved = []
-    for _ in range(300):
-        update.fold(x, change, None, state, clock)
-        moved.append(float(x.norm()))
-        change = torch.zeros_like(change)
-    assert moved[-1] == moved[-50] and math.isfinite(moved[-1])
-    total = 1.6 + 0.6**2 / (1.0 - 0.6)  # (1 + mu)*D, then mu*m, where m is mu times the last one
-    assert moved[-1] == pytest.approx(total / 1.6 * moved[0], rel=1e-4)
-
-
-@pytest.mark.parametrize("shape", [(24, 24), (32, 24), (24, 40), (96, 24)])
-@pytest.mark.parametrize("smallest", [1.0, 1e-3, 1e-6, 0.0])
-def test_the_polynomials_change_singular_values_alone(
-    shape: tuple[int, int], smallest: float
-) -> None:
-    """By Chebyshev's polynomials for three intervals, one after the other."""
-    generator = torch.Generator().manual_seed(1)
-    random = torch.randn(shape, generator=generator, dtype=torch.float64)
-    u, values, vt = torch.linalg.svd(random, full_matrices=False)
-    values[len(values) // 2 :] *= smallest
-    s = u @ values.diag() @ vt
-    found = values / (newest.MARGIN**0.5 * (values**8).sum() ** 0.125)
-    for p in newest.POLYNOMIALS:
-        found = sum(c * found ** (2 * k + 1) for k, c in enumerate(p))
-    expected = u @ found.diag() @ vt
-    for dtype, least in ((torch.float64, 1e-12), (torch.float32, 1e-3)):
-        apart = (orthogonal(s.to(dtype)) - expected).norm() / expected.norm()
-        assert apart < least
-
-
-def test_of_vectors_alone_a_muon_step_is_nesterov() -> None:
-    def worker(rank: int, recipe: la.Recipe) -> Tensor:
-        torch.manual_seed(0)
-        model = nn.LayerNorm(8).double()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with la.attach(model, optimizer, recipe):
-            generator = torch.Generator().manual_seed(rank)
-            for _ in range(12):
-                optimizer.zero_grad()
-                x = torch.randn(4, 8, generator=generator, dtype=torch.float64)
-                (model(x) - x.roll(1, 1)).square().mean().backward()
-                optimizer.step()
-        return torch.cat([p.detach() for p in model.parameters()])
-
-    plain, turned = (
-        la.simulate(partial(worker, recipe=la.muloco(4, outer=outer)), workers=3)[0]
-        for outer in ("nesterov", "muon")
-    )
-    assert torch.allclose(plain, turned, atol=1e-14)
 
 
 class Transformer(nn.Module):
@@ -559,12 +286,6 @@ def test_muon_trains_the_matrices_of_hidden_layers() -> None:
             la.muon(model, **options)  # type: ignore[arg-type]
     bag = nn.Sequential(nn.EmbeddingBag(5, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     assert [p.shape for p in la.muon(bag)[0].param_groups[0]["params"]] == [(4, 4)]
-
-
-def test_muon_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(ValueError, match=r"needs torch 2\.9"):
-        la.muon(Transformer())
 
 
 # -- what is refused ----

@@ -1,0 +1,236 @@
+"""Gradients that travel coded, in low rank, or as a few frequencies: what they leave out is sent
+later, and hard inputs. `test_contract` compares them with their references."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic as la
+from laconic.codecs.dct import Tiling, cosines
+from laconic.errors import NotFiniteError
+
+SHAPES = ((12, 9), (7,), (6, 3, 4), (3, 3), (11, 8))
+"""Matrices, a vector, three dimensions, and one that is too small for rank 2."""
+RECIPES: dict[str, la.Recipe] = {
+    "int4": la.ddp(codec="int4"),
+    "low rank": la.power_sgd(1),
+    "low rank, int4": la.power_sgd(1, codec="int4"),
+    "frequencies": la.demo(0.9, 3, 4),
+}
+
+
+class Task:
+    """A worker whose gradients are given."""
+
+    def __init__(self, recipe: la.Recipe, dtype: torch.dtype = torch.float64, **options: Any):
+        self.model = nn.ParameterList([torch.zeros(s, dtype=dtype) for s in SHAPES])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.sync = la.attach(self.model, self.optimizer, recipe, **options)
+
+    def backward(self, gradients: list[Tensor]) -> list[Tensor]:
+        """What becomes of ``gradients``."""
+        self.optimizer.zero_grad()
+        terms = [(g * p).sum() for g, p in zip(gradients, self.model, strict=True)]
+        torch.stack(terms).sum().backward()
+        return [p.grad.clone() for p in self.model if p.grad is not None]
+
+
+def drawn(*seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(sum(s * 1000**i for i, s in enumerate(seed)))
+    return [torch.randn(s, generator=generator, dtype=dtype) for s in SHAPES]
+
+
+@pytest.mark.parametrize("name", ["int4", "low rank", "low rank, int4"])
+def test_nothing_gets_lost(name: str) -> None:
+    """Of gradients that differ by worker and do not change, the mean of what is brought comes as
+    1/t to their mean: what is still owed stays bounded, also what workers differ by."""
+
+    def run(rank: int) -> list[Tensor]:
+        task, total, owed = Task(RECIPES[name]), [torch.zeros(s).double() for s in SHAPES], []
+        for t in range(1, 81):
+            for sum_, g in zip(total, task.backward(drawn(rank)), strict=True):
+                sum_ += g
+            if t in (20, 80):
+                means = [sum(gs) / 3 for gs in zip(*(drawn(r) for r in range(3)), strict=True)]
+                left = [t * m - sum_ for m, sum_ in zip(means, total, strict=True)]
+                owed.append(torch.cat([x.reshape(-1) for x in left]))
+        return owed
+
+    runs = la.simulate(run, workers=3)
+    early, late = runs[0]
+    assert all(torch.equal(late, other) for _, other in runs), "replicas hold the same"
+    assert 0 < float(late.abs().max()) < 3 * float(early.abs().max())
+
+
+def test_a_mean_of_low_rank_arrives_whole() -> None:
+    """Gradients of full rank on every worker, of rank 2 in the mean."""
+
+    def run(rank: int, of: int) -> float:
+        thin, noise = [], drawn(7)
+        for i, shape in enumerate(SHAPES):
+            rows = shape[0] if len(shape) > 1 else 1
+            generator = torch.Generator().manual_seed(i)
+            left = torch.randn(rows, 2, generator=generator).double()
+            right = torch.randn(2, math.prod(shape) // rows, generator=generator).double()
+            thin.append((left @ right).view(shape))
+        signs = (1.0, -1.0, 0.0)
+        given = [m + signs[rank] * e for m, e in zip(thin, noise, strict=True)]
+        found = Task(la.power_sgd(of)).backward(given)
+        return max(float((a - b).abs().max()) for a, b in zip(found, thin, strict=True))
+
+    assert max(la.simulate(lambda rank: run(rank, 2), workers=3)) < 1e-12
+    assert min(la.simulate(lambda rank: run(rank, 1), workers=3)) > 1e-3
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])
+def test_gradients_of_less_rank_than_asked_for(scale: float) -> None:
+    """Nothing at all for two steps, then of rank one; where squares would leave float32."""
+
+    def run(rank: int) -> None:
+        task = Task(la.power_sgd(2), torch.float32)
+        for factor in (0.0, 0.0, scale, scale):
+            given = [torch.full(s, factor * (1 + rank)) for s in SHAPES]
+            for got in task.backward(given):
+                assert torch.allclose(got, torch.full_like(got, 1.5 * factor), rtol=1e-4, atol=0)
+
+    la.simulate(run, workers=2)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_ranks_nan_is_an_error_on_all_before_anything_changed(name: str, bad: float) -> None:
+    """In a matrix, or in a vector."""
+    place = int(bad == math.inf)
+
+    def run(rank: int) -> str:
+        task = Task(RECIPES[name])
+        for t in range(3):
+            task.backward(drawn(rank, t))
+            task.optimizer.step()
+        before = tensors(task.sync.state_dict()["gradients"])
+        given = drawn(rank, 3)
+        if rank == 1:
+            given[place][1] = bad
+        with pytest.raises(NotFiniteError, match="had NaN") as caught:
+            task.backward(given)
+        after = tensors(task.sync.state_dict()["gradients"])
+        assert before and all(map(torch.equal, before, after))
+        return str(caught.value).partition(";")[0]  # then what this rank itself had
+
+    assert len(set(la.simulate(run, workers=3))) == 1
+
+
+def tensors(state: Any) -> list[Tensor]:
+    if isinstance(state, Tensor):
+        return [state.clone()]
+    values = state.values() if isinstance(state, dict) else state
+    nested = isinstance(state, (dict, list, tuple))
+    return [t for value in values for t in tensors(value)] if nested else []
+
+
+@pytest.mark.parametrize("name", ["int4", "low rank"])
+def test_a_grad_scaler_skips_the_step_on_all_ranks(name: str) -> None:
+    def run(rank: int) -> list[float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        task = Task(RECIPES[name], torch.float32, scaler=scaler)
+        scales = []
+        for t in range(1, 4):
+            before = task.model[0].detach().clone()
+            task.optimizer.zero_grad()
+            loss: Any = sum(((p - 1) ** 2).sum() for p in task.model)
+            scaler.scale(loss * (math.inf if (rank, t) == (1, 2) else 1.0 + rank)).backward()
+            scaler.step(task.optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            assert torch.equal(before, task.model[0]) == (t == 2)
+        assert bool(task.model[0].isfinite().all())
+        return scales
+
+    assert la.simulate(run, workers=2) == [[256.0, 128.0, 128.0]] * 2
+
+
+@pytest.mark.parametrize("name", ["low rank", "frequencies"])
+def test_autocast_changes_nothing(name: str) -> None:
+    def run(rank: int, autocast: bool) -> list[Tensor]:
+        task = Task(RECIPES[name], torch.float32)
+        for t in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                found = task.backward(drawn(rank, t, dtype=torch.float32))
+        return found
+
+    with_, without = (la.simulate(lambda r, a=a: run(r, a), workers=2) for a in (True, False))
+    for one, other in zip(with_, without, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_what_another_recipe_left_over_is_sent_once() -> None:
+    """After a switch from coded gradients, a bias travels as it is, in all steps but the first."""
+
+    def run(rank: int, recipe: la.Recipe, then: la.Recipe) -> list[Tensor]:
+        task, found = Task(recipe), []
+        for t in range(4):
+            if t == 2:
+                task.sync.switch(then)
+            found.append(task.backward(drawn(rank, t))[1])
+        return found
+
+    def go(*recipes: la.Recipe) -> list[Tensor]:
+        return la.simulate(lambda rank: run(rank, *recipes), workers=2)[0]
+
+    ours, theirs = go(la.ddp(codec="int2"), la.power_sgd(1)), go(la.ddp(), la.ddp())
+    assert not torch.allclose(ours[2], theirs[2], rtol=1e-4), "with what was left over"
+    assert torch.allclose(ours[3], theirs[3], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiling"),
+    [
+        ((128, 192), (128, 192, 64, 64)),
+        ((100, 7), (100, 7, 50, 7)),
+        ((67, 96), (67, 96, 1, 48)),
+        ((512,), (1, 512, 1, 64)),
+        ((), (1, 1, 1, 1)),
+        ((8, 3, 5, 5), (8, 75, 8, 25)),
+    ],
+)
+def test_tiles_have_the_largest_sides_that_divide(
+    shape: tuple[int, ...], tiling: tuple[int, ...]
+) -> None:
+    found = Tiling.of(shape, 64)
+    assert found == Tiling(*tiling)
+    x = torch.randn(math.prod(shape), dtype=torch.float64)
+    assert torch.allclose(found.inverse(found.forward(x)), x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 64])
+def test_cosines(n: int) -> None:
+    """What is 0 is so exactly, as the sign of a rounding error would be that of a step."""
+    c = cosines(n, torch.float64, torch.device("cpu"))
+    assert torch.allclose(c @ c.mT, torch.eye(n, dtype=torch.float64), rtol=0, atol=1e-13)
+    assert (c == 0).nonzero().tolist() == {3: [[1, 1]], 5: [[1, 2], [3, 2]]}.get(n, [])
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "low rank for parameters": (
+        lambda: la.Round(la.every(2), la.updates.Average(), la.exchanges.LowRank(1)),
+        "for rounds on gradients: use GradientRound",
+    ),
+    "frequencies for parameters": (
+        lambda: la.Round(la.every(2), la.updates.Average(), la.exchanges.FastComponents(0.9, 2, 4)),
+        "for rounds on gradients: use GradientRound",
+    ),
+    "a large chunk": (lambda: la.demo(chunk=65), "chunk must be at most 64, not 65"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    make, said = REFUSED[name]
+    with pytest.raises(ValueError, match=said):
+        make()

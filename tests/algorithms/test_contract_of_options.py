@@ -1,0 +1,46 @@
+"""Every other row of the table: options, bases, graphs and codecs of the recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.algorithms.test_contract import setting_of
+from tests.support import gloo
+from tests.support.contract import check
+from tests.support.recipes import ROWS, tagged
+from tests.support.training import largest_difference, partly_zero_lr, simulated
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if "golden" not in ROWS[name].tags])
+def test_contract(pool: gloo.Pool, name: str, tmp_path: Path) -> None:
+    check(setting_of(name), tmp_path, pool)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [(name, (5, 6, 8)[i % 3]) for i, name in enumerate(tagged("gossip", "irregular"))],
+)
+def test_gossip_among_more_workers(name: str, workers: int) -> None:
+    job = ROWS[name].job_of(workers, steps=10, optimizer="sgd")
+    expected = ROWS[name].expected(job)
+    assert expected is not None
+    assert largest_difference(simulated(job), job.expected(expected)) < ROWS[name].bound
+
+
+@pytest.mark.parametrize("name", ["hierarchical", "lsgd, groups"])
+@pytest.mark.parametrize(("workers", "size"), [(3, 3), (6, 2), (6, 3)])
+def test_sizes_of_groups(name: str, workers: int, size: int) -> None:
+    row = ROWS[name]
+    assert row.reference is not None
+    job = row.job_of(workers, steps=12, options=(("group_size", size),))
+    assert largest_difference(simulated(job), job.expected(row.reference(size))) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["slowmo(None, 4)", "slowmo(local_sgd(2), 6)"])
+def test_slowmo_at_learning_rate_zero(name: str) -> None:
+    job = ROWS[name].job_of(3, lr=partly_zero_lr)
+    expected = ROWS[name].expected(job)
+    assert expected is not None
+    assert largest_difference(simulated(job), job.expected(expected)) < 1e-10

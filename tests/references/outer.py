@@ -1,0 +1,402 @@
+"""Plain-loop references of outer steps: SlowMo, the DiLoCo family, NoLoCo, eager updates; and a few
+closed forms that some of them become."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tests.references.coded import Codec, CodedMean, cast, topk
+from tests.references.problem import (
+    FLAT,
+    GROUP_OF,
+    GROUPS,
+    NAMES,
+    AdamW,
+    Array,
+    Data,
+    Optimizer,
+    Params,
+    Rates,
+    Recipe,
+    Seen,
+    State,
+    StatePolicy,
+    Trace,
+    Worker,
+    add,
+    copy,
+    gradient,
+    mean,
+    minus,
+    scale,
+    some,
+    toward,
+    treat_state,
+)
+
+
+@dataclass
+class SlowMo(Recipe):
+    """every tau:  settle the base
+                treat the local optimizers' state: keep, average over workers, or reset
+                xbar = mean(x)          average=False: worker i's own x_i, with its own u_i, a_i
+                u <- beta*u + (a - xbar)/lr ;  a <- a - alpha*lr*u ;  x <- a
+    at lr = 0:  a <- a - alpha*(a - xbar) ;  u unchanged ;  x <- a
+
+    lr is the local lr of the parameter's group at this very step, beta `momentum`, alpha `lr`. A
+    base round that falls due at a slow step is skipped and counts as not executed; the base's
+    `each_step` and gradient means are never skipped. To settle is: messages in flight fold at
+    once, and push-sum's w <- 1, x staying as it is, so that xbar is sum(x)/sum(w), the mean that
+    gossip conserves; average=False: x <- x/w first, as each goes on from its own."""
+
+    base: Recipe | None
+    period: int = 48
+    momentum: float = 0.5
+    lr: float = 1.0
+    average: bool = True
+    optimizer_state: StatePolicy = "keep"
+    codec: Codec | None = None
+
+    def start(self, x0: Params, n: int) -> None:
+        self.inner = self.base or Recipe()
+        self.inner.start(x0, n)
+        self.inner.averaged = self.average
+        self.anchor = [copy(x0) for _ in range(n)]
+        self.u = [scale(0.0, x0) for _ in range(n)]
+        self.mean = CodedMean(self.codec, GROUPS, x0, n)
+
+    def gradients(self, t: int, grads: list[Params]) -> list[Params]:
+        return self.inner.gradients(t, grads)
+
+    def rebias(self, workers: list[Worker]) -> None:
+        self.inner.rebias(workers)
+
+    def each_step(self, t: int, workers: list[Worker], seen: Seen) -> None:
+        self.inner.each_step(t, workers, seen)
+
+    def debias(self, workers: list[Worker]) -> None:
+        self.inner.debias(workers)
+
+    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
+        if t % self.period:
+            self.inner.after_step(t, workers, lr)
+            return
+        self.inner.settle(workers)
+        treat_state(workers, self.optimizer_state)
+        if not self.average:
+            for i, w in enumerate(workers):
+                w.x = copy(self._slow(i, w.x, t, lr))
+            return
+
+        received = self.mean([w.x for w in workers], lambda xbar: self._slow(0, xbar, t, lr))
+        for w in workers:
+            w.x = copy(received)
+
+    def _slow(self, i: int, xbar: Params, t: int, lr: Rates) -> Params:
+        a, u = self.anchor[i], self.u[i]
+        for name, d in minus(a, xbar).items():
+            rate = lr(GROUP_OF[name], t)
+            if rate == 0.0:
+                a[name] = a[name] - self.lr * d
+            else:
+                u[name] = self.momentum * u[name] + d / rate
+                a[name] = a[name] - self.lr * rate * u[name]
+        return a
+
+    def consensus(self, workers: list[Worker]) -> Params:
+        return copy(self.anchor[0]) if self.average else mean(self.anchor)
+
+
+# ---------------------------------------------------------------- the DiLoCo family
+@dataclass
+class DiLoCo(Recipe):
+    """every H:  D = combine(a - x_i) ;  m <- mu*m + D ;  a <- a - eta*turn(D + mu*m) ;  x <- a
+    Delayed: the above at step t, but x stays, and y is the x of step t; at t + delay:
+        mix:    x <- mix*x + (1 - mix)*a
+        loscar: x <- a + (x - y)
+
+    a as of step t. D is the mean of a - x_i, or ("rda") their mean length in the mean of their
+    directions. `outer`: another outer optimizer, and its lr. Fragment k of K does all of it by
+    itself, at steps t with t mod H = (k+1)*H//K mod H. Coded, the new a travels relative to the
+    one that was received last. The consensus is a."""
+
+    period: int = 500
+    lr: float = 0.7
+    momentum: float = 0.9
+    delay: int = 0
+    mix: float = 0.5
+    merge: Literal["mix", "loscar"] = "mix"
+    outer: tuple[Optimizer, float] | None = None
+    average: Literal["mean", "rda"] = "mean"
+    muon: bool = False
+    codec: Codec | None = None
+    fragments: Sequence[Sequence[str]] = (NAMES,)
+    gathered: bool = False
+    feedback: float = 1.0
+
+    def start(self, x0: Params, n: int) -> None:
+        assert self.delay <= self.period or len(self.fragments) == 1
+        self.anchor, self.m = copy(x0), scale(0.0, x0)
+        self.outer_state: dict[str, State] = {name: {} for name in NAMES}
+        options = {"gathered": self.gathered, "feedback": self.feedback}
+        self.means = [
+            CodedMean(self.codec, [in_order(part)], some(x0, part), n, **options)  # type: ignore[arg-type]
+            for part in self.fragments
+        ]
+        self.flight: list[tuple[int, Params, list[Params]]] = []
+        # (step it is due, the anchor it brings, the workers' y)
+
+    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
+        self._fold(t, workers)
+        count = len(self.fragments)
+        for k, (part, average) in enumerate(zip(self.fragments, self.means, strict=True)):
+            if t % self.period != (k + 1) * self.period // count % self.period:
+                continue
+            y = [some(w.x, part) for w in workers]
+            if self.average == "rda":
+                d = [minus(some(self.anchor, part), own) for own in y]
+                received = copy(self._outer(radial_directional(d)))
+            else:
+                received = average(
+                    y, lambda xbar: self._outer(minus(some(self.anchor, xbar), xbar))
+                )
+            self.flight.append((t + self.delay, received, y))
+        if self.delay == 0:
+            self._fold(t, workers)
+
+    def _outer(self, delta: Params) -> Params:
+        a, m = self.anchor, self.m
+        for name, d in delta.items():
+            if self.outer is not None:
+                rule, rate = self.outer
+                a[name] = rule.step(a[name], d, self.outer_state[name], rate)
+                continue
+            m[name] = self.momentum * m[name] + d
+            step = d + self.momentum * m[name]
+            a[name] = a[name] - self.lr * (muon_direction(step) if self.muon else step)
+        return some(a, delta)
+
+    def _fold(self, t: int, workers: list[Worker]) -> None:
+        while self.flight and self.flight[0][0] == t:
+            _, anchor, sent = self.flight.pop(0)
+            for w, y in zip(workers, sent, strict=True):
+                x = some(w.x, y)
+                if self.delay == 0:
+                    w.x.update(copy(anchor))
+                elif self.merge == "loscar":
+                    w.x.update(add(anchor, minus(x, y)))
+                else:
+                    w.x.update(toward(x, anchor, 1.0 - self.mix))
+
+    def consensus(self, workers: list[Worker]) -> Params:
+        return copy(self.anchor)
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    return [name for name in FLAT if name in names]
+
+
+def adam_outer(lr: float) -> tuple[Optimizer, float]:
+    """torch.optim.Adam, which is AdamW without weight decay."""
+    return AdamW(weight_decay=0.0), lr
+
+
+def sparse_loco(
+    period: int,
+    k: int,
+    chunk: int,
+    decay: float = 0.95,
+    lr: float = 1.0,
+    values: Codec | None = None,
+) -> DiLoCo:
+    """every H: e_i <- b*e_i + (a - x_i) ; q_i = topk(e_i) ; e_i <- e_i - q_i
+             a <- a - alpha*mean(q) ;  x <- a
+
+    Sarfi et al. 2025 (2508.15706): an outer step without momentum on means of sparse messages."""
+    codec = topk(k, chunk, values or cast("float32"))
+    return DiLoCo(period, lr, 0.0, codec=codec, gathered=True, feedback=decay)
+
+
+def length(v: Array) -> float:
+    return float(np.sqrt(np.sum(v * v)))
+
+
+def radial_directional(d: Sequence[Params]) -> Params:
+    """Of each tensor: r_i = ||d_i|| ;  u_i = d_i/r_i, 0 if r_i = 0 ;  u = mean(u_i)
+    D = mean(r_i)*u/||u||, 0 if ||u|| = 0. Douillard et al. 2026 (2604.21428)."""
+    found = {}
+    for name in d[0]:
+        radii = [length(own[name]) for own in d]
+        units = [{"": own[name] / (r or 1.0)} for own, r in zip(d, radii, strict=True)]
+        u = mean(units)[""]
+        found[name] = sum(radii) / len(radii) * u / (length(u) or 1.0)
+    return found
+
+
+POLYNOMIALS = (
+    (14.9373, -146.249, 486.661, -625.53, 272.151),
+    (6.75962, -16.3497, 13.8421, -4.55616, 0.508882),
+    (4.18824, -8.77688, 7.94461, -2.95883, 0.38272),
+)
+MARGIN = 1.01  # on squares of singular values
+
+
+def near_one(sigma: Array) -> Array:
+    """What becomes of singular values: relative to a little more than (sum sigma^8)^(1/8), which is
+    at least the largest, by one odd polynomial after the other."""
+    sigma = sigma / (math.sqrt(MARGIN) * np.sum(sigma**8) ** (1 / 8))
+    for coefficients in POLYNOMIALS:
+        sigma = sum(c * sigma ** (2 * k + 1) for k, c in enumerate(coefficients))
+    return sigma
+
+
+def muon_direction(s: Array) -> Array:
+    """s = U sigma V^T -> o = U near_one(sigma) V^T, as long as s; s itself where it is 0 and for
+    what is not a matrix of more than one row and more than one column."""
+    if s.ndim != 2 or min(s.shape) < 2 or length(s) == 0.0:
+        return s
+    left, sigma, right = np.linalg.svd(s, full_matrices=False)
+    o = left @ np.diag(near_one(sigma)) @ right
+    return np.asarray(o * length(s) / length(o))
+
+
+@dataclass
+class Eager(Recipe):
+    """every H, in round t:  d_i(t) = a_i - x_i
+                             D = d_i(t)/n + (mean(d(t-1)) - d_i(t-1)/n)         d(0) = 0
+                             m_i = mu*m_i + D ;  a_i = a_i - eta*(D + mu*m_i) ;  x_i = a_i
+
+    Kale et al. 2025 (2502.12996), whatever the delay. The consensus is mean(x); right after a
+    round it has taken in what is late: mean(x) - eta*(1 - 1/n)*mean(d(t))."""
+
+    period: int
+    lr: float = 0.7
+    momentum: float = 0.9
+    codec: Codec | None = None
+
+    def start(self, x0: Params, n: int) -> None:
+        self.a, self.m = ([copy(p) for _ in range(n)] for p in (x0, scale(0.0, x0)))
+        self.late = [scale(0.0, x0) for _ in range(n)]
+        self.mean = CodedMean(self.codec, [FLAT], x0, n, relative=False)
+        self.fresh = False
+
+    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
+        self.fresh = t % self.period == 0
+        if not self.fresh:
+            return
+        n = len(workers)
+        d = [minus(a, w.x) for a, w in zip(self.a, workers, strict=True)]
+        average = self.mean(d)
+        for i, w in enumerate(workers):
+            step = add(scale(1 / n, d[i]), self.late[i])
+            self.m[i] = add(scale(self.momentum, self.m[i]), step)
+            nesterov = add(step, scale(self.momentum, self.m[i]))
+            self.a[i] = minus(self.a[i], scale(self.lr, nesterov))
+            w.x = copy(self.a[i])
+            self.late[i] = minus(average, scale(1 / n, d[i]))
+
+    def consensus(self, workers: list[Worker]) -> Params:
+        xbar = mean([w.x for w in workers])
+        return minus(xbar, scale(self.lr, mean(self.late))) if self.fresh else xbar
+
+
+@dataclass
+class NoLoCo(Recipe):
+    """every H, of worker i and its partner:
+        m_i <- mu*m_i + eta*mean(a - x) + gamma*(a_i - mean(a)) ;  a_i <- a_i - m_i ;  x_i <- a_i
+
+    Kolehmainen et al. 2025 (2506.10911). `pairing(g, n)` are the pairs of gossip g, counted from
+    0; who is in none is its own partner."""
+
+    period: int
+    lr: float = 0.7
+    momentum: float = 0.5
+    gamma: float = 0.7
+    pairing: Callable[[int, int], list[tuple[int, int]]] = lambda g, n: []
+
+    def start(self, x0: Params, n: int) -> None:
+        self.a, self.m = ([copy(p) for _ in range(n)] for p in (x0, scale(0.0, x0)))
+        self.gossips = 0
+
+    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
+        if t % self.period:
+            return
+        n, a = len(workers), self.a
+        partner = list(range(n))
+        for i, j in self.pairing(self.gossips, n):
+            partner[i], partner[j] = j, i
+        self.gossips += 1
+        d = [minus(own, w.x) for own, w in zip(a, workers, strict=True)]
+        for i, j in enumerate(partner):
+            away = minus(a[i], mean([a[i], a[j]]))
+            pull = add(scale(self.lr, mean([d[i], d[j]])), scale(self.gamma, away))
+            self.m[i] = add(scale(self.momentum, self.m[i]), pull)
+        self.a = [minus(own, m) for own, m in zip(a, self.m, strict=True)]
+        for w, own in zip(workers, self.a, strict=True):
+            w.x = copy(own)
+
+
+# ---------------------------------------------------------------- closed forms
+def blocks(
+    outer: Callable[[Params, Params], Params],
+    period: int,
+    n: int,
+    steps: int,
+    optimizer: Sequence[Optimizer],
+    lr: Rates,
+    data: Data,
+    init: Sequence[Params],
+) -> Trace:
+    """every H: a <- outer(a, mean(x)) ; x <- a."""
+    a, trace = copy(init[0]), Trace()
+    workers = [Worker(copy(a)) for _ in range(n)]
+    for t in range(1, steps + 1):
+        for i, w in enumerate(workers):
+            w.step(gradient(w.x, data[i][t - 1]), optimizer, lr, t)
+        if t % period == 0:
+            a = outer(a, mean([w.x for w in workers]))
+            for w in workers:
+                w.x = copy(a)
+        trace.record(workers, a)
+    return trace
+
+
+def lookahead(alpha: float) -> Callable[[Params, Params], Params]:
+    """slow <- slow + alpha*(fast - slow) ; fast <- slow. (SlowMo: n = 1, beta = 0.)"""
+    return lambda slow, fast: toward(slow, fast, alpha)
+
+
+def heavy_ball(mu: float, eta: float) -> Callable[[Params, Params], Params]:
+    """v <- mu*v + (a - xbar) ; a <- a - eta*v: outer heavy-ball SGD. With D = -eta*v it is block
+    momentum (BMUF). (SlowMo over None at a constant lr.)"""
+    v: list[Params] = []
+
+    def outer(a: Params, xbar: Params) -> Params:
+        d = minus(a, xbar)
+        v[:] = [add(scale(mu, v[0]), d) if v else d]
+        return minus(a, scale(eta, v[0]))
+
+    return outer
+
+
+def large_batch_momentum(
+    beta: float, alpha: float, n: int, steps: int, lr: Rates, data: Data, init: Sequence[Params]
+) -> Trace:
+    """v <- beta*v + g(all workers' rows as one batch) ; x <- x - alpha*lr*v. (SlowMo: tau = 1,
+    base None, plain SGD, lr never 0.)"""
+    worker, trace, v = Worker(copy(init[0])), Trace(), scale(0.0, init[0])
+    for t in range(1, steps + 1):
+        g = gradient(worker.x, tuple(np.concatenate(p) for p in zip(*(own[t - 1] for own in data))))  # type: ignore[arg-type]  # noqa: B905
+        v = add(scale(beta, v), g)
+        worker.x = {k: x - alpha * lr(GROUP_OF[k], t) * v[k] for k, x in worker.x.items()}
+        trace.record([worker] * n, worker.x)
+    return trace
+
+
+# The names a user writes; fields above are their arguments, in order.
+slowmo, diloco, noloco = SlowMo, DiLoCo, NoLoCo

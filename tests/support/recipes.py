@@ -1,0 +1,512 @@
+"""The one table of recipes that tests read: each row has a recipe and its plain-loop reference.
+
+A new recipe needs one row here. `all_recipes` has the rows that the golden digests name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+import laconic as la
+from laconic.algorithms.exchanges import LowRank
+from laconic.algorithms.topology import Graph
+from laconic.codecs import Int2, Int4, Int8
+
+from tests.references import coded, gossip, gradients, outer, parameters
+from tests.references.problem import LAYERS, SHAPES, Recipe
+from tests.support import own_updates
+from tests.support.training import Job, constant_lr, plain_lr
+
+Reference: TypeAlias = Callable[[int], Recipe]  # by the size of groups
+
+
+@dataclass(frozen=True)
+class Row:
+    """``tags``: what the row is about, and what does not hold for it:
+
+    golden: the golden digests have it, under this name
+    grouped: it has rounds inside groups of workers
+    gossip: a round sends to some workers, of which 3 or more make a graph
+    whole: not for workers of several ranks, or other numbers come out with them
+    lags: `consensus(mean=False)` is not a model that has seen all steps
+    irregular: not every rank sends as many bytes
+    moments: a round sends the optimizer's state
+    conserves: without learning, rounds keep the mean of x
+    equal: after every step all workers hold the same x
+    """
+
+    recipe: la.Recipe
+    reference: Reference | None = None
+    tags: frozenset[str] = frozenset()
+    bound: float = 1e-10
+    """The largest difference from the reference."""
+    job: dict[str, Any] = field(default_factory=dict)
+    """What the training must be like, as arguments of `Job`."""
+
+    def group_size(self, n: int) -> int | None:
+        """A size of groups of ``n`` workers."""
+        return (2 if n % 2 == 0 else 1) if "grouped" in self.tags else None
+
+    def job_of(self, workers: int, ranks: int = 1, **more: Any) -> Job:
+        """Its training on so many processes, ``ranks`` to a worker."""
+        options: dict[str, Any] = {"nprocs_per_node": ranks} if ranks > 1 else {}
+        if (size := self.group_size(workers // ranks)) is not None:
+            options["group_size"] = size
+        given: dict[str, Any] = {"lr": plain_lr, "options": tuple(options.items()), **more}
+        return Job(self.recipe, workers, **{**given, **self.job})
+
+    def expected(self, job: Job) -> Recipe | None:
+        size = dict(job.options).get("group_size", 1)
+        return None if self.reference is None else self.reference(size)
+
+
+def pairs(k: int, n: int) -> list[tuple[int, int]]:
+    """The random pairs, as the references want to be told them."""
+    edges = [(r, p) for r in range(n) for p in Graph("random").out_peers(r, n, k)]
+    return [(a, b) for a, b in edges if a < b]
+
+
+def first_basis(rank: int) -> Any:
+    """Where PowerSGD begins."""
+    shapes = [torch.Size(SHAPES[name]) for name in gradients.BUCKET]
+    x = torch.zeros(sum(shape.numel() for shape in shapes), dtype=torch.float64)
+    return LowRank(rank).shaped(shapes).init(x, slice(0, len(x)))["basis"].numpy()
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(
+    name: str,
+    recipe: la.Recipe,
+    reference: Callable[..., Recipe] | None = None,
+    tags: str = "",
+    bound: float = 1e-10,
+    **job: Any,
+) -> None:
+    """Add a row. ``reference`` takes the size of groups if it is grouped."""
+    found = frozenset(tags.split())
+    if reference is not None and "grouped" not in found:
+        without = reference
+        reference = lambda size: without()  # noqa: E731
+    assert name not in ROWS
+    ROWS[name] = Row(recipe, reference, found, bound, job)
+
+
+def adam(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(tensors, lr=0.01)
+
+
+p_, o_, g_ = parameters, outer, gossip
+SMALL, small = Int4(8), partial(coded.int4, 8)
+MUON = 1e-8
+"""Muon's direction multiplies small singular values by up to 423, and with them rounding errors,
+which depend on the processor: up to 3e-10 was seen."""
+
+# ---------------------------------------------------------------- recorded in the golden digests
+row("ddp", la.ddp(), gradients.DDP, "golden equal")
+row(
+    "ddp, coded", la.ddp(codec="int4"), lambda: gradients.DDP(coded.int4(256)), "golden whole equal"
+)
+row(
+    "power_sgd",
+    la.power_sgd(2),
+    lambda: gradients.PowerSGD(2, first_basis(2)),
+    "golden whole equal",
+)
+row(
+    "demo",
+    la.demo(k=8, chunk=8),
+    lambda: gradients.DeMo(0.999, 8, 8),
+    "golden whole equal",
+    optimizer="sgd",
+    lr=constant_lr,
+    sizes=(4, 8, 16),
+)
+row("local_sgd", la.local_sgd(4), lambda: p_.LocalSGD(4), "golden conserves")
+row("local_sgd, late", la.local_sgd(6, delay=4), lambda: p_.LocalSGD(6, 4), "golden conserves")
+row(
+    "local_sgd, average",
+    la.local_sgd(3, optimizer_state="average"),
+    lambda: p_.LocalSGD(3, optimizer_state="average"),
+    "golden moments conserves",
+)
+row(
+    "local_sgd, coded",
+    la.local_sgd(3, codec="int8"),
+    lambda: p_.LocalSGD(3, codec=coded.int8(256)),
+    "golden",
+)
+row("post_local_sgd", la.post_local_sgd(5, 4), lambda: p_.post_local_sgd(5, 4), "golden conserves")
+row(
+    "hierarchical",
+    la.hierarchical(2, 6),
+    lambda size: p_.Hierarchical(2, 6, size),
+    "golden grouped conserves",
+)
+row(
+    "slowmo",
+    la.slowmo(la.local_sgd(2), 5, 0.4),
+    lambda: o_.SlowMo(p_.LocalSGD(2), 5, 0.4),
+    "golden lags",
+)
+row(
+    "slowmo, unsharded",
+    la.slowmo(None, 5, 0.4, sharded=False),
+    lambda: o_.SlowMo(None, 5, 0.4),
+    "golden lags",
+)
+row(
+    "slowmo, no average",
+    la.slowmo(la.sgp(), 5, 0.4, average=False),
+    lambda: o_.SlowMo(g_.SGP(), 5, 0.4, average=False),
+    "golden lags gossip",
+)
+row(
+    "slowmo over late sgp",
+    la.slowmo(la.sgp(delay=2), 5, 0.4),
+    lambda: o_.SlowMo(g_.SGP(delay=2), 5, 0.4),
+    "golden lags gossip",
+)
+row("sgp", la.sgp(), g_.SGP, "golden gossip conserves")
+row(
+    "sgp, bipartite",
+    la.sgp("bipartite_linear"),
+    lambda: g_.SGP("bipartite_linear"),
+    "golden gossip irregular conserves",
+)
+row("sgp, late", la.sgp(delay=2), lambda: g_.SGP(delay=2), "golden gossip conserves")
+row("d_psgd", la.d_psgd(), g_.DPSGD, "golden gossip conserves")
+row("d_psgd, late", la.d_psgd(delay=1), lambda: g_.DPSGD(delay=1), "golden gossip conserves")
+row("easgd", la.easgd(3, pull=0.1), lambda: p_.EASGD(3, pull=0.1), "golden lags")
+row("eamsgd", la.eamsgd(3), lambda: p_.EASGD(3), "golden lags")
+row("downpour", la.downpour(4), lambda: p_.Downpour(4), "golden lags")
+row("lsgd", la.lsgd(4, local_period=0), lambda: p_.LSGD(4), "golden")
+row(
+    "lsgd, groups",
+    la.lsgd(4, local_period=2),
+    lambda size: p_.LSGD(4, 2, group_size=size),
+    "golden grouped",
+)
+row("diloco", la.diloco(5, momentum=0.5), lambda: o_.DiLoCo(5, 0.7, 0.5), "golden lags")
+row(
+    "diloco, late",
+    la.diloco(5, momentum=0.5, delay=4),
+    lambda: o_.DiLoCo(5, 0.7, 0.5, 4),
+    "golden lags",
+)
+row(
+    "diloco, Adam",
+    la.diloco(3, outer=adam),
+    lambda: o_.DiLoCo(3, outer=o_.adam_outer(0.01)),
+    "golden lags",
+)
+row(
+    "diloco, eager",
+    la.diloco(5, momentum=0.5, delay=4, merge="eager"),
+    lambda: o_.Eager(5, 0.7, 0.5),
+    "golden",
+)
+row(
+    "diloco, loscar",
+    la.diloco(5, 1.0, 0.0, delay=4, merge="loscar"),
+    lambda: o_.DiLoCo(5, 1.0, 0.0, 4, merge="loscar"),
+    "golden lags",
+)
+STREAMING = partial(la.streaming_diloco, 6, 3, 3, momentum=0.5)
+row("streaming_diloco", STREAMING(codec="int4"), None, "golden lags")
+row("streaming_diloco, int2", STREAMING(codec="int2"), None, "golden lags")
+row("muloco", la.muloco(5), lambda: o_.DiLoCo(5, 0.7, 0.6), "golden lags")
+row(
+    "muloco, outer, late",
+    la.muloco(5, outer="muon", delay=4),
+    lambda: o_.DiLoCo(5, 0.7, 0.6, 4, muon=True),
+    "golden lags",
+    MUON,
+)
+row("muloco, outer, coded", la.muloco(5, outer="muon", codec="int2"), None, "golden lags")
+row(
+    "diloco, rda",
+    la.diloco(5, momentum=0.5, average="rda"),
+    lambda: o_.DiLoCo(5, 0.7, 0.5, average="rda"),
+    "golden lags whole",
+)
+row(
+    "diloco, rda, coded",
+    la.diloco(5, momentum=0.5, average="rda", codec="int8"),
+    None,
+    "golden lags whole",
+)
+row("des_loc", la.des_loc(2, 4, 6), lambda: p_.DesLoc(2, 4, 6), "golden moments conserves")
+row(
+    "sparse_loco",
+    la.sparse_loco(3, 8, 64),
+    lambda: o_.sparse_loco(3, 8, 64, values=coded.int2(8)),
+    "golden lags",
+)
+row("noloco", la.noloco(3), lambda: o_.NoLoCo(3, pairing=pairs), "golden gossip irregular")
+
+# ---------------------------------------------------------------- other settings
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "delay=.* is longer than the period")
+    row("nothing", (), Recipe, "conserves")
+    row("local_sgd(1)", la.local_sgd(1), lambda: p_.LocalSGD(1), "conserves equal")
+    row("local_sgd(4, delay=2)", la.local_sgd(4, delay=2), lambda: p_.LocalSGD(4, 2), "conserves")
+    row("local_sgd(3, delay=7)", la.local_sgd(3, delay=7), lambda: p_.LocalSGD(3, 7), "conserves")
+    row("local_sgd(1, delay=1)", la.local_sgd(1, delay=1), lambda: p_.LocalSGD(1, 1), "conserves")
+    row(
+        "local_sgd(4, reset)",
+        la.local_sgd(4, optimizer_state="reset"),
+        lambda: p_.LocalSGD(4, optimizer_state="reset"),
+        "conserves",
+    )
+    row(
+        "local_sgd(4, delay=3, coded)",
+        la.local_sgd(4, delay=3, codec=SMALL),
+        lambda: p_.LocalSGD(4, 3, codec=small()),
+    )
+    row(
+        "power_sgd(1, start=4)",
+        la.power_sgd(1, start=4),
+        lambda: gradients.PowerSGD(1, first_basis(1), 4),
+        "whole equal",
+    )
+    row("power_sgd(2, coded)", la.power_sgd(2, codec="int8"), None, "whole equal")
+    for codec, expected in (
+        ("int8", coded.int8(256)),
+        ("float16", coded.cast("float16")),
+        (SMALL, small()),
+    ):
+        row(f"ddp({codec})", la.ddp(codec=codec), partial(gradients.DDP, expected), "whole equal")
+
+    def slow(name: str, base: Any, of: Any, period: int, tags: str = "", **options: Any) -> None:
+        """A row of slowmo; ``options`` are alike in the recipe and in the reference."""
+        unsharded = {"sharded": False} if "unsharded" in name else {}
+        momentum, lr = options.pop("momentum", 0.5), options.pop("lr", 1.0)
+        if options.get("optimizer_state") == "average":
+            tags += " moments"
+        recipe = la.slowmo(base, period, momentum, lr, **options, **unsharded)
+        reference = lambda: o_.SlowMo(of and of(), period, momentum, lr, **options)  # noqa: E731
+        row(f"slowmo({name})", recipe, reference, f"lags {tags}")
+
+    local2 = la.local_sgd(2), lambda: p_.LocalSGD(2)
+    slow("None, 4", None, None, 4)
+    slow("local_sgd(2), 6", *local2, 6, momentum=0.6, lr=0.9)
+    slow("local_sgd(2), 6, unsharded", *local2, 6)
+    slow("local_sgd(2), 6, no average", *local2, 6, average=False)
+    slow("local_sgd(2), 6, reset", *local2, 6, optimizer_state="reset")
+    slow(
+        "local_sgd(2), 6, average",
+        la.local_sgd(2, optimizer_state="average"),
+        lambda: p_.LocalSGD(2, optimizer_state="average"),
+        6,
+        optimizer_state="average",
+    )
+    slow("local_sgd(3, delay=4), 5", la.local_sgd(3, delay=4), lambda: p_.LocalSGD(3, 4), 5)
+    slow("post_local_sgd(5, 2), 4", la.post_local_sgd(5, 2), lambda: p_.post_local_sgd(5, 2), 4)
+    slow("ddp, 3", la.ddp(), gradients.DDP, 3, "equal")
+    slow("sgp(), 4", la.sgp(), g_.SGP, 4, "gossip", momentum=0.6)
+    slow("sgp(delay=2), 5", la.sgp(delay=2), lambda: g_.SGP(delay=2), 5, "gossip")
+    uneven = (
+        la.sgp("bipartite_linear", delay=2),
+        lambda: g_.SGP("bipartite_linear", delay=2),
+    )
+    slow("sgp(bipartite), 5", *uneven, 5, "gossip irregular")
+    slow("sgp(bipartite), 5, no average", *uneven, 5, "gossip irregular", average=False)
+    slow("sgp(), 4, reset", la.sgp(), g_.SGP, 4, "gossip", optimizer_state="reset")
+    slow("d_psgd(delay=1), 4", la.d_psgd(delay=1), lambda: g_.DPSGD(delay=1), 4, "gossip")
+    slow("easgd, 6", la.easgd(2, pull=0.2), lambda: p_.EASGD(2, pull=0.2), 6)
+    slow("downpour(2), 4", la.downpour(2), lambda: p_.Downpour(2), 4)
+    slow("lsgd(2), 4", la.lsgd(2, local_period=0), lambda: p_.LSGD(2), 4)
+    row(
+        "slowmo(local_sgd(2), 6, coded)",
+        la.slowmo(la.local_sgd(2, codec=SMALL), 6, 0.6, 0.8, codec="int8"),
+        lambda: o_.SlowMo(p_.LocalSGD(2, codec=small()), 6, 0.6, 0.8, codec=coded.int8(256)),
+        "lags",
+    )
+    row(
+        "slowmo(hierarchical(2, 3), 6)",
+        la.slowmo(la.hierarchical(2, 3), 6, 0.5),
+        lambda size: o_.SlowMo(p_.Hierarchical(2, 3, size), 6),
+        "lags grouped",
+    )
+    row(
+        "slowmo(lsgd(3, local_period=1), 6)",
+        la.slowmo(la.lsgd(3, local_period=1), 6, 0.5),
+        lambda size: o_.SlowMo(p_.LSGD(3, 1, group_size=size), 6),
+        "lags grouped",
+    )
+
+    for name, options in (
+        ("directed_exponential", {}),
+        ("complete", {}),
+        ("bipartite_exponential", {"delay": 2}),
+        ("directed_linear", {"peers": 3}),
+        ("ring", {"peers": 2, "delay": 3}),
+        ("exponential", {"peers": 2}),
+    ):
+        row(
+            f"sgp({name}, {options})",
+            la.sgp(name, **options),  # type: ignore[arg-type]
+            partial(g_.SGP, name, **options),  # type: ignore[arg-type]
+            "gossip irregular conserves",
+        )
+    row(
+        "sgp(random, delay=1)",
+        la.sgp("random", delay=1),
+        lambda: g_.SGP("random_pairs", delay=1, pairing=pairs),
+        "gossip irregular conserves",
+    )
+    row(
+        "d_psgd(exponential, delay=2)",
+        la.d_psgd("exponential", delay=2),
+        lambda: g_.DPSGD("exponential", 2),
+        "gossip irregular conserves",
+    )
+    row(
+        "d_psgd(bipartite_linear)",
+        la.d_psgd("bipartite_linear"),
+        lambda: g_.DPSGD("bipartite_linear"),
+        "gossip irregular conserves",
+    )
+    row(
+        "d_psgd(random)",
+        la.d_psgd("random"),
+        lambda: g_.DPSGD("random_pairs", pairing=pairs),
+        "gossip irregular conserves",
+    )
+
+    row(
+        "easgd(2, 0.5, pull=0.3)",
+        la.easgd(2, 0.5, pull=0.3),
+        lambda: p_.EASGD(2, 0.5, 0.3),
+        "lags",
+    )
+    row(
+        "easgd(3, 0.7, coded)",
+        la.easgd(3, 0.7, codec=SMALL),
+        lambda: p_.EASGD(3, 0.7, codec=small()),
+        "lags",
+    )
+    row(
+        "downpour(3, coded)",
+        la.downpour(3, codec="int8"),
+        lambda: p_.Downpour(3, coded.int8(256)),
+        "lags",
+    )
+    row(
+        "lsgd(4, pulls)",
+        la.lsgd(4, local_period=0, pull=0.4, drift=0.3, window=3),
+        lambda: p_.LSGD(4, pull=0.4, drift=0.3, window=3),
+    )
+    row(
+        "lsgd(4, by gradients)",
+        la.lsgd(4, local_period=2, local_drift=0.4, local_pull=0.3),
+        lambda size: p_.LSGD(
+            *(4, 2),
+            local_drift=0.4,
+            local_pull=0.3,
+            group_size=size,
+            score="gradient",
+            score_includes_pulls=False,
+        ),
+        "grouped",
+        reports=False,
+    )
+
+    row("diloco(4)", la.diloco(4), lambda: o_.DiLoCo(4), "lags")
+    row("diloco(4, unsharded)", la.diloco(4, sharded=False), lambda: o_.DiLoCo(4), "lags")
+    row(
+        "diloco(4, no momentum)",
+        la.diloco(4, 0.5, 0.0),
+        lambda: o_.DiLoCo(4, 0.5, 0.0),
+        "lags",
+    )
+    row(
+        "diloco(4, Adam, unsharded)",
+        la.diloco(4, outer=adam, sharded=False),
+        lambda: o_.DiLoCo(4, outer=o_.adam_outer(0.01)),
+        "lags",
+    )
+    row(
+        "diloco(4, delay=2, coded)",
+        la.diloco(4, 0.6, 0.8, delay=2, mix=0.3, codec=SMALL),
+        lambda: o_.DiLoCo(4, 0.6, 0.8, 2, 0.3, codec=small()),
+        "lags",
+    )
+    row(
+        "diloco(4, rda, delay=3)",
+        la.diloco(4, average="rda", delay=3, mix=0.2),
+        lambda: o_.DiLoCo(4, 0.7, 0.9, 3, 0.2, average="rda"),
+        "lags whole",
+    )
+    row(
+        "diloco(4, eager, coded)",
+        la.diloco(4, delay=3, merge="eager", codec=Int8(16)),
+        lambda: o_.Eager(4, codec=coded.int8(16)),
+    )
+    for given, codec_of in ((None, None), (SMALL, small()), (Int2(4), coded.int2(4))):
+        row(
+            f"streaming_diloco(4, 2, {given})",
+            la.streaming_diloco(*(4, 2, 2, 0.3, given), lr=0.6, momentum=0.8, by="layers"),
+            partial(o_.DiLoCo, *(4, 0.6, 0.8, 2, 0.3), codec=codec_of, fragments=LAYERS),
+            "lags",
+        )
+    row(
+        "streaming_diloco(3, 1, muon)",
+        la.streaming_diloco(3, 1, 2, codec=None, outer="muon"),
+        lambda: o_.DiLoCo(3, 1.0, 0.6, 2, merge="loscar", muon=True),
+        "lags",
+        MUON,
+    )
+    row(
+        "muloco(4, muon)",
+        la.muloco(4, outer="muon"),
+        lambda: o_.DiLoCo(4, 0.7, 0.6, muon=True),
+        "lags",
+        MUON,
+    )
+    row(
+        "des_loc(2)",
+        la.des_loc(2, codec="int8"),
+        lambda: p_.DesLoc(2, 6, 12, coded.int8(256)),
+        "moments",
+    )
+    row(
+        "sparse_loco(3, 5, 32)",
+        la.sparse_loco(3, 5, 32, decay=0.8, lr=0.7, values="int8"),
+        lambda: o_.sparse_loco(3, 5, 32, 0.8, 0.7, coded.int8(256)),
+        "lags",
+    )
+    row(
+        "noloco(2)",
+        la.noloco(2, 0.5, 0.2, 1.0),
+        lambda: o_.NoLoCo(2, 0.5, 0.2, 1.0, pairs),
+        "gossip irregular",
+    )
+
+
+# ---------------------------------------------------------------- of a user's own
+row(
+    "own, coarse",
+    (la.Round(la.every(3), own_updates.Coarse(), la.exchanges.Mean()),),
+    lambda: own_updates.CoarseLoop(3),
+)
+for delay in (0, 4):
+    row(
+        f"own, delay={delay}",
+        (la.Round(la.every(3), own_updates.Homemade(), la.exchanges.Mean(), delay=delay),),
+        partial(own_updates.HomemadeLoop, 3, delay),
+        "lags" if delay else "",
+    )
+
+
+def tagged(*tags: str) -> list[str]:
+    """The names of the rows that have all of ``tags``."""
+    return [name for name, each in ROWS.items() if each.tags >= {*tags}]
