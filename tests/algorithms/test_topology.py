@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from laconic.algorithms.topology import GRAPHS, Graph
 
-from tests.references import reference_gossip as gossip
+from tests.references import gossip
 
 Matrix = npt.NDArray[np.float64]
 SIZES = range(1, 18)

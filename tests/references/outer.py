@@ -251,7 +251,7 @@ def near_one(sigma: Array) -> Array:
     at least the largest, by one odd polynomial after the other."""
     sigma = sigma / (math.sqrt(MARGIN) * np.sum(sigma**8) ** (1 / 8))
     for coefficients in POLYNOMIALS:
-        sigma = sum(c * sigma ** (2 * k + 1) for k, c in enumerate(coefficients))
+        sigma = np.asarray(sum(c * sigma ** (2 * k + 1) for k, c in enumerate(coefficients)))
     return sigma
 
 

@@ -74,10 +74,12 @@ def make_data(
 
 def join(data: Data, size: int) -> Data:
     """The batches of workers of ``size`` ranks each, one after the other."""
-    return [
-        [tuple(map(np.concatenate, zip(*parts, strict=True))) for parts in zip(*ranks, strict=True)]
-        for ranks in (data[first : first + size] for first in range(0, len(data), size))
-    ]
+
+    def whole(parts: Sequence[Batch]) -> Batch:
+        return np.concatenate([x for x, _ in parts]), np.concatenate([t for _, t in parts])
+
+    groups = [data[first : first + size] for first in range(0, len(data), size)]
+    return [[whole(parts) for parts in zip(*ranks, strict=True)] for ranks in groups]
 
 
 def initial(n: int, seed: int, sizes: tuple[int, int, int] = SIZES) -> list[Params]:

@@ -229,7 +229,7 @@ def outer_step(
         for d, s in zip(ds, shares, strict=True):
             c = s / sum(shares) if recipe.weigh == "steps" else 1 / n
             delta = delta + c * d[name]
-            radii += c * np.linalg.norm(d[name])
+            radii += c * float(np.linalg.norm(d[name]))
             u = u + c * d[name] / np.linalg.norm(d[name])
         if recipe.radial:
             delta = radii * u / np.linalg.norm(u)
