@@ -248,7 +248,7 @@ row(
     "sparse_loco",
     la.sparse_loco(3, 8, 64),
     lambda: o_.sparse_loco(3, 8, 64, values=coded.int2(8)),
-    "golden lags",
+    "golden lags whole",
 )
 row("noloco", la.noloco(3), lambda: o_.NoLoCo(3, pairing=pairs), "golden gossip irregular")
 
@@ -482,7 +482,7 @@ with warnings.catch_warnings():
         "sparse_loco(3, 5, 32)",
         la.sparse_loco(3, 5, 32, decay=0.8, lr=0.7, values="int8"),
         lambda: o_.sparse_loco(3, 5, 32, 0.8, 0.7, coded.int8(256)),
-        "lags",
+        "lags whole",
     )
     row(
         "noloco(2)",
