@@ -94,11 +94,10 @@ def test_every_step_is_delivered_once(name: str) -> None:
         done = [sum(run[1][:count]) for run, count in zip(runs, counts, strict=True)]
         return runs[0][0] + sum(done) / 4
 
-    for _, _, found, final, closings in runs:
+    for _, _, found, final, _ in runs:
         assert float((final - wanted(STEPS)).abs().max()) < 1e-12
         assert not any(at) or float((found - wanted(at)).abs().max()) < 1e-12
-        assert len(closings) == len(runs[0][4])
-    assert len(runs[0][4]) >= 4
+    assert len(runs[0][4]) >= 3
 
 
 # -- identities ----
@@ -265,7 +264,7 @@ def test_switching_and_several_synchronizers() -> None:
         model, optimizer = training.build(job, rank)
         sync = la.attach(model, optimizer, job.recipe)
         found, late = [], rank == 2
-        for t in range(1, 25 if late else 37):
+        for t in range(1, 27 if late else 37):
             training.step(job, model, optimizer, job.data()[rank][t - 1], t)
             if t == 6:
                 sync.switch(la.local_sgd(4, quorum=2))
@@ -346,7 +345,7 @@ def test_a_worker_that_fails_or_adds_parameters_ends_the_run() -> None:
         for t in range(9):
             if (rank, t) == (1, 3):
                 raise RuntimeError("on purpose")
-            model(torch.ones(1, 2)).sum().backward()
+            model(torch.ones(1, 2) + rank).sum().backward()
             optimizer.step()
 
     with pytest.raises(RuntimeError, match="on purpose"):
