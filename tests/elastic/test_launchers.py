@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.support import gloo
@@ -26,7 +27,7 @@ SECONDS = 200.0
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Without the preloaded process: the tests kill workers by their process ids."""
+    """Without this process's settings."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("LACONIC_", "SLURM"))}
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
@@ -97,6 +98,7 @@ def digests(text: str) -> list[str]:
     return re.findall(r"digest: (\w+)", text)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_killed_worker_again(tmp_path: Path) -> None:
     port, trace = gloo.free_port(), tmp_path / "trace"
     coordinator = [sys.executable, "-m", "laconic", "coordinator", "--port", str(port)]
@@ -128,6 +130,7 @@ exit $status
 """
 
 
+@pytest.mark.slow
 def test_the_script_for_slurm(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)

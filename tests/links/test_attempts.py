@@ -17,10 +17,9 @@ from torch.distributed import HashStore, Store
 
 import laconic as la
 from laconic.errors import LinkError
-from laconic.links import tls
 from laconic.links.attempts import agree_on_attempt, listen_at
 
-from tests.support import gloo, job_keys
+from tests.support import gloo
 
 TRAIN = """
 import os, sys
@@ -52,6 +51,7 @@ sync.finish()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_attempts_under_torchrun_go_on_from_the_checkpoint(tmp_path: Path, rendezvous: str) -> None:
     """The first two attempts lose a rank, which leaves addresses of both in the agent's store."""
@@ -200,48 +200,16 @@ def test_it_listens_where_the_address_is_clear(monkeypatch: pytest.MonkeyPatch) 
     assert listen_at("this-host", port) is None, "other hosts have another address for it"
 
 
-def test_an_address_of_another_host() -> None:
-    """As that of a NAT in front of this one."""
-    with pytest.raises(OSError):
-        listen_at("192.0.2.1", gloo.free_port())
-
-
-INIT = """
-import torch, laconic as la
-la.init()
-print(torch.distributed.get_world_size(), torch.distributed.get_backend(), flush=True)
-la.init()
-torch.distributed.destroy_process_group()
-la.init()
-print("again")
-"""
+def init_again(pipe: object) -> list[object]:
+    la.init()
+    found = [torch.distributed.get_world_size(), torch.distributed.get_backend()]
+    la.init()
+    torch.distributed.destroy_process_group()
+    la.init()
+    return found
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_a_process_may_init_again(tmp_path: Path, launched: bool) -> None:
-    (tmp_path / "program.py").write_text(INIT)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
-    own = {"RANK": "0", "WORLD_SIZE": "1", **where} if launched else {}
-    ended = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **own},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert ended.stdout == "1 gloo\nagain\n", ended.stderr
-
-
-def test_a_torch_without_tls_in_gloo(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:
-    """The error says what to set instead."""
-    assert not torch.distributed.is_initialized()
-    job_keys.turn_on(monkeypatch, jobs.one)
-    monkeypatch.setenv(tls.TRANSPORT, tls.ON)
-    monkeypatch.delenv("RANK", raising=False)
-
-    def refuses(*_: object, **__: object) -> None:
-        raise RuntimeError("makeDeviceForHostname(): unsupported gloo device")
-
-    monkeypatch.setattr(torch.distributed, "init_process_group", refuses)
-    with pytest.raises(ValueError, match="unset GLOO_DEVICE_TRANSPORT, and set LACONIC_TLS=1"):
-        la.init()
+def test_a_process_may_init_again(launched: bool) -> None:
+    world = launched.of_torchrun(1) if launched else [{}]
+    assert launched.results(world, init_again) == [[1, "gloo"]]

@@ -58,6 +58,12 @@ def mode(
     return Mode(s.contexts_of(jobs), EVERYBODY, reasons)
 
 
+@pytest.fixture(params=[60, pytest.param(1000, marks=pytest.mark.slow)])
+def count(request: pytest.FixtureRequest) -> int:
+    """How many strangers are drawn."""
+    return int(request.param)
+
+
 def attack(
     port: int,
     mode: Mode,
@@ -156,7 +162,7 @@ def by_mesh() -> Listener:
 
 @pytest.mark.parametrize("listening", [by_wire, by_mesh])
 def test_ranks_connect_and_agree(
-    mode: Mode, caplog: pytest.LogCaptureFixture, listening: Callable[[], Listener]
+    mode: Mode, count: int, caplog: pytest.LogCaptureFixture, listening: Callable[[], Listener]
 ) -> None:
     """Some strangers have come before, and gone. Then two ranks wait for the third one."""
     listener = listening()
@@ -172,7 +178,7 @@ def test_ranks_connect_and_agree(
         coming = [pool.submit(listener.come, rank) for rank in range(2)]
         time.sleep(0.1)
         before = Usage.of()
-        attack(listener.port, mode, genuine, 1000)
+        attack(listener.port, mode, genuine, count)
         assert not any(rank.done() for rank in coming)
         s.nothing_is_left(before)
         served(lambda: coming.append(pool.submit(listener.come, 2)) or coming[2].result())
@@ -189,7 +195,7 @@ def test_ranks_connect_and_agree(
 # -- listeners of a run that is under way ----
 
 
-def test_a_beacon_answers_members(mode: Mode, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_beacon_answers_members(mode: Mode, count: int, caplog: pytest.LogCaptureFixture) -> None:
     beacon = health.Beacon("127.0.0.1")
     address = beacon.enroll(SECRET)
     key = bytes.fromhex(health.key_of(address))
@@ -205,7 +211,7 @@ def test_a_beacon_answers_members(mode: Mode, caplog: pytest.LogCaptureFixture) 
     beacon.set("training")
     ask()
     before = Usage.of()
-    attack(Address.parse(address).port, mode, genuine, 1000, ask)
+    attack(Address.parse(address).port, mode, genuine, count, ask)
     s.nothing_is_left(before)
     ask()
     assert beacon.links[key.hex()].left == {}, "nothing that was replayed is believed"
@@ -217,7 +223,7 @@ NO_KEY = "00" * 8
 ME = Member("0" * 12, *(f"127.0.0.1|{port}|{NO_KEY}" for port in (1, 2, 3)))
 
 
-def test_a_donor_serves_newcomers(mode: Mode, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_donor_serves_newcomers(mode: Mode, count: int, caplog: pytest.LogCaptureFixture) -> None:
     server = socket.create_server(("127.0.0.1", 0), backlog=256)
     port = int(server.getsockname()[1])
     service = relay.Service(server, SECRET, lambda member: None, Units(ME.id))
@@ -236,7 +242,7 @@ def test_a_donor_serves_newcomers(mode: Mode, caplog: pytest.LogCaptureFixture) 
 
     join()
     before = Usage.of()
-    attack(port, mode, genuine, 1000, join)
+    attack(port, mode, genuine, count, join)
     s.nothing_is_left(before)
     join()
     service.close()
@@ -253,7 +259,7 @@ def coordinator(mode: Mode) -> Iterator[int]:
 
 
 def test_a_coordinator_keeps_its_views(
-    mode: Mode, coordinator: int, caplog: pytest.LogCaptureFixture
+    mode: Mode, count: int, coordinator: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a certificate, callers are members: they fuzz the handshake, and what follows it by
     requests that are none. Without TLS it is torch's store, which serves everybody who speaks its
@@ -269,12 +275,12 @@ def test_a_coordinator_keeps_its_views(
     if mode.contexts:
         genuine = [_packed(["get", "none"]), _packed(["add", "k", "x"]), b"\xff" * 9, _packed([])]
         most = len(_packed(GREETING)) + 200
-        attack(coordinator, mode, genuine, 1000, look, most)
+        attack(coordinator, mode, genuine, count, look, most)
     else:
         genuine = [s.client_hello(), s.recorded(SECRET, b"wire", bytes(8), 1), b"GET / HTTP/1.1"]
         calls = Attack(coordinator, {})
         leaving = s.strangers(genuine).map(lambda each: each._replace(end="close"))
-        s.drawn(leaving, 1000, calls.visit)
+        s.drawn(leaving, count, calls.visit)
     look()
     s.nothing_is_left(before)
     again = Registry(f"127.0.0.1:{coordinator}", "job")

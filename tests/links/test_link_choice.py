@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic as la
-from laconic.algorithms.compile import check_order
 from laconic.links import tcp, torch_link
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
-from laconic.links.torch_link import Choice, TorchLink, inner_link, world_link
+from laconic.links.torch_link import Choice, inner_link, world_link
 
 from tests.support import gloo, late
 
@@ -133,19 +132,3 @@ def test_what_cannot_be_is_refused_on_all_ranks(pool: gloo.Pool) -> None:
     assert "link='nccl' needs a model on GPUs" in text and "Use link='tcp' or 'auto'" in text
     (text,) = set(pool.run(refused, {"offload": 1}, ranks=4))
     assert text == "offload must be True or False, not 1"
-
-
-def test_there_is_no_link_for_a_device_that_laconic_does_not_know() -> None:
-    group: Any = None
-    with pytest.raises(ValueError, match="there is no link for tensors on meta"):
-        TorchLink(group, torch.device("meta"), SECONDS)
-
-
-def test_two_kinds_of_collectives_at_once_are_refused() -> None:
-    """FSDP's and those of rounds beside the training, which ranks may start in any order."""
-    for recipe in (la.ddp(), la.local_sgd(4, delay=2)):
-        check_order(recipe, sharded=True, queues=False)
-        check_order(recipe, sharded=False, queues=True)
-        with pytest.raises(ValueError, match="can deadlock: use link='tcp'"):
-            check_order(recipe, sharded=True, queues=True)
-    check_order(la.diloco(4), sharded=True, queues=True)

@@ -77,15 +77,6 @@ def test_a_file_is_missing_or_another(
         tls.contexts()
 
 
-def test_a_file_is_not_readable(
-    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs, tmp_path: Path
-) -> None:
-    """A directory: the superuser may read every file."""
-    turn_on(monkeypatch, jobs.one, PKEY=tmp_path)
-    with pytest.raises(ValueError, match=rf"cannot read {tmp_path} \({PREFIX}PKEY\): Is a dir"):
-        tls.contexts()
-
-
 def test_the_key_of_another_certificate(
     monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
 ) -> None:

@@ -1,0 +1,347 @@
+"""Workers that come and go in the simulator: newcomers equal the others, whatever happens."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from laconic.auto import Chooser
+from laconic.probe import Probed
+
+Optimizers = Sequence[torch.optim.Optimizer]
+Step = Callable[[nn.Module, Any, torch.Tensor, laconic.Synchronizer], object]
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x[:, :3].sin()).square().mean()
+
+
+def plain(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+    loss_of(model, x).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def twice(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+    """Two backward passes, each of which averages."""
+    loss_of(model, x).backward()
+    plain(model, optimizers, x, sync)
+
+
+def repeated(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+    """As a program that throws a step away, since its loss is NaN."""
+    loss_of(model, x).backward()
+    model.zero_grad()
+    plain(model, optimizers, x, sync)
+
+
+def accumulated(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+    with sync.no_sync():
+        loss_of(model, x).backward()
+    plain(model, optimizers, x, sync)
+
+
+def clipped(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+    """Gradients are changed after they were averaged."""
+    loss_of(model, x).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def decaying(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+    optimizers[0].param_groups[0]["lr"] = 0.1 / (sync.step + 1)
+    plain(model, optimizers, x, sync)
+
+
+def closure(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+    def compute() -> torch.Tensor:
+        model.zero_grad()
+        value = loss_of(model, x)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    for optimizer in optimizers:
+        optimizer.step(compute)
+
+
+def adamw(model: Any) -> Optimizers:
+    return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+
+
+def two(model: Any) -> Optimizers:
+    momentum = torch.optim.SGD(model[0].parameters(), lr=1e-2, momentum=0.9)
+    return [momentum, torch.optim.AdamW(model[2].parameters(), lr=1e-2)]
+
+
+def lbfgs(model: Any) -> Optimizers:
+    return [torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)]
+
+
+def program(
+    recipe: str,
+    step: Step = plain,
+    make: Callable[[Any], Optimizers] = adamw,
+    steps: int = 30,
+) -> Callable[[int], dict[str, Any]]:
+    """What a worker runs. Returns its first step, the digests of its model before and after
+    `finish`, the samples it has drawn, how many workers were lost, its learning rate, and what
+    `auto` has chosen."""
+
+    def digest_of(model: nn.Module) -> str:
+        raw = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        return hashlib.sha256(raw).hexdigest()
+
+    def train(number: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3))
+        optimizers = make(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 5, 0.9)
+        sampler = laconic.ElasticSampler(10_000, seed=1)
+        elastic = laconic.Elastic("simulated", others={"data": sampler, "rate": schedule})
+        given: Any = optimizers if len(optimizers) > 1 else optimizers[0]
+        sync = laconic.attach(model, given, eval(recipe), elastic=elastic)
+        data = torch.randn(10_000, 9, generator=torch.Generator().manual_seed(5))
+        begun, samples, drawn = sync.step, iter(sampler), list[int]()
+        while sync.step < steps:
+            batch = [next(samples) for _ in range(4)]
+            drawn += batch
+            model.zero_grad()
+            step(model, optimizers, data[batch], sync)
+            schedule.step()
+        before, step_now = digest_of(model), sync.step
+        chosen = [(c.step, c.text, c.facts.workers) for c in getattr(sync, "choices", [])]
+        sync.finish()
+        return {
+            "begun": begun,
+            "step": step_now,
+            "before": before,
+            "digest": digest_of(model),
+            "drawn": drawn,
+            "lost": sync.stats().workers_lost,
+            "rate": optimizers[0].param_groups[0]["lr"],
+            "choices": chosen,
+        }
+
+    return train
+
+
+def left(results: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    return [result for result in results if result is not None]
+
+
+def only(results: Sequence[dict[str, Any]], key: str) -> Any:
+    """What is the same on all workers."""
+    assert all(result[key] == results[0][key] for result in results), key
+    return results[0][key]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "laconic.ddp()",
+        "laconic.ddp(codec='int4')",
+        "laconic.local_sgd(4, delay=2, codec='int8')",
+        "laconic.slowmo(laconic.local_sgd(3), period=6)",
+        "laconic.diloco(8, merge='eager', delay=3)",
+        "laconic.streaming_diloco(8)",
+        "laconic.sparse_loco(6)",
+        "laconic.easgd(3)",
+        "laconic.sgp(delay=1)",
+        "laconic.d_psgd()",
+        "laconic.noloco(4)",
+    ],
+)
+def test_workers_come_and_go(recipe: str) -> None:
+    faults = laconic.Faults(4, kill=((0, 3), (2, 9), (4, 20)), join=(5, 14))
+    results = laconic.simulate(program(recipe, clipped), faults=faults)
+    assert [number for number, result in enumerate(results) if result is None] == [0, 2, 4]
+    present = left(results)
+    only(present, "digest")
+    assert only(present, "lost") == 3
+    assert only(present, "rate") == pytest.approx(1e-2 * 0.9**6)
+    drawn = [sample for result in present for sample in result["drawn"]]
+    assert len(drawn) == len(set(drawn)), "no sample twice among those that are left"
+
+
+@pytest.mark.parametrize(
+    ("step", "make"),
+    [
+        *[(step, adamw) for step in (twice, repeated, accumulated, closure, clipped)],
+        *[(closure, lbfgs), (plain, two)],
+    ],
+)
+def test_a_newcomer_equals_the_others_whatever_a_step_is(
+    step: Step, make: Callable[[Any], Optimizers]
+) -> None:
+    recipe = "laconic.ddp(codec='int8')" if step in (twice, closure) else "laconic.ddp()"
+    plan = laconic.Faults(start=3, kill=((1, 12),), join=(7, 15))
+    found = left(laconic.simulate(program(recipe, step, make), faults=plan))
+    assert sorted(result["begun"] for result in found) == [0, 0, 7, 15]
+    only(found, "before")
+
+
+def test_a_newcomer_repeats_steps_with_their_settings(caplog: pytest.LogCaptureFixture) -> None:
+    """It then has the same, and is not sent the model again."""
+    with caplog.at_level(logging.INFO):
+        plan = laconic.Faults(start=2, join=(7, 15))
+        found = laconic.simulate(program("laconic.ddp()", decaying), faults=plan)
+    only(left(found), "before")
+    assert "caught up" in caplog.text and "gave another result" not in caplog.text
+
+
+@pytest.mark.fault("a worker that joined at the end of a run did not get its result")
+@pytest.mark.parametrize("recipe", ["laconic.local_sgd(4)", "laconic.ddp()"])
+def test_a_newcomer_that_joins_at_the_end_finishes(recipe: str) -> None:
+    results = laconic.simulate(program(recipe, steps=8), faults=laconic.Faults(2, join=(8,)))
+    assert None not in results
+    only(left(results), "digest")
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(range(20), marks=pytest.mark.slow)])
+def test_plans_at_random(seed: int | range) -> None:
+    for each in [seed] if isinstance(seed, int) else seed:
+        plan = laconic.Faults.random(start=4, steps=80, mtbf=10, seed=each, restart=8)
+        assert plan == laconic.Faults.random(start=4, steps=80, mtbf=10, seed=each, restart=8)
+        assert plan != laconic.Faults.random(start=4, steps=80, mtbf=10, seed=each + 1, restart=8)
+        found = laconic.simulate(program("laconic.diloco(8)", steps=80), faults=plan)
+        killed = {worker for worker, _ in plan.kill}
+        assert killed and all(found[w] is not None for w in range(4) if w not in killed)
+        only(left(found), "digest")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"start": 0}, "start must be"),
+        ({"start": 2, "kill": ((2, 5),)}, "workers 0 to 1, not 2"),
+        ({"start": 2, "kill": ((0, 5), (0, 6))}, "killed once"),
+        ({"start": 2, "kill": ((0, 5), (1, 6))}, "no worker is left after step 6"),
+        ({"start": 2, "join": (5, 4)}, "must ascend"),
+    ],
+)
+def test_plans_that_cannot_work(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        laconic.Faults(**options)
+
+
+def test_traces_that_cannot_be_repeated(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no worker has recorded"):
+        laconic.Trace(tmp_path)
+    (tmp_path / "00.jsonl").write_text('{"unit": 1, "call": "", "workers": ["00", "01"]}\n')
+    with pytest.raises(ValueError, match="lacks what these workers have recorded: 01"):
+        laconic.Trace(tmp_path)
+    (tmp_path / "00.jsonl").write_text('{"unit": 1, "call": "", "workers": ["00"]}\n')
+    with pytest.raises(ValueError, match=r"a trace cannot repeat auto\(\)"):
+        laconic.simulate(program("laconic.auto()"), faults=laconic.Trace(tmp_path))
+
+
+class Clock:
+    """An object with state, as a scheduler."""
+
+    def __init__(self, state: Any, fails_after: int = 10**9) -> None:
+        self.state, self.calls, self.fails_after = state, 0, fails_after
+
+    def state_dict(self) -> Any:
+        self.calls += 1
+        if self.calls > self.fails_after:
+            raise RuntimeError("no state yet")
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    "state", [{"time": datetime.datetime(2026, 1, 1)}, {"function": lambda: None}, [object()]]
+)
+def test_state_that_cannot_be_sent_is_an_error_at_the_start(state: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elastic = laconic.Elastic("127.0.0.1:9", others={"clock": Clock(state)}, wait=0.1)
+    message = r"others\['clock'\]\.state_dict\(\) has something that cannot be sent"
+    with pytest.raises(ValueError, match=message):
+        laconic.attach(model, optimizer, laconic.local_sgd(2), elastic=elastic)
+
+
+def test_a_checkpoint_deals_the_samples_to_other_workers(tmp_path: Path) -> None:
+    def worker(load: bool, steps: int) -> Any:
+        def run(number: int) -> list[int]:
+            torch.manual_seed(0)
+            model = nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sampler = laconic.ElasticSampler(10_000, seed=1)
+            elastic = laconic.Elastic("simulated", others={"data": sampler})
+            sync = laconic.attach(model, optimizer, laconic.diloco(4), elastic=elastic)
+            if load:
+                laconic.load(tmp_path, model, optimizer, others={"data": sampler})
+            samples, drawn = iter(sampler), list[int]()
+            while sync.step < steps:
+                drawn.append(next(samples))
+                model(torch.ones(1, 4) * drawn[-1] / 1e4).sum().backward()
+                optimizer.step()
+            if not load:
+                laconic.save(tmp_path, model, optimizer, others={"data": sampler})
+            return drawn
+
+        return run
+
+    before = laconic.simulate(worker(False, 10), faults=laconic.Faults(3))
+    for workers in (3, 4, 2):
+        after = laconic.simulate(worker(True, 20), faults=laconic.Faults(workers))
+        drawn = sorted(sample for samples in (*before, *after) for sample in samples)
+        assert len(drawn) == len(set(drawn)) == 30 + 10 * workers
+
+
+# -- auto ----
+
+
+@pytest.fixture
+def slow_then_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network is slow at first and fast later, choices are reviewed often, and all steps take
+    as long."""
+    module = importlib.import_module("laconic.auto")  # not the function of this name
+
+    def found(self: Chooser) -> Probed:
+        self._world.gather(torch.tensor([1.0]))
+        rate = (3e5, 1e12)[len(self.choices) % 2]
+        return Probed(rate, 1e-4, 0, 0, [0.0] * self._link.size)
+
+    monkeypatch.setattr(Chooser, "_probe", found)
+    for name, value in {"REVIEW": 10, "LATER": 4, "WARMUP": 1, "WINDOW": 3}.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(
+        module, "usual", lambda spans, cycle: (0.01, 0.005) if spans else (0.0, 0.0)
+    )
+
+
+@pytest.mark.parametrize("join", [4, 25])
+def test_auto_lets_newcomers_choose_as_the_others(join: int, slow_then_fast: None) -> None:
+    """Whenever a worker joins: before the first choice, while paces are compared, and after a
+    change of recipe."""
+    plan = laconic.Faults(start=3, kill=((1, 60), (2, 90)), join=(join, join + 1, 70))
+    found = left(laconic.simulate(program("laconic.auto()", steps=150), faults=plan))
+    assert sorted(r["begun"] for r in found)[1:] == [join, join + 1, 70]
+    choices = only(found, "choices")
+    assert len({text for _, text, _ in choices}) > 1, "the recipe has changed"
+    assert len({workers for *_, workers in choices}) > 1, "it measures again with other workers"
+    assert only(found, "step") == 150
+    only(found, "digest")
+
+
+def test_auto_chooses_nothing_for_a_worker_that_is_alone(slow_then_fast: None) -> None:
+    """Until another one joins."""
+    train = program("laconic.auto()", steps=100)
+    found = left(laconic.simulate(train, faults=laconic.Faults(start=1, join=(60,))))
+    choices = only(found, "choices")
+    assert choices[0][2] == 2 and all(step > 60 for step, _, _ in choices)
