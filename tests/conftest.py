@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support import programs
-
 if TYPE_CHECKING:
     from tests.support import gloo, job_keys
 
@@ -70,11 +68,6 @@ def pytest_runtest_protocol(
     finally:  # not between two of them: fixtures of the file may have left hosts in place
         if nextitem is None or not nextitem.get_closest_marker("hosts"):
             fcntl.flock(ALONE, fcntl.LOCK_UN)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """One preloaded process for the whole run: started where the run begins, used by all."""
-    programs.serve_programs(config)
 
 
 @pytest.fixture(scope="session")
