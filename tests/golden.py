@@ -19,6 +19,10 @@ Each case is also saved at a step where delayed messages are in flight, with `la
 state dicts, loaded into fresh objects, and trained on. These runs must equal the one that was not
 interrupted; a difference is reported as the kind ``resumed params`` and so on.
 
+Some runs are not resumed: those whose workers come and go, rounds with a quorum (which are repeated
+from their closings instead), ``auto()`` on a controlled clock (``choices``: what it chose), outer
+state in host memory, and steps that a signal handler interrupts (``outcome``: how the run ends).
+
 Only public names of laconic are used here, so that its inside may change.
 
 What the digests depend on, as far as that could be tried on one machine with AVX-512:
@@ -43,11 +47,14 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -58,13 +65,14 @@ if __name__ == "__main__":  # before torch is imported, and for the processes of
     os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.links import Link
+from laconic.links import Link, Throttled
 
-from tests.support import gloo
+from tests.support import clock, gloo, late
 from tests.support.all_recipes import ROWS
 
 FILE = Path(__file__).with_suffix(".json")
@@ -87,7 +95,7 @@ class Case:
     after which it is saved; right after the steps ``switch_at`` and ``finish_at`` it calls
     ``switch(to)`` and ``finish()``."""
 
-    recipe: la.Recipe = ()
+    recipe: Any = ()
     ranks: int = 3
     options: Mapping[str, Any] = field(default_factory=dict)
     front: str = "attach"
@@ -121,6 +129,25 @@ class Case:
     switch_at: int = 0
     to: la.Recipe = ()
     finish_at: int = 0
+    broken: int = 0
+    """The step whose backward pass fails on every rank, and is then repeated."""
+    faults: la.Faults | str | None = None
+    """Workers come and go: a plan, or the name of one of `TRACES`."""
+    seconds: tuple[float, ...] = ()
+    """Of each worker's step, by which rounds with a quorum close."""
+    messages: tuple[float, ...] | None = None
+    """Of each worker's messages."""
+    network: str = ""
+    """The rate of the simulated network, on the controlled clock."""
+    offload: bool = False
+    """Outer state in the host memory of an emulated accelerator."""
+    alarm: int = 0
+    """The step in which rank 1's signal handler raises, while it waits for rank 0; the one after
+    the last is ``finish()``. Over processes only."""
+
+    @property
+    def resumes(self) -> bool:
+        return not (self.faults or self.seconds or self.network or self.offload)
 
     @property
     def checks(self) -> tuple[int, ...]:
@@ -199,7 +226,7 @@ class Model(nn.Module):
                 continue
             if name.startswith("norm"):
                 continue
-            c = numbers(p.shape, 2, rank, step, part, index).to(p.dtype)
+            c = numbers(p.shape, 2, rank, step, part, index).to(p.device, p.dtype)
             if case.overflow and step in case.overflow and rank == 1:
                 c = c * torch.inf
             terms.append((c * p).sum() + SLOPE / 2 * (p * p).sum())
@@ -218,6 +245,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+class StopError(Exception):
+    """What interrupts a step."""
+
+
 class Training:
     """One rank's loop under `laconic.attach`, built as it is after ``begun`` steps."""
 
@@ -228,13 +259,16 @@ class Training:
         self.model: Any = self.module
         if case.sharded:
             self._shard()
+        if case.offload:
+            self.module.to(late.set_up())
         self.wrap()
         self.params: list[Tensor] = list(self.module.parameters())
         self.masters: Tensor | None = None
         if case.masters:
             self.masters = torch.cat([p.detach().float().reshape(-1) for p in self.params])
-        self.inner = self._optimizer(begun)
-        self.optimizer: Any = self.inner
+        self.inners = self._optimizers(begun)
+        self.inner = self.inners[0]
+        self.optimizer: Any = self.inner if len(self.inners) == 1 else self.inners
         self.scaler: torch.amp.GradScaler | None = None
         if case.overflow:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=4)
@@ -255,19 +289,24 @@ class Training:
         self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
         fully_shard(self.module, mesh=self.mesh["shards"])
 
-    def _optimizer(self, begun: int) -> torch.optim.Optimizer:
+    def _optimizers(self, begun: int) -> list[torch.optim.Optimizer]:
         case = self.case
+        if case.optimizer == "momentum, adamw":
+            made = zip(
+                case.optimizer.split(", "), (self.params[::2], self.params[1::2]), strict=True
+            )
+            return [OPTIMIZERS[name](params, lr=0.05) for name, params in made]
         make = OPTIMIZERS[case.optimizer]
         decay = {"weight_decay": 0.1} if case.absent else {}
         if self.masters is not None:
-            return make([self.masters], lr=0.05, **decay)
+            return [make([self.masters], lr=0.05, **decay)]
         if not case.groups:
-            return make(self.params, lr=0.05, **decay)
+            return [make(self.params, lr=0.05, **decay)]
         groups = [
             {"params": self.params[:2], "lr": 0.05},
             {"params": self.params[2:3], "lr": 0.02},
         ]
-        return make([*groups, self.joining] if begun >= JOIN else groups, lr=1.0, **decay)
+        return [make([*groups, self.joining] if begun >= JOIN else groups, lr=1.0, **decay)]
 
     @property
     def joining(self) -> dict[str, Any]:
@@ -280,6 +319,8 @@ class Training:
         options: dict[str, Any] = {"link": self.link, "scaler": self.scaler, **case.options}
         if case.sharded:
             options["mesh"] = self.mesh
+        if case.faults:
+            options["elastic"] = la.Elastic("simulated", others=self.others)
         self.own_sync = la.attach(self.model, self.optimizer, recipe, **options)
 
     @property
@@ -290,10 +331,15 @@ class Training:
 
     def step(self, t: int) -> None:
         case = self.case
+        if case.network:
+            CLOCKS[-1].sleep(0.01)
         if case.groups and t == JOIN:
             self.optimizer.add_param_group(self.joining)
-        self.optimizer.zero_grad()
+        for each in self.steppers:
+            each.zero_grad()
         self.model.zero_grad(set_to_none=True)
+        if t == case.broken:
+            self._fail(t)
         if case.closure:
             self.optimizer.step(partial(self._closure, t))
         else:
@@ -315,10 +361,25 @@ class Training:
     def _backward(self, t: int, part: int) -> Tensor:
         loss: Tensor = self.model(self.case, self.rank, t, part)
         if self.scaler is not None:
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(loss).backward()
         else:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         return loss
+
+    def _fail(self, t: int) -> None:
+        """A backward pass, or a closure after it, that raises."""
+
+        def stop(_: Tensor) -> None:
+            raise StopError
+
+        hook = self.params[0].register_hook(stop)
+        with suppress(StopError):
+            if self.case.closure:
+                self.optimizer.step(partial(self._closure, t))
+            else:
+                self._backward(t, 0)
+        hook.remove()
+        self.model.zero_grad(set_to_none=True)
 
     def _closure(self, t: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -328,11 +389,18 @@ class Training:
         if self.masters is not None:
             grads = [p.grad.float().reshape(-1) for p in self.params if p.grad is not None]
             self.masters.grad = torch.cat(grads)
+        for each in self.steppers:
+            if self.scaler is not None:
+                self.scaler.step(each)
+            else:
+                each.step()
         if self.scaler is not None:
-            self.scaler.step(self.optimizer)
             self.scaler.update()
-        else:
-            self.optimizer.step()
+
+    @property
+    def steppers(self) -> list[Any]:
+        """The optimizers whose ``step()`` the loop calls."""
+        return list(self.inners) if len(self.inners) > 1 else [self.optimizer]
 
     def after_step(self, t: int) -> None:
         """What a front end has to be told."""
@@ -356,7 +424,8 @@ class Training:
     @property
     def parts(self) -> dict[str, Any]:
         """What a user saves with ``state_dict()``, in the order in which it is loaded."""
-        return {"model": self.model, "optimizer": self.optimizer, "sync": self.sync}
+        optimizers = {f"optimizer {n}": each for n, each in enumerate(self.steppers)}
+        return {"model": self.model, **optimizers, "sync": self.sync}
 
     def states(self) -> bytes:
         found = {k: part.state_dict() for k, part in {**self.parts, **self.others}.items()}
@@ -374,10 +443,10 @@ class Training:
             part.load_state_dict(found[name])
 
     def save(self, path: Path) -> None:
-        la.save(path, self.model, self.optimizer, others=self.others)
+        la.save(path, self.model, self.optimizer, self.parts.get("sync"), others=self.others)
 
     def load(self, path: Path) -> None:
-        la.load(path, self.model, self.optimizer, others=self.others)
+        la.load(path, self.model, self.optimizer, self.parts.get("sync"), others=self.others)
 
     # -- digests ----
 
@@ -388,11 +457,12 @@ class Training:
     def moments(self) -> list[Any]:
         """The optimizer's state and learning rates, and the scale."""
         found: list[Any] = [] if self.scaler is None else [self.scaler.get_scale()]
-        for group in self.inner.param_groups:
-            found.append(group["lr"])
-            for p in group["params"]:
-                state = self.inner.state.get(p, {})
-                found += [item for name in sorted(state) for item in (name, state[name])]
+        for inner in self.inners:
+            for group in inner.param_groups:
+                found.append(group["lr"])
+                for p in group["params"]:
+                    state = inner.state.get(p, {})
+                    found += [item for name in sorted(state) for item in (name, state[name])]
         return found
 
     def ledger(self) -> dict[str, int]:
@@ -407,63 +477,45 @@ class Training:
 class Comm(Training):
     """With a `CommOptimizer`."""
 
+    handle: Any
+
     def begin(self) -> None:
         name, *rest = self.case.options["arguments"]
-        given = (name, self.case.ranks, *rest)
-        kept = {"model": self.model, "link": self.link}
-        self.optimizer = la.CommOptimizer(self.inner, *given, **kept)
+        self.handle = self.make(name, self.case.ranks, *rest, model=self.model, link=self.link)
+
+    def make(self, name: str, *arguments: Any, **options: Any) -> Any:
+        self.optimizer = la.CommOptimizer(self.inner, name, *arguments, **options)
+        return self.optimizer
 
     @property
     def sync(self) -> la.Synchronizer:
-        assert self.optimizer.sync is not None
-        found: la.Synchronizer = self.optimizer.sync
+        found: la.Synchronizer = self.handle.sync
         return found
 
     @property
     def front(self) -> Any:
-        return self.optimizer
+        return self.handle
 
     def report(self, loss: float) -> None:
-        self.optimizer.report_loss(loss)
+        self.handle.report_loss(loss)
 
     @property
     def parts(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
 
 
-class ByHand(Training):
+class ByHand(Comm):
     """With a `DistOptimizer` of the user's own loop."""
 
-    def begin(self) -> None:
-        name, *rest = self.case.options["arguments"]
-        kept = {"model": self.model, "link": self.link}
-        self.dist: Any = getattr(la, name)(self.inner, self.case.ranks, *rest, **kept)
-
-    @property
-    def sync(self) -> la.Synchronizer:
-        assert self.dist.sync is not None
-        found: la.Synchronizer = self.dist.sync
-        return found
-
-    @property
-    def front(self) -> Any:
-        return self.dist
-
-    def report(self, loss: float) -> None:
-        self.dist.report_loss(loss)
+    def make(self, name: str, *arguments: Any, **options: Any) -> Any:
+        return getattr(la, name)(self.inner, *arguments, **options)
 
     def after_step(self, t: int) -> None:
-        self.dist.step()
+        self.handle.step()
 
     @property
     def parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "sync": self.dist}
-
-    def save(self, path: Path) -> None:
-        la.save(path, self.model, self.optimizer, self.dist, others=self.others)
-
-    def load(self, path: Path) -> None:
-        la.load(path, self.model, self.optimizer, self.dist, others=self.others)
+        return {**super().parts, "sync": self.handle}
 
 
 class SlowMo(Training):
@@ -475,6 +527,8 @@ class SlowMo(Training):
         if "graph" in options:
             at = self.rank // nprocs, self.case.ranks // nprocs
             options["graph"] = options["graph"](*at, nprocs, self.rank % nprocs)
+        if "mixing" in options:
+            options["mixing"] = options["mixing"](options["graph"])
         self.model = la.SlowMoDistributedDataParallel(self.module, nprocs, **options)
 
     def begin(self) -> None:
@@ -523,7 +577,7 @@ def digest(*values: Any) -> str:
             own = value.detach()
             own = own.to_local() if hasattr(own, "to_local") else own  # a shard
             whole.update(f"{own.dtype} {tuple(own.shape)}".encode())
-            whole.update(own.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            whole.update(own.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         else:
             whole.update(repr(value).encode())
     return whole.hexdigest()
@@ -542,12 +596,16 @@ def tensors_in(state: Any) -> Iterator[Tensor]:
 
 
 def combined(traces: Sequence[Trace]) -> Trace:
-    """One digest over all ranks for each kind and step."""
-    first = traces[0]
-    return {
-        kind: {t: digest(*(trace[kind][t] for trace in traces)) for t in first[kind]}
-        for kind in first
-    }
+    """For each kind and step, one digest over all ranks that have one."""
+    steps: dict[str, set[int]] = {}
+    for trace in traces:
+        for kind, own in trace.items():
+            steps.setdefault(kind, set()).update(own)
+
+    def over_all(kind: str, t: int) -> str:
+        return digest(*(trace[kind][t] for trace in traces if t in trace.get(kind, {})))
+
+    return {kind: {t: over_all(kind, t) for t in sorted(found)} for kind, found in steps.items()}
 
 
 class Recorder:
@@ -584,10 +642,14 @@ class Recorder:
         self.put("ledger", step, sorted((k, v) for k, v in added.items() if v))
 
     def go(self, first: int, last: int) -> None:
-        for t in range(first, last + 1):
+        t = first
+        while t <= last:
             self.before = self.training.ledger()
             self.training.step(t)
+            if self.case.faults:  # a newcomer's first step may be a later one
+                t = self.training.sync.step
             self.take(t)
+            t += 1
 
     def end(self) -> None:
         training, step = self.training, self.case.steps
@@ -595,14 +657,33 @@ class Recorder:
         self.put("finish", step, *training.weights(), *training.module.buffers())
         calls = sorted((c.count, c.bytes) for c in training.sync.calls().values())
         self.put("total", step, sorted(training.ledger().items()), calls)
+        if training.sync.choices:
+            self.put(
+                "choices", step, [(choice.step, choice.text) for choice in training.sync.choices]
+            )
         training.detach()
 
 
-def train(rank: int, case: Case, folder: Path, link: Link | None = None) -> tuple[Trace, Trace]:
-    """One rank's digests, and those in which a resumed run was another."""
+def train(
+    rank: int,
+    case: Case,
+    folder: Path,
+    link: Link | None = None,
+    closings: list[Any] | None = None,
+) -> tuple[Trace, Trace]:
+    """One rank's digests, and those in which a resumed run was another. ``closings``: gets those of
+    rounds with a quorum."""
     make = FRONTS[case.front]
     straight = Recorder(make(case, rank, link))
-    straight.take(0)
+    begun = straight.training.sync.step if case.faults else 0
+    straight.take(begun)
+    if not case.resumes:
+        straight.go(begun + 1, case.steps)
+        before = straight.training.sync.closings
+        straight.end()
+        if closings is not None and rank == 0:
+            closings[:] = straight.training.sync.closings or before
+        return straight.trace, {}
     straight.go(1, case.save)
     states = straight.training.states()
     straight.training.save(folder)
@@ -626,32 +707,144 @@ def train(rank: int, case: Case, folder: Path, link: Link | None = None) -> tupl
     return straight.trace, wrong
 
 
+def interrupted(rank: int, case: Case, folder: Path, link: Link) -> tuple[Trace, Trace]:
+    """`train` until rank 1 is interrupted, and on as if nothing had happened."""
+    main, rung = threading.get_ident(), folder / "rung"
+
+    def stop(*_: object) -> None:
+        rung.touch()
+        raise StopError
+
+    def watch() -> None:
+        """Send the signal once the main thread has waited at one place in laconic for a while."""
+        before, times = "", 0
+        while times < 50:
+            time.sleep(0.01)
+            frame, place = sys._current_frames().get(main), ""
+            waits = frame is not None and frame.f_code.co_name == "wait"
+            while frame is not None:
+                place += f"{frame.f_code.co_filename} {frame.f_lineno}\n"
+                frame = frame.f_back
+            times = times + 1 if waits and "laconic" in place and place == before else 0
+            before = place
+        signal.pthread_kill(main, signal.SIGALRM)
+
+    def begin(t: int) -> None:
+        if t == case.alarm and rank == 1:
+            threading.Thread(target=watch, daemon=True).start()
+        while t == case.alarm and rank == 0 and not rung.exists():
+            time.sleep(0.01)
+
+    recorder = Recorder(FRONTS[case.front](case, rank, link))
+    training, t, outcome = recorder.training, 0, "finished"
+    handler = signal.signal(signal.SIGALRM, stop)
+    try:
+        with training.sync:
+            for t in range(1, case.steps + 2):
+                begin(t)
+                with suppress(StopError):
+                    training.step(t) if t <= case.steps else training.sync.finish()
+                    if rank == 1 or t < case.alarm:  # how soon the other notices depends on time
+                        recorder.put("params", t, *training.weights())
+    except la.LinkError:
+        outcome = f"LinkError at {t if rank else 0}"
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    recorder.put("outcome", 0, outcome)
+    return recorder.trace, {}
+
+
 def over_processes(rank: int, name: str, folder: Path) -> tuple[Trace, Trace]:
     """`train` in a process of `gloo.Pool`."""
     case = CASES[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return train(rank, case, folder, gloo.link_of(case.ranks))
+        run = interrupted if case.alarm else train
+        return run(rank, case, folder, gloo.link_of(case.ranks))
+
+
+TRACES = {"sgp": (20, 22, 31), "ddp, int4": (19, 21, 27)}
+"""From which unit on worker d has come, and b and c are gone."""
+
+
+def trace_of(recipe: str, folder: Path) -> la.Trace:
+    """As the workers of an elastic run record it: d joins after step 5, b is killed before its last
+    message has arrived, and c leaves after step 10 and gives a what only it has."""
+    came, lost, left = TRACES[recipe]
+    views = {1: "abc", came: "abcd", lost - 1: "abcd", lost: "acd", left: "ad"}
+    own: dict[str, dict[str, Any]] = {
+        "a": {"from": "c", "step": 10},
+        "c": {"left": 10},
+        "d": {"donor": "a", "step": 5},
+    }
+    for worker in "abcd":
+        events = [own[worker]] if worker in own else []
+        for unit, present in views.items():
+            if worker in present:
+                missing = {"missing": ["b"]} if unit == lost - 1 and worker != "b" else {}
+                events.append({"unit": unit, "workers": list(present), **missing})
+        lines = "".join(json.dumps(event) + "\n" for event in events)
+        (folder / f"{worker}.jsonl").write_text(lines)
+    return la.Trace(folder)
+
+
+CLOCKS: list[clock.Clock] = []
+"""The controlled clock of the present case."""
+
+
+@contextmanager
+def surrounded(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
+    """What a simulated case needs around it; gives the options of `laconic.simulate`."""
+    options: dict[str, Any] = {"workers": case.ranks}
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patched:
+        warnings.simplefilter("ignore")
+        if case.network:
+            CLOCKS[:] = [clock.controlled(patched)]
+            options["link"] = lambda link: Throttled(link, case.network, 1e-3)
+        if isinstance(case.faults, str):
+            options = {"faults": trace_of(case.faults, folder)}
+        elif case.faults:
+            options = {"faults": case.faults}
+        if case.seconds:
+            options |= {"step_seconds": case.seconds, "message_seconds": case.messages}
+        with late.device(settles=True) if case.offload else nullcontext():
+            yield options
 
 
 def simulated(case: Case) -> tuple[Trace, list[Trace]]:
     """The digests of a case over simulated workers, and what differed after resuming."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    closings: list[Any] = []
+
+    def run(rank: int) -> tuple[Trace, Trace]:
+        return train(rank, case, place, closings=closings)
+
+    with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        runs = la.simulate(lambda rank: train(rank, case, place), workers=case.ranks)
-    return combined([trace for trace, _ in runs]), [wrong for _, wrong in runs]
+        with surrounded(case, place) as options:
+            runs = [run for run in la.simulate(run, **options) if run is not None]
+            trace = combined([trace for trace, _ in runs])
+            if not case.seconds:
+                return trace, [wrong for _, wrong in runs]
+            again = la.simulate(run, workers=case.ranks, closings=list(closings))
+    repeated = combined([trace for trace, _ in again])
+    wrong = {
+        f"repeated {kind}": {t: "closings" for t in steps if repeated[kind][t] != steps[t]}
+        for kind, steps in trace.items()
+    }
+    return trace, [{kind: steps for kind, steps in wrong.items() if steps}]
 
 
-def in_processes(name: str, pools: Mapping[int, gloo.Pool] | Pools) -> tuple[Trace, list[Trace]]:
+def in_processes(name: str, pools: dict[int, gloo.Pool]) -> tuple[Trace, list[Trace]]:
     """The same over processes; without the ledger of single steps where it depends on time."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         given = (over_processes, name, Path(folder))
         runs = pools[case.ranks].run(*given, ranks=case.ranks)
+    if case.alarm and isinstance(pools, Pools):
+        pools.drop(case.ranks)
     trace = combined([trace for trace, _ in runs])
     if case.delayed:
-        del trace["ledger"]
+        trace.pop("ledger", None)
     return trace, [wrong for _, wrong in runs]
 
 
@@ -667,12 +860,12 @@ class Homemade(la.Update):
     def init(self, x: Tensor) -> dict[str, Tensor]:
         return {"sum": torch.zeros_like(x), "last": torch.tensor(0.0)}
 
-    def send(self, x: Tensor, state: dict[str, Tensor], clock: la.Clock) -> Tensor:
+    def send(self, x: Tensor, state: MutableMapping[str, Tensor], clock: la.Clock) -> Tensor:
         state["sum"] += x
         state["last"].fill_(clock.step)
         return x + 0.0625 * state["sum"]
 
-    def combine(self, mean: Tensor, state: dict[str, Tensor], clock: la.Clock) -> Tensor:
+    def combine(self, mean: Tensor, state: MutableMapping[str, Tensor], clock: la.Clock) -> Tensor:
         return mean * (1.0 - 0.0625 * clock.executed)
 
     def fold(
@@ -680,7 +873,7 @@ class Homemade(la.Update):
         x: Tensor,
         received: Tensor,
         sent: Tensor | None,
-        state: dict[str, Tensor],
+        state: MutableMapping[str, Tensor],
         clock: la.Clock,
     ) -> Tensor:
         return received
@@ -992,6 +1185,13 @@ def _front_ends() -> Iterator[tuple[str, Case]]:
         "SGP, ring": {**sgp, "graph": la.RingGraph},
         "SGP, linear": {**sgp, "graph": la.DynamicDirectedLinearGraph},
         "SGP, bipartite": {**sgp, "graph": la.DynamicBipartiteExponentialGraph},
+        "SGP, ring, mixing": {**sgp, "graph": la.RingGraph, "mixing": la.UniformMixing},
+        "SGP, no push-sum, memory efficient": {
+            **sgp,
+            "push_sum": False,
+            "slowmo_memory_efficient": True,
+        },
+        "local SGD, every 2 steps": {"localsgd_frequency": 2, "use_streams": False},
     }
     for name, options in settings.items():
         given = {"slowmo_frequency": 6, **options}
@@ -1034,10 +1234,108 @@ def _sharded() -> Iterator[tuple[str, Case]]:
         yield f"{name}, FSDP", Case(recipe, 4, sharded=True, shapes=SHAPES[:4])
 
 
+SOME: dict[str, la.Recipe] = {
+    "ddp": la.ddp(),
+    "ddp, int4": la.ddp(codec="int4"),
+    "local_sgd, late, int8": la.local_sgd(3, delay=2, codec="int8"),
+    "local_sgd, average": la.local_sgd(3, optimizer_state="average"),
+    "slowmo over late sgp": la.slowmo(la.sgp(delay=2), 5, 0.4),
+    "sgp": la.sgp(),
+    "diloco, late": la.diloco(5, momentum=0.5, delay=4),
+    "diloco, eager": la.diloco(5, delay=3, merge="eager"),
+    "streaming_diloco": la.streaming_diloco(6, 3, 3, codec="int4"),
+    "easgd": la.easgd(3, pull=0.1),
+    "noloco": la.noloco(3),
+    "power_sgd": la.power_sgd(2),
+}
+"""Recipes of each kind."""
+
+
+def _elastic() -> Iterator[tuple[str, Case]]:
+    """Workers that are lost, that leave, and that come."""
+    plan: dict[str, Any] = {"faults": la.Faults(3, kill=((0, 6), (2, 10)), join=(5,))}
+    for name, recipe in SOME.items():
+        if name != "power_sgd":
+            yield f"{name}, elastic", Case(recipe, schedule=True, processes=False, **plan)
+    for name in TRACES:
+        yield f"{name}, trace", Case(SOME[name], faults=name, schedule=True, processes=False)
+
+
+def _quorums() -> Iterator[tuple[str, Case]]:
+    """Rounds with a quorum in virtual time; the second worker is slow."""
+    recipes: dict[str, la.Recipe] = {
+        "local_sgd": la.local_sgd(3, quorum=2),
+        "local_sgd, own pace, steps": la.local_sgd(
+            4, quorum=2, pace="own", weigh="steps", grace=0.5
+        ),
+        "diloco": la.diloco(3, momentum=0.5, quorum=2),
+        "diloco, rda, grace": la.diloco(3, momentum=0.5, quorum=1, grace=1.5, average="rda"),
+        "diloco, own pace, int8": la.diloco(4, quorum=2, pace="own", codec="int8"),
+    }
+    for number, (name, recipe) in enumerate(recipes.items()):
+        times: dict[str, Any] = {"seconds": (1.0, 2.25, 1.5)}
+        if number % 2:
+            times["messages"] = (0.0, 0.5, 1.75)
+        yield f"{name}, quorum", Case(recipe, processes=False, **times)
+
+
+def _automatic() -> Iterator[tuple[str, Case]]:
+    """``auto()``, with networks of which the choice is clear."""
+    for network in ("10gbit", "30kbit"):
+        case = Case(la.auto(), network=network, steps=20, optimizer="sgd", processes=False)
+        yield f"auto, {network}", case
+
+
+def _offloaded() -> Iterator[tuple[str, Case]]:
+    for name in ("local_sgd, late, int8", "diloco, late", "easgd"):
+        yield (
+            f"{name}, offload",
+            Case(SOME[name], options={"offload": True}, offload=True, processes=False),
+        )
+
+
+def _several() -> Iterator[tuple[str, Case]]:
+    """Two optimizers."""
+    both: dict[str, Any] = {"optimizer": "momentum, adamw"}
+    for name in ("ddp, int4", "local_sgd, average", "slowmo over late sgp", "diloco, late"):
+        yield f"{name}, momentum and adamw", Case(SOME[name], **both)
+    scaled = Case(SOME["local_sgd, late, int8"], overflow=(3, 7, 10), **both)
+    yield "local_sgd, momentum and adamw, overflow", scaled
+
+
+def _skips() -> Iterator[tuple[str, Case]]:
+    """Steps that a GradScaler skips, and backward passes that fail."""
+    for name in ("ddp, int4", "slowmo over late sgp", "streaming_diloco", "easgd", "noloco"):
+        yield f"{name}, skips", Case(SOME[name], overflow=(3, 7, 10))
+    for name in ("ddp", "ddp, int4", "power_sgd", "diloco, late", "slowmo over late sgp"):
+        shapes = MATRIX if name == "power_sgd" else SHAPES
+        yield f"{name}, broken", Case(SOME[name], broken=5, shapes=shapes)
+    yield "ddp, broken closure", Case(SOME["ddp"], broken=5, closure=True)
+    yield "ddp, broken, overflow", Case(SOME["ddp"], broken=5, overflow=(3, 7))
+
+
+def _interrupted() -> Iterator[tuple[str, Case]]:
+    """By a signal, wherever a step waits for another rank: in the backward pass, in a round, where
+    a delayed round is folded, in an outer step, and in ``finish()``."""
+    for name, alarm in (
+        ("ddp", 3),
+        ("ddp, int4", 3),
+        ("local_sgd, average", 3),
+        ("diloco, late", 5),
+        ("sgp", 2),
+        ("slowmo over late sgp", 5),
+        ("streaming_diloco", 2),
+        ("local_sgd, average", 11),
+    ):
+        yield f"{name}, interrupted at {alarm}", Case(SOME[name], 2, alarm=alarm, steps=10)
+
+
 def _all() -> Iterator[tuple[str, Case]]:
     for part in (_rows, _coded, _delayed, _outer, _graphs, _replicas, _loops, _front_ends):
         yield from part()
     yield from _sharded()
+    for part in (_elastic, _quorums, _automatic, _offloaded, _several, _skips, _interrupted):
+        yield from part()
 
 
 def _table() -> dict[str, Case]:
@@ -1118,25 +1416,21 @@ def differences(
     return found
 
 
-class Pools:
+class Pools(dict[int, gloo.Pool]):
     """Pools of processes by the number of ranks, started when they are needed: the front ends take
     the default process group."""
 
-    def __init__(self) -> None:
-        self.started: dict[int, gloo.Pool] = {}
-
-    def __getitem__(self, ranks: int) -> gloo.Pool:
-        if ranks not in self.started:
-            self.started[ranks] = gloo.Pool(ranks)
-        return self.started[ranks]
+    def __missing__(self, ranks: int) -> gloo.Pool:
+        self[ranks] = gloo.Pool(ranks)
+        return self[ranks]
 
     def drop(self, ranks: int) -> None:
         """After an error, in which connections may be lost, others take their place."""
-        if ranks in self.started:
-            self.started.pop(ranks).close()
+        if ranks in self:
+            self.pop(ranks).close()
 
     def close(self) -> None:
-        for pool in self.started.values():
+        for pool in self.values():
             pool.close()
 
 
@@ -1169,6 +1463,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"laconic in {Path(la.__file__).parent}", file=sys.stderr)
     torch.set_num_threads(1)
+    if any(CASES[name].offload for name in names):
+        late.set_up()  # before autograd is used
     recorded = read(given.file)
     pools = Pools()
     found: list[str] = []
@@ -1177,7 +1473,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             case = CASES[name]
             runs: dict[str, Callable[[], tuple[Trace, list[Trace]]]] = {}
-            if not case.sharded:
+            if not case.sharded and not case.alarm:
                 runs[name] = partial(simulated, case)
             if case.sharded or (case.processes and not given.simulated):
                 runs[f"{name} (processes)"] = partial(in_processes, name, pools)
