@@ -367,18 +367,21 @@ class Training:
         return loss
 
     def _fail(self, t: int) -> None:
-        """A backward pass, or a closure after it, that raises."""
+        """A backward pass, or a closure with it, that raises when all gradients have come."""
 
         def stop(_: Tensor) -> None:
             raise StopError
 
-        hook = self.params[0].register_hook(stop)
+        early = (
+            torch.zeros((), requires_grad=True) * 1.0
+        )  # what is made first is differentiated last
+        early.register_hook(stop)
+
+        def backward() -> None:
+            (self.model(self.case, self.rank, t, 0) + early).backward()
+
         with suppress(StopError):
-            if self.case.closure:
-                self.optimizer.step(partial(self._closure, t))
-            else:
-                self._backward(t, 0)
-        hook.remove()
+            self.optimizer.step(backward) if self.case.closure else backward()
         self.model.zero_grad(set_to_none=True)
 
     def _closure(self, t: int) -> Tensor:

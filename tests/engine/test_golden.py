@@ -29,8 +29,8 @@ OTHERS = [
 SAMPLE = [
     name
     for name in (
-        *[f"{row}, 4 workers" for row in ROWS][::3],
-        *OTHERS[::24],
+        *[f"{row}, 4 workers" for row in ROWS][::4],
+        *OTHERS[::30],
         *("sgp, trace", "local_sgd, late, int8, elastic", "diloco, rda, grace, quorum"),
         *("auto, 30kbit", "diloco, late, offload", "SlowMo, SGP, overlap", "ddp, int4, broken"),
     )
