@@ -101,8 +101,12 @@ $(LAB): $(SOURCES)
 $(COURSE): $(SOURCES)
 	$(call environment,course)
 
-mutations: $(READY)       ## change a sign in each formula and see a test fail
-	$(BIN)/python -m tests.mutate
+SAMPLE ?= 0
+SEED ?= 0
+MUTATIONS ?=
+
+mutations: $(READY)       ## change the source at random and see a test fail; SAMPLE=100 SEED=1, else all: hours
+	$(BIN)/python -m tests.mutations --sample $(SAMPLE) --seed $(SEED) $(MUTATIONS)
 
 stress: $(READY)          ## start and end 200 labs in every way there is; nothing may be left
 	$(BIN)/python -m benchmarks.stress
@@ -132,4 +136,4 @@ $(DOCS): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) laconic-compare laconic-demo laconic-science build *.egg-info
+	rm -rf $(VENV) laconic-compare laconic-demo laconic-science build mutants *.egg-info
