@@ -40,6 +40,7 @@ from laconic.candidates import (
     takes_muon,
     turning,
 )
+from laconic.engine.comparison import BufferWatch
 from laconic.engine.session import Session
 from laconic.errors import check_float
 from laconic.links.calls import Call
@@ -275,6 +276,8 @@ class Chooser:
         """Whether the latest choice has told of unequal workers or networks."""
         self._first = FIRST_WARMUP, FIRST_WINDOW
         """Steps before the first choice, if they send gradients."""
+        self._buffers: BufferWatch | None = None
+        """Which of the module's buffers training changes; None: not known yet, or they stay."""
         self._probed: Probed | None = None
         """The network as `start` has measured it, until the next choice."""
 
@@ -318,6 +321,9 @@ class Chooser:
         now = self._now()
         self._step = step
         self._steps += 1
+        kind = self._session.settings.buffers
+        if self._buffers is None and kind != "keep":
+            self._buffers = BufferWatch(self._session.model, every=kind == "broadcast")
         if self._steps > (WARMUP if self.choices else self._first[0]):
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
         if self._steps == WARMUP:  # without the messages of a change of recipe
@@ -474,14 +480,16 @@ class Chooser:
             largest = largest_fragment(self._session.model, self._session.groups())
         slowest = [compute, -found.rate, found.latency, wall, elements, -elements, -float(muon)]
         slowest += [turns, largest, itemsize]
+        sizes, changing = ((), 0) if self._buffers is None else self._buffers.sizes()
+        slowest.append(changing)
         rest = [found.packets, found.again, *used, *found.speeds]
         own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
-        compute, rate, latency, wall, most, least, muon, turns, largest, itemsize = (
-            everyone[:, :10].amax(0).tolist()
+        compute, rate, latency, wall, most, least, muon, turns, largest, itemsize, changing = (
+            everyone[:, :11].amax(0).tolist()
         )
-        packets, again = everyone[:, 10:12].sum(0).tolist()
-        carry, contention = _busiest(everyone[:, 12:14])
+        packets, again = everyone[:, 11:13].sum(0).tolist()
+        carry, contention = _busiest(everyone[:, 13:15])
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
         self._traffic = self._sent()  # without the probes, which wait for nothing else
         self._before = self._session.usage()
@@ -490,7 +498,7 @@ class Chooser:
         loss = lost_share(packets, again, latency, everyone.shape[0])
         self._slow_worker, self._slow_host = slow_worker(everyone[:, 0]), ""
         if self._ranks == 1:  # a rank's row is that of a worker
-            self._slow_host = slow_host(everyone[:, 14:])
+            self._slow_host = slow_host(everyone[:, 15:])
         known = self._workers, shapes, int(itemsize), compute, -rate, latency, loss
         ranks = 1 if self._session.sharded else self._ranks  # else each sends a part of a message
         facts = Facts(
@@ -503,6 +511,9 @@ class Chooser:
             muon=bool(muon),  # -1 where all ranks take it
             turning=turns,
             largest=largest,
+            buffers=sizes,
+            changing=int(changing),
+            broadcast=self._session.settings.buffers == "broadcast",
         )
         return undisturbed(self.now.recipe, facts), wall
 
@@ -601,9 +612,8 @@ def _saved(facts: Facts) -> dict[str, Any]:
 
 def _facts(saved: Mapping[str, Any]) -> Facts:
     shapes = tuple(tuple(shape) for shape in saved["shapes"])
-    alike = {
-        name: tuple(saved.get(name, ())) for name in ("computes", "rates", "receives", "shared")
-    }
+    names = ("computes", "rates", "receives", "shared", "buffers")
+    alike = {name: tuple(saved.get(name, ())) for name in names}
     saved = {"one_way" if name == "latency" else name: v for name, v in saved.items()}  # of 0.2.0
     facts = Facts(**{**saved, **alike, "shapes": shapes, "nets": {}})
     nets = nets_of(facts.workers, facts.ranks, facts.rate, facts.one_way)

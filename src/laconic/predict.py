@@ -53,6 +53,10 @@ T_ri is the time of what rank 0 receives from all and then sends to all (`Exchan
 longer if worker i's own network needs more for its message or for the result. Rank 0's own message
 does not travel, so T_r0 = 0.
 
+Rounds average the module's buffers, too (`buffer_rounds`), as far as training changes them: with
+b such buffers of v bytes, messages of 8 and of 16*b bytes compare digests among all ranks, and a
+message like those of the exchange has v bytes. They travel behind the round's own.
+
 The second term of the maximum is the network's capacity. A collective starts only when its last
 rank has reached it, so collectives with a delay can keep the network busy for at most the share U
 of the time that latency leaves. U_r = 1 for all other rounds and for gossip. A step never takes
@@ -63,7 +67,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -71,19 +75,21 @@ from typing import cast
 
 import torch
 
-from laconic.algorithms.compile import with_replicas
+from laconic.algorithms.compile import buffer_rounds, with_replicas
 from laconic.algorithms.exchange import Exchange, Gossip, in_stages
-from laconic.algorithms.exchanges import QuorumMean
+from laconic.algorithms.exchanges import Mean, QuorumMean
 from laconic.algorithms.round import (
     AnyRound,
     GradientRound,
     Recipe,
+    Round,
     describe,
     fragments_of,
     typical,
 )
-from laconic.algorithms.schedules import After, Every, Schedule, own_pace
-from laconic.buckets import BUCKET_BYTES
+from laconic.algorithms.schedules import After, Every, Schedule, every, own_pace
+from laconic.algorithms.updates import Replace
+from laconic.buckets import BUCKET_BYTES, module_buffers
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.engine.overlap import stages_at_once
 from laconic.links import cost
@@ -149,7 +155,9 @@ class Facts:
     None: where the latency says so. ``muon``: whether outer steps in Muon's direction are to be
     chosen (`laconic.candidates.takes_muon`); ``turning``: the seconds for which training stops to
     turn the steps of all matrices once; ``largest``: the share of the model in the largest fragment
-    by layers, 0 if unknown.
+    by layers, 0 if unknown. ``buffers``: the bytes of each of the module's buffers that rounds
+    average, and ``changing``, of those that training changes: others are not sent. ``broadcast``:
+    these are all buffers, which every step shares instead.
     """
 
     workers: int
@@ -174,6 +182,9 @@ class Facts:
     turning: float = 0.0
     largest: float = 0.0
     shared: tuple[Shared, ...] = ()
+    buffers: tuple[int, ...] = ()
+    changing: int = 0
+    broadcast: bool = False
 
     @property
     def alone(self) -> float:
@@ -261,14 +272,13 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
         return _predict_quorum(recipe, facts)
     rounds = with_replicas(recipe) if facts.ranks > 1 else recipe
     exposed = network = waited = least = serial = sent = synchronous = 0.0
-    for r in rounds:
+    for r, load in (*_loads(rounds, facts), *_buffer_loads(recipe, facts)):
         share = often(r)
-        if r.over == "group" or not share or not r.exchange.communicates:
-            continue
-        load = load_of(r, facts)
         exposed += share * (load.exposed + load.stretch)
         if r.over != "replica":
-            synchronous += 0.0 if r.delay or isinstance(r.exchange, Gossip) else share
+            meets = r.part is module_buffers if isinstance(r, Round) else False
+            meets |= not isinstance(r.exchange, Gossip)
+            synchronous += share if meets and not r.delay else 0.0
             network += share * load.network
             waited += share * min(load.exposed, load.network)
             serial += share * (load.network + facts.work.get(work_key(r), 0.0))
@@ -282,6 +292,43 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     return Prediction(total, total - facts.compute, sent, network / total, hidden)
 
 
+def _loads(rounds: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
+    for r in rounds:
+        if r.over != "group" and often(r) and r.exchange.communicates:
+            yield r, load_of(r, facts)
+
+
+def _buffer_loads(recipe: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
+    """Yield the rounds about the module's buffers that ``recipe`` implies, and what each costs. The
+    ranks compare digests, and send what differs, behind the messages that are under way."""
+    shared = Round(every(1), Replace(), Mean(), module_buffers, over="world")
+    rounds = (shared,) if facts.broadcast else buffer_rounds(recipe)
+    travels = [(r.delay, load.network) for r, load in _loads(recipe, facts) if r.delay]
+    for r in rounds if facts.buffers else ():
+        if not r.exchange.communicates:
+            continue
+        n = facts.workers * (facts.ranks if r.over == "world" else 1)
+        load, amount = Load(0.0, 0.0, 0.0, 0.0, 0.0), cost.gather(8, n)
+        if facts.changing:
+            amount += cost.gather(16 * len(facts.buffers), n)
+            load = _parameters(r, of_buffers(facts, facts.changing))
+        if facts.changing and facts.broadcast:
+            amount += cost.broadcast(facts.changing, n)
+            load = Load(0.0, 0.0, 0.0, 0.0, 0.0)
+        names = (r.over, "workers")
+        seconds = facts.travel(names, amount, n, 1) + load.network
+        sending = amount.seconds(facts.net(*names).rate, 0.0) + load.sending
+        before = max((t for delay, t in travels if delay == r.delay), default=0.0)
+        exposed = max(seconds - max(r.delay * facts.compute - before, 0.0), 0.0)
+        sent = _external_share(r, facts) * (amount.bytes + load.sent)
+        yield r, Load(seconds, sending, exposed, load.stretch, sent)
+
+
+def of_buffers(facts: Facts, size: int) -> Facts:
+    """Return ``facts`` about ``size`` bytes of buffers in place of the model."""
+    return replace(facts, shapes=((-(-size // 4),),), itemsize=4, work={}, turning=0.0)
+
+
 def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
     """Predict the cost of a step under a recipe whose rounds close with a quorum. All are due
     equally often, over workers of one rank, without a delay (`check_quorum`)."""
@@ -293,12 +340,16 @@ def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
     network, sent = [0.0] * n, 0.0
     other = facts.skew * math.sqrt(period)
     sendings = [0.0] * n
-    for r in recipe:
-        there, back = quorum_travel(r, facts)
+    about = [(r, facts) for r in recipe]
+    if facts.buffers:  # all of them travel, since the workers do not meet
+        buffers = of_buffers(facts, sum(facts.buffers))
+        about += [(r, buffers) for r in buffer_rounds(recipe)]
+    for r, known in about:
+        there, back = quorum_travel(r, known)
         sendings = [a + b for a, b in zip(sendings, there, strict=True)]
         network = [a + b + c for a, b, c in zip(network, there, back, strict=True)]
-        sent += r.exchange.cost(elements(r, facts, n), facts.itemsize, n).bytes
-        other += facts.work.get(work_key(r), 0.0)
+        sent += r.exchange.cost(elements(r, known, n), known.itemsize, n).bytes
+        other += known.work.get(work_key(r), 0.0)
     steps = [period] * n
     if exchange.pace == "own":
         skip = (exchange.workers or n) < n
@@ -423,6 +474,9 @@ def _parameters(r: AnyRound, facts: Facts) -> Load:
     names = ("peers", "workers") if isinstance(r.exchange, Gossip) else (r.over, "workers")
     size = length * share * facts.itemsize
     buckets = -(-size // BUCKET_BYTES)  # sent one after the other
+    if r.update.weight is not None:  # 8 bytes, to each peer with each bucket
+        weights = 8 * buckets * amount.bytes // (length * facts.itemsize)
+        amount = replace(amount, bytes=amount.bytes + weights)
     seconds = facts.travel(names, amount, n, buckets)
     if share > 1:
         seconds += facts.net("replica").seconds(cost.all_gather(size, share), buckets)

@@ -30,6 +30,7 @@ from laconic.algorithms.round import Recipe
 from laconic.buckets import itemsize_of
 from laconic.candidates import largest_fragment, takes_muon
 from laconic.device import accelerator, seconds_between, time_mark
+from laconic.engine.comparison import BufferWatch
 from laconic.errors import LinkError
 from laconic.links import cost
 from laconic.links.congestion import LONG_SECONDS
@@ -85,7 +86,9 @@ def measure(
     """Measure ``step``, the network, and the rounds of ``recipes``. Takes some seconds."""
     params = trained(model, optimizer)
     timed = _Steps(bench, step, params)
+    watch = BufferWatch(model)
     timed.run(WARMUP)
+    buffers, changing = watch.sizes()
     pace = _pace(bench, timed, steps)
     peak = _peak(bench.device)
     network = _network(bench, sum(p.numel() * p.element_size() for p in params))
@@ -108,6 +111,8 @@ def measure(
         overlapping=bench.world.overlapping is not None,
         muon=bool(bench.gather(float(takes_muon(optimizer, [p.shape for p in params]))).min()),
         largest=0.0 if optimizer is None else largest_fragment(model, _groups(optimizer)),
+        buffers=buffers,
+        changing=int(bench.gather(float(changing)).max()),
     )
     quorums = bench.replica.size == 1 and bench.device.type == "cpu"  # see `check_quorum`
     if quorums:

@@ -95,9 +95,8 @@ def facts_of(plain: dict[str, Any]) -> Facts:
     """Rebuild facts from the result of `asdict`."""
     nets = {name: Net(**net) for name, net in plain["nets"].items()}
     shapes = tuple(tuple(shape) for shape in plain["shapes"])
-    alike = {
-        name: tuple(plain.get(name, ())) for name in ("computes", "rates", "receives", "shared")
-    }
+    names = ("computes", "rates", "receives", "shared", "buffers")
+    alike = {name: tuple(plain.get(name, ())) for name in names}
     return Facts(**{**plain, **alike, "nets": nets, "shapes": shapes})
 
 

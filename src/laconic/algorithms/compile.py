@@ -25,17 +25,18 @@ def parameter_rounds(recipe: Recipe, *, buffers: bool) -> list[Round]:
             rounds.append(r)
             if r.optimizer_state == "average":
                 rounds.append(Round(r.when, Average(), Mean(), optimizer_state, over=r.over))
-    return rounds + _buffer_rounds(rounds) if buffers else rounds
+    return rounds + buffer_rounds(rounds) if buffers else rounds
 
 
-def _buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
-    """Rounds for module buffers at ``rounds``, with the same delays; of rounds on fragments at the
-    first, so once per period. Where a round gossips, buffers are mixed with those of the same
-    peers: an average over all workers would defeat the purpose. Elsewhere they are averaged."""
+def buffer_rounds(recipe: Sequence[AnyRound]) -> list[Round]:
+    """Rounds for module buffers at the parameter rounds of ``recipe``, with the same delays; of
+    rounds on fragments at the first, so once per period. Where a round gossips, buffers are mixed
+    with those of the same peers: an average over all workers would defeat the purpose. Elsewhere
+    they are averaged."""
     found: list[Round] = []
     first: dict[tuple[int, str], Fragment] = {}
-    for r in rounds:
-        if is_of_optimizer(r.part):
+    for r in recipe:
+        if not isinstance(r, Round) or is_of_optimizer(r.part):
             continue  # x may differ then
         if isinstance(r.part, Fragment):
             kind = r.part.count, r.part.by

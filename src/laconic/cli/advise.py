@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NUMBERS = ("params", "step_time", "bandwidth", "latency", "nodes")
 """Options required for advice from numbers."""
 ONLY_NUMBERS = ("params", "step_time", "nodes", "nprocs_per_node", "backward_share", "dtype",
-                "local_bandwidth")  # fmt: skip
+                "local_bandwidth", "buffers")  # fmt: skip
 ONLY_MEASURED = ("hosts", "per_host", "data", "steps", "seed", "bandwidth_host", "slow_host")
 
 
@@ -71,6 +71,12 @@ def add(commands: Any) -> None:
         metavar="RATE",
         help="bandwidth between the ranks of a node (default: unlimited)",
     )
+    numbers.add_argument(
+        "--buffers",
+        metavar="COUNT",
+        help="numbers in the model's buffers that change in training, such as BatchNorm's "
+        "statistics (default: 0)",
+    )
     measured = parser.add_argument_group("measured on emulated hosts")
     measured.add_argument(
         "--workload", help="digits, text, text-small, or your own, such as my.py:make"
@@ -113,6 +119,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the advice and return 0."""
+    if arguments.all and arguments.json:
+        raise ValueError("--json has all recipes: leave out --all")
     if arguments.plot is not None:
         _check_plot_path(arguments.plot)
     advice, reason = _measured(arguments) if arguments.workload else (_numbers(arguments), None)
@@ -169,8 +177,15 @@ def _numbers(arguments: argparse.Namespace) -> Advice:
     }
     if arguments.local_bandwidth is not None:
         optional["local_bandwidth"] = parse_bandwidth(arguments.local_bandwidth)
+    if arguments.buffers is not None:
+        optional["buffers"] = parse_count(arguments.buffers)
     if arguments.loss is not None:
         optional["loss"] = parse_share(arguments.loss)
+        if optional["loss"] and not parse_latency(arguments.latency):
+            raise ValueError(
+                "--loss has no effect with a --latency of 0: a packet that is lost arrives round "
+                "trips later"
+            )
     facts = facts_from(
         params=parse_count(arguments.params),
         step_time=parse_duration(arguments.step_time),

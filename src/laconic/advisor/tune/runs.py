@@ -23,6 +23,7 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.buckets import itemsize_of
 from laconic.candidates import takes_muon
+from laconic.engine.comparison import BufferWatch
 from laconic.errors import check_int
 from laconic.lab.race import plan, runner, user_files, workloads
 from laconic.lab.race.workloads import Workload, lr_factor
@@ -104,14 +105,18 @@ class Task:
     @cached_property
     def facts(self) -> Facts:
         """The facts for the cost model."""
-        optimizer = self.workload.optimizer(self.workload.model())
+        training = _Training(self.workload, 0, self.workers, self.race.seeds[0], 1.0)
+        optimizer, watch = training.optimizer, BufferWatch(training.model)
+        training.backward(1, 1, lambda _: None)
+        optimizer.step()
+        buffers, changing = watch.sizes()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         shapes = tuple(tuple(p.shape) for p in parameters)
         rate = self.race.bandwidth / self.race.per_host if self.emulated else self.race.bandwidth
         return Facts(
             self.workers, shapes, itemsize_of(parameters), self.compute, rate,
             self.race.impairments.latency / 2, overlapping=None if self.emulated else False,
-            muon=takes_muon(optimizer, shapes),
+            muon=takes_muon(optimizer, shapes), buffers=buffers, changing=changing,
         )  # fmt: skip
 
     def check(self, texts: list[str]) -> None:
