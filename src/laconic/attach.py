@@ -155,7 +155,7 @@ def attach(
             memory and laconic's own connections. ``"nccl"``. ``"auto"`` or None: the faster of the
             two. Or a `Link` to use in place of torch's process group.
         timeout: seconds after which a rank that does not answer is an error on all others; in an
-            elastic run, the longest that a worker may be silent.
+            elastic run, the longest that a worker may be silent. A `Link` as ``link`` has its own.
         seed: for a recipe's random choices, such as pairs: at least 0, the same on all ranks.
         metrics: where the run's metrics go: a file, as lines of JSON; a directory, for one file per
             rank; `laconic.TensorBoard`; or a list of these. ``laconic watch`` shows them. None:
@@ -164,7 +164,7 @@ def attach(
             LACONIC_COORDINATOR in the environment, if it is set, makes the run elastic.
         offload: keep what parameter rounds store between rounds (anchors, outer momenta, residuals)
             in pinned host memory, and on the GPU only while it is computed with, one bucket (25
-            MiB) at a time. The results are the same bits.
+            MiB) at a time. The results are the same bits. For models on a GPU.
 
     Returns the `Synchronizer`. Raises ``ValueError`` on every rank for arguments that cannot work,
     and `laconic.LinkError` later if a rank is lost.
@@ -201,7 +201,11 @@ def attach(
         warn_of_groups(rounds, group_size)
         check_choice("buffers", buffers, get_args(Buffers))
         check_int("seed", seed, 0)
-        check_bool("offload", offload)
+        if check_bool("offload", offload) and all(p.device.type == "cpu" for p in params):
+            raise ValueError(
+                "offload=True keeps state in host memory, where that of a model on the CPU is "
+                "anyway: leave it out, or move the model to a GPU"
+            )
         elastic = asked_for(elastic, link, nprocs_per_node, group_size, mesh)
         if elastic is not None:
             rounds = replicated(rounds)

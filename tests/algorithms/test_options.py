@@ -128,7 +128,8 @@ class Runs:
             of_four = any(r.over == "group" or isinstance(r.exchange, Gossip) for r in recipe)
             seconds = SECONDS[: 4 if of_four else 3 if has_quorum(recipe) else 2]
             run = partial(train, recipe)
-            self.seen[text] = (*la.simulate(run, len(seconds), step_seconds=seconds),)
+            uneven = seconds if has_quorum(recipe) else None
+            self.seen[text] = (*la.simulate(run, len(seconds), step_seconds=uneven),)
         return None if recipe is None else self.seen[text]
 
     def made(self, options: Options) -> la.Recipe | None:

@@ -48,9 +48,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("laconic-demo"),
         metavar="DIR",
-        help="directory for the picture and the report (default: %(default)s)",
+        help="directory for the picture and the report (default: laconic-demo)",
     )
     parser.set_defaults(run=run)
 
@@ -60,6 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.cli.compare import needs
 
     needs("demo")
+    if arguments.kill and arguments.out is not None:
+        raise ValueError("--kill writes no report: leave out --out")
+    out = Path("laconic-demo") if arguments.out is None else arguments.out
     if arguments.kill:
         from laconic.lab.demo import kill
 
@@ -69,14 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = settings_of(arguments.seconds)
     settings.check()
-    report.prepare(arguments.out)
+    report.prepare(out)
     command = shlex.join(["laconic", *sys.argv[1:]])
     result = None
     with terminate_as_exit(), Display(settings) as display:
         for result in runner.run(settings, command, display.watch):
-            report.save(result, arguments.out)
+            report.save(result, out)
     assert result is not None, "a race has at least the row without communication"
-    show(result, arguments.out)
+    show(result, out)
     return 0 if all(row.status == "ok" for row in result.rows) else 1
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from laconic.lab.doctor.outlook import Task
 
 WIDTH = 80
+WAIT_SECONDS = 60.0
 COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 
 
@@ -37,8 +38,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--timeout",
         type=float,
-        default=60.0,
-        help="seconds to wait for the other hosts (default: %(default)s)",
+        help=f"seconds to wait for the other hosts (default: {WAIT_SECONDS:g})",
     )
     parser.add_argument(
         "--params",
@@ -57,8 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.errors import check_float
     from laconic.lab.doctor import host_checks, network_checks
 
-    check_float("timeout", arguments.timeout, 0.0, strict=True)
+    timeout = WAIT_SECONDS if arguments.timeout is None else arguments.timeout
+    check_float("timeout", timeout, 0.0, strict=True)
     rendezvous, task = _rendezvous(arguments), _task(arguments)
+    if arguments.timeout is not None and (rendezvous is None or rendezvous.world == 1):
+        raise ValueError("--timeout is for several hosts: give --master, --rank and --world, too")
     if task is not None and (rendezvous is None or rendezvous.world == 1):
         raise ValueError(
             "--params and --step-time are for several hosts, whose network is measured: use "
@@ -73,9 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             others = rendezvous.world - 1
             print(f"waiting for {others} other host(s) ...", file=sys.stderr, flush=True)
-        network = network_checks.check_network(
-            rendezvous, findings, timeout=arguments.timeout, task=task
-        )
+        network = network_checks.check_network(rendezvous, findings, timeout=timeout, task=task)
         findings += network.findings
         numbers = network.numbers()
     if arguments.json:

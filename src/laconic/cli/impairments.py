@@ -18,6 +18,8 @@ HELP = {
     "loss": ("SHARE", "0.1%", "share of packets lost in each direction, such as 0.1%% or 0.001"),
 }
 """For each option, the kind of its value, an example, and the help."""
+NAMES = (*HELP, *(f"{name}_host" for name in HELP), "network_seed")
+"""The names of all of these options."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +38,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given(arguments: argparse.Namespace) -> bool:
-    """Return whether one of the options was given."""
-    names = [*HELP, *(f"{name}_host" for name in HELP), "network_seed"]
-    return any(getattr(arguments, name) is not None for name in names)
-
-
 def impairments_of(arguments: argparse.Namespace) -> Impairments:
     """Return what the options describe. Raises ``ValueError`` for bad values."""
     from laconic.lab.emulation.impairments import Impairments
@@ -53,6 +49,9 @@ def impairments_of(arguments: argparse.Namespace) -> Impairments:
     )
     host_latency, host_jitter, host_loss = by_host
     seed = arguments.network_seed or 0
+    random = (jitter, loss, *host_jitter.values(), *host_loss.values())
+    if arguments.network_seed is not None and seed >= 0 and not any(random):
+        raise ValueError("--network-seed is the seed of jitter and loss: give --jitter or --loss")
     return Impairments(latency, jitter, loss, host_latency, host_jitter, host_loss, seed)
 
 

@@ -26,6 +26,10 @@ COLORS = ("cyan", "green", "yellow", "magenta", "blue")
 RESTART_SECONDS = 5.0
 """When a program that a random kill has ended is started again, if --restart does not say."""
 
+OF_NETWORKS = ("hosts", "bandwidth", "bandwidth_host", *impairments.NAMES)
+OF_PROGRAMS = ("per_host", "out", "kill", "hang", "cut", "mtbf", "seed", "restart", "list_faults")
+"""Options that describe a network, and those about the program that runs on it."""
+
 HORIZON_SECONDS = 24 * 3600.0
 """How far random kills are planned."""
 
@@ -108,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Return the exit code of the first process that failed, or 0."""
     command: list[str] = arguments.command
     if command == ["clean"]:
+        _refuse(arguments, (*OF_NETWORKS, *OF_PROGRAMS, "shell"), "lab clean")
         return clean()
     if command[:1] == ["--"]:
         command = command[1:]
@@ -122,6 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.shell is not None:
         if command:
             raise ValueError("give a program or --shell, not both: use a second terminal for both")
+        _refuse(arguments, OF_PROGRAMS, "--shell")
         return shell(arguments, network)
     faults = faults_of(arguments, network.hosts)
     if arguments.list_faults is not None:
@@ -137,6 +143,15 @@ def run(arguments: argparse.Namespace) -> int:
     with terminate_as_exit(), Display(settings) as display:
         ended = program.run(settings, display)
     return 0 if ended.first is None else ended.first.exit_code
+
+
+def _refuse(arguments: argparse.Namespace, names: Sequence[str], beside: str) -> None:
+    """Raise ``ValueError`` if one of these options is given."""
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} has no effect with {beside}: leave it out"
+            )
 
 
 def network_of(arguments: argparse.Namespace) -> Network:
@@ -210,12 +225,13 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
 
     text, at, launcher = arguments.shell.partition("@")
     host = parse_host(text)
-    options = (arguments.hosts, arguments.bandwidth, arguments.bandwidth_host)
+    if at:
+        _refuse(arguments, OF_NETWORKS, "--shell HOST@PROCESS, whose lab runs already")
     found = running()
     ours = [name for name in found if trusted(name)]
     # Our labs come last and win: another user may use the name of one of them, or a newer one.
     labs = {name.split("-")[2]: name for name in (*found, *ours)}
-    new_network = any(option is not None for option in options) or impairments.given(arguments)
+    new_network = any(getattr(arguments, name) is not None for name in OF_NETWORKS)
     launchers = [] if new_network else [name.split("-")[2] for name in ours or found]
     if at:
         if launcher not in labs:

@@ -151,6 +151,10 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.advisor.plan.fields import EXAMPLE
 
     if arguments.example:
+        options = (*NOT_TRAINED, "steps", "train")
+        given = [name for name in options if getattr(arguments, name) not in (None, False)]
+        if given or arguments.recipes:
+            raise ValueError("--example prints a file, and nothing else: leave out all others")
         print(EXAMPLE, end="")
         return 0
     from laconic.advisor.plan.law import read_curve
@@ -278,6 +282,15 @@ def _described(arguments: argparse.Namespace) -> Cluster:
         for name in ("repair", "checkpoint"):
             if getattr(arguments, name) is not None:
                 raise ValueError(f"--{name} has no effect without --mtbf, such as --mtbf 30d")
+    if arguments.sites in (None, 1):
+        for name in ("uplink", "egress"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name} has no effect without --sites, such as --sites 2")
+    if arguments.loss is not None and not parse_latency(arguments.latency or "0"):
+        raise ValueError(
+            "--loss has no effect without --latency, such as --latency 20ms: a packet that is lost "
+            "arrives round trips later"
+        )
     with _named_as_options():
         return _of_options(arguments)
 

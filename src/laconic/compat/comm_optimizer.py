@@ -35,9 +35,10 @@ class CommOptimizer(Optimizer):
 
     Args:
         optimizer: the torch optimizer of this worker.
-        dist_optim_name: ``"EASGD"``, ``"LSGD"``, ``"DDP"`` (gradients are averaged during backward,
-            and the three numbers have no effect), None (no communication), or your own
-            `DistOptimizer` class.
+        dist_optim_name: ``"EASGD"``, ``"LSGD"``, ``"DDP"`` (gradients are averaged during
+            backward), None (no communication), or your own `DistOptimizer` class. ``"DDP"`` and
+            None take none of the three numbers, and None nothing of what follows them: where they
+            differ from their defaults, they are errors.
         world_size: the number of ranks, each of which is a worker.
         comm_period: local steps between rounds, at least 1. ``"EASGD"`` and ``"LSGD"`` need it.
         dist_pulling_strength: of the pull in a round: see `EASGD` and `LSGD`, which need it.
@@ -78,6 +79,20 @@ class CommOptimizer(Optimizer):
             )
         check_int("world_size", world_size, 1)
         kind = _kind(dist_optim_name)
+        without_effect = {
+            "comm_period": comm_period is not None,
+            "dist_pulling_strength": dist_pulling_strength is not None,
+            "local_pulling_strength": local_pulling_strength != 0.0,
+        }
+        if kind is None:
+            without_effect |= {"model": model is not None, "link": link is not None}
+            without_effect["timeout"] = timeout != TIMEOUT
+        given = [name for name, differs in without_effect.items() if differs]
+        if given and kind in (None, Gradients):
+            raise ValueError(
+                f"{', '.join(given)} would have no effect with dist_optim_name="
+                f"{dist_optim_name!r}: leave out"
+            )
         numbers: tuple[Any, ...] = (local_pulling_strength, dist_pulling_strength, comm_period)
         if kind is Gradients:
             numbers = (0.0, 0.0, 1)

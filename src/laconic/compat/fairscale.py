@@ -36,6 +36,8 @@ from laconic.engine.synchronizer import Stats, Synchronizer
 from laconic.errors import TIMEOUT, check_bool, check_float, check_int
 from laconic.links.rank_sets import inside_of, layout_of, own_link, sets_of
 
+SLOW, SHARDS, LOCAL = 48, 32, 3
+"""The defaults of slowmo_frequency, slowmo_num_shards and localsgd_frequency."""
 SETTINGS = (
     "nprocs_per_node",
     "slowmo_base_algorithm",
@@ -64,6 +66,10 @@ class SlowMoDistributedDataParallel(nn.Module):
     lr is the current learning rate of the parameter's group. a is the last common x. It starts as
     rank 0's parameters, which the constructor broadcasts. If both rounds are due, only the slow
     step runs, because it averages exactly. ``slowmo_momentum=0, slowmo_lr=1`` disable it.
+
+    fairscale ignores some arguments in some modes, such as ``push_sum`` without SGP. Here, too, so
+    that calls written for it keep working; but a warning names those that differ from their
+    defaults.
 
     Args:
         module: the module to train.
@@ -129,10 +135,10 @@ class SlowMoDistributedDataParallel(nn.Module):
         slowmo_base_algorithm: SlowMoBaseAlgorithm = SlowMoBaseAlgorithm.LOCALSGD,
         slowmo_momentum: float = 0.5,
         slowmo_memory_efficient: bool = True,
-        slowmo_frequency: int = 48,
+        slowmo_frequency: int = SLOW,
         slowmo_lr: float = 1.0,
-        slowmo_num_shards: int = 32,
-        localsgd_frequency: int = 3,
+        slowmo_num_shards: int = SHARDS,
+        localsgd_frequency: int = LOCAL,
         graph: GraphManager | None = None,
         mixing: UniformMixing | None = None,
         push_sum: bool = True,
@@ -206,7 +212,23 @@ class SlowMoDistributedDataParallel(nn.Module):
             rounds = (slow_step.buffers(), *rounds)
         if nprocs_per_node > 1:
             rounds = with_replicas(rounds)
-        slow_step.warn(nodes, use_streams, synch_freq > 0 and not overlap, graph or mixing)
+        local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
+        on, sharded = slow_step.slow_step_on, slow_step.slow_step_on and slowmo_memory_efficient
+        idle = {
+            "use_streams=False": not use_streams,
+            "synch_freq (only for overlap=True)": synch_freq > 0 and not overlap,
+            "graph, mixing (only for SGP)": local and bool(graph or mixing),
+            "push_sum=False (only for SGP)": local and not push_sum,
+            "slowmo_sgp_average_params (only for slow steps of SGP without slowmo_memory_efficient)"
+            "": slowmo_sgp_average_params and (local or sharded or not on),
+            "slowmo_num_shards (only for slowmo_memory_efficient)": slowmo_num_shards != SHARDS
+            and not sharded,
+            "slowmo_memory_efficient=False (only for slow steps)": not slowmo_memory_efficient
+            and not on,
+            "slowmo_frequency (only for slow steps)": slowmo_frequency != SLOW and not on,
+            "localsgd_frequency (only for local SGD)": localsgd_frequency != LOCAL and not local,
+        }
+        slow_step.warn(nodes, [name for name, is_idle in idle.items() if is_idle])
         inside = inside_of(world, device, timeout)
         sets = sets_of(world, layout, None, False, inside)
         rounds = NamedRecipe(rounds, slow_step.text())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
@@ -126,10 +126,9 @@ class SlowStep:
             slow = replace(slow, exchange=ShardedMean(owners))
         return (*(skipped if average else base), slow)
 
-    def warn(
-        self, nodes: int, use_streams: bool, idle_synch_freq: bool, graph: object | None
-    ) -> None:
-        """Warn of settings that work against each other, and of arguments without an effect."""
+    def warn(self, nodes: int, idle: Sequence[str]) -> None:
+        """Warn of settings that work against each other, and of arguments without an effect, such
+        as those in ``idle``."""
         local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
         slow_over_base = self.slow_step_on and nodes > 1
         uneven = self.slowmo_frequency % self.localsgd_frequency != 0
@@ -151,13 +150,10 @@ class SlowStep:
                 "sends none, and stores two float32 numbers per parameter on every rank",
                 stacklevel=3,
             )
-        idle = {
-            "use_streams=False": not use_streams,
-            "synch_freq (only for overlap=True)": idle_synch_freq,
-            "graph, mixing (only for SGP)": local and graph is not None,
-            "localsgd_frequency (a multiple of slowmo_frequency)": self.base_is_idle,
-        }
-        if unused := [name for name, is_idle in idle.items() if is_idle]:
+        unused = list(idle)
+        if self.base_is_idle:
+            unused.append("localsgd_frequency (a multiple of slowmo_frequency)")
+        if unused:
             warnings.warn(f"these arguments have no effect: {', '.join(unused)}", stacklevel=3)
 
 

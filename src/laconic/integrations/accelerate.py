@@ -80,6 +80,8 @@ def attach(
             "laconic cannot be combined with Accelerate's parallelism_config: leave it out": (
                 parallelism is not None and parallelism.total_size > 1
             ),
+            "laconic does not wrap the model in DistributedDataParallel: leave "
+            "DistributedDataParallelKwargs out": getattr(accelerator, "ddp_handler", None),
             "model was prepared before, which averages all gradients at every step: pass the plain "
             "model, before accelerator.prepare": isinstance(model, DistributedDataParallel),
             "optimizer was prepared before: pass the plain optimizer": isinstance(

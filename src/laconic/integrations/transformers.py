@@ -38,6 +38,14 @@ logger = logging.get_logger(__name__)
 ADVICE = "for CPUs, pass TrainingArguments(use_cpu=True)"
 
 
+OF_DDP = (
+    "ddp_find_unused_parameters",
+    "ddp_bucket_cap_mb",
+    "ddp_broadcast_buffers",
+    "ddp_static_graph",
+)
+
+
 class LaconicMixin:
     """Trains a Trainer's model by ``recipe``. Put it before the class of the trainer:
 
@@ -237,7 +245,10 @@ def _contradictions(arguments: Any) -> dict[str, object]:
     """What in the ``TrainingArguments`` contradicts training by a recipe."""
     modes = (ParallelMode.DISTRIBUTED, ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED)
     parallelism = getattr(arguments, "parallelism_config", None)
+    ddp = [name for name in OF_DDP if getattr(arguments, name, None) is not None]
     return {
+        "laconic does not wrap the model in DistributedDataParallel: leave "
+        f"{', '.join(ddp)} out": ddp,
         "laconic cannot be combined with DeepSpeed: leave `deepspeed` out": arguments.deepspeed,
         "laconic cannot be combined with the Trainer's FSDP: leave `fsdp` out; for sharded models, "
         "call laconic.attach(mesh=) in a loop of your own": arguments.fsdp,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import check_int, error_text
+from laconic.errors import TIMEOUT, check_int, error_text
 from laconic.links.agreement import agree
 from laconic.links.link import Link
 from laconic.links.simulated import current_link, single_link
@@ -62,6 +62,11 @@ def agreed_link(
 ) -> Link:
     """``link``, or else this process's link to all ranks, if no rank has a ``problem``. Otherwise
     raises ``ValueError`` on every rank."""
+    if link is not None and timeout != TIMEOUT and problem is None:
+        problem = (
+            f"timeout={timeout:g} would have no effect on the link that was given, which has its "
+            "own: leave timeout= out, or link="
+        )
     world = None
     try:
         world = link or own_link(device, timeout, choice)

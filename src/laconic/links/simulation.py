@@ -56,8 +56,10 @@ def simulate(
             0), whatever the times: with the same program, this gives the same bits. None: rounds
             close by the times.
 
-    Raises ``ValueError`` for fewer than one worker, and the first worker's own exception if one
-    fails; the others then get a `LinkError` at their next round and end too.
+    Raises ``ValueError`` for fewer than one worker, and for times or ``closings`` if no round of
+    the whole run could close with a quorum; and the first worker's own exception if one fails; the
+    others then get a `LinkError` at their next round and end too. What `laconic.attach` is told
+    about connections (``timeout``, the name of a ``link``) has no effect here: there are none.
 
     Examples:
         >>> def worker(rank):
@@ -122,6 +124,17 @@ def simulate(
     before.restore()
     if errors:
         raise errors[0]
+    options = {
+        "step_seconds": step_seconds,
+        "message_seconds": message_seconds,
+        "closings": closings,
+    }
+    given = [name for name, value in options.items() if value is not None]
+    if given and not stage.when_idle:
+        raise ValueError(
+            f"{', '.join(given)} had no effect, because no rounds close with a quorum: leave out, "
+            "or give the recipe a quorum, such as diloco(8, quorum=2)"
+        )
     for call in calls:
         call()
     return [results.get(rank) for rank in range(count)]  # type: ignore[misc]

@@ -1,0 +1,294 @@
+"""Every option of a front end has an effect, or is refused: it changes the parameters, what is
+sent, what is written or said, or raises ``ValueError``. A new option is missing in the tables here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import laconic as la
+
+Options = Mapping[str, Any]
+STEPS = 6
+
+
+def training(rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """A model with BatchNorm, its optimizer, and the gradients of one more batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+
+    return model, optimizer, backward
+
+
+def seen(model: nn.Module, stats: la.Stats, *more: object) -> str:
+    """What a user sees of a run."""
+    digest = hashlib.sha256()
+    for t in (*model.parameters(), *model.buffers()):
+        digest.update(t.detach().double().numpy().tobytes())
+    return f"{digest.hexdigest()} {stats.steps} {stats.bytes_by_collective} {more}"
+
+
+def observed(run: Callable[[], object]) -> str:
+    """What ``run`` shows, also by warnings and on stdout; "refused" for a ``ValueError``."""
+    printed = io.StringIO()
+    with warnings.catch_warnings(record=True) as caught, redirect_stdout(printed):
+        warnings.simplefilter("always")
+        try:
+            found = run()
+        except ValueError:
+            return "refused"
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith("SlowMo")]
+    return f"{found} {sorted({str(w.message) for w in caught})} {lines}"
+
+
+def check(run: Callable[..., object], options: Options, beside: Options) -> None:
+    plain = observed(partial(run, **beside))
+    assert plain != "refused"
+    same = [
+        name
+        for name in options
+        if observed(partial(run, **beside, **{name: options[name]})) == plain
+    ]
+    assert not same, f"no effect beside {dict(beside)}: {same}"
+
+
+def parameters(function: Callable[..., object]) -> set[str]:
+    return {*inspect.signature(function).parameters} - {"self"}
+
+
+# -- attach, simulate, save and load ----
+
+
+def attached(
+    rank: int,
+    recipe: la.Recipe,
+    options: Options,
+    scaled: bool,
+    skips: bool = True,
+    closings: list[la.Closing] | None = None,
+) -> str:
+    model, optimizer, backward = training(rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    more = {"scaler": scaler} if scaled else {}
+    with la.attach(model, optimizer, recipe, **options, **more) as sync:
+        for step in range(STEPS):
+            backward()
+            scaler.scale(torch.zeros(()))
+            if step == 1 and skips:  # on all workers
+                next(model.parameters()).grad[0] = torch.inf  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+    if closings is not None:
+        closings += sync.closings  # rank 0's, with those of the end
+    return seen(model, sync.stats(), sync.step, sync.workers)
+
+
+def attach(recipe: la.Recipe, scaler: bool = False, **options: Any) -> object:
+    return la.simulate(partial(attached, recipe=recipe, options=options, scaled=scaler), 4)
+
+
+def on_own_link(use: Callable[..., str], **options: Any) -> object:
+    """``use(rank, link)`` of a simulated worker."""
+    links: dict[int, la.links.Link] = {}
+
+    def keep(link: la.links.Link) -> la.links.Link:
+        return links.setdefault(link.rank, link)
+
+    return la.simulate(lambda rank: use(rank, links[rank], **options), 2, link=keep)
+
+
+def attached_to(rank: int, link: la.links.Link, **options: Any) -> str:
+    return attached(rank, la.local_sgd(2), {"link": link, **options}, scaled=False)
+
+
+GIVEN = {"model", "optimizer", "recipe"}
+ELSEWHERE = {"mesh", "elastic", "link"}
+"""Need processes, or a coordinator: a test without them would train nothing."""
+
+
+def test_options_of_attach(tmp_path: Path) -> None:
+    alike = {"nprocs_per_node": 2, "buffers": "keep", "scaler": True, "offload": True}
+    written = tmp_path / "run.jsonl"
+    check(attach, alike, {"recipe": la.local_sgd(2)})
+    check(attach, {"seed": 1}, {"recipe": la.noloco(2)})
+    check(attach, {"buffers": "broadcast"}, {"recipe": la.ddp()})
+    groups = [attach(la.hierarchical(1, 2), group_size=size) for size in (1, 2)]
+    assert groups[0] != groups[1]
+    check(partial(on_own_link, attached_to), {"timeout": 5.0}, {})
+    attach(la.local_sgd(2), metrics=written)
+    assert written.read_text()
+    tested = {*alike, "seed", "timeout", "metrics", "group_size"}
+    assert parameters(la.attach) == GIVEN | ELSEWHERE | tested
+
+
+def test_options_of_simulate() -> None:
+    steps: dict[str, Any] = {"step_seconds": [1.0, 1.0, 9.0], "message_seconds": [0.0, 0.0, 9.0]}
+    quorum = la.diloco(2, quorum=2)
+
+    recorded: list[la.Closing] = []
+    worker = partial(
+        attached, recipe=quorum, options={}, scaled=False, skips=False, closings=recorded
+    )
+    la.simulate(worker, 3, step_seconds=steps["step_seconds"])
+    every = {**steps, "closings": recorded}
+
+    def run(recipe: la.Recipe, workers: int = 3, **options: Any) -> object:
+        worker = partial(attached, recipe=recipe, options={}, scaled=False, skips=False)
+        return la.simulate(worker, workers, **options)
+
+    check(run, {**every, "workers": 2}, {"recipe": quorum})
+    assert all(observed(partial(run, la.ddp(), **{n: every[n]})) == "refused" for n in every)
+    links: dict[int, la.links.Link] = {}
+    run(la.ddp(), link=lambda link: links.setdefault(link.rank, link))
+    assert len(links) == 3
+    assert observed(partial(run, la.ddp(), faults=la.Faults(2))) == "refused"  # and workers
+    assert parameters(la.simulate) == {*every, "worker_fn", "workers", "link", "faults"}
+
+
+def test_options_of_save_and_load(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+
+    def worker(rank: int) -> None:
+        model, optimizer, _ = training(rank)
+        sync = la.attach(model, optimizer, la.local_sgd(2))
+        assert la.load(folder, model, optimizer, missing_ok=True) == {}
+        with pytest.raises(ValueError, match="no checkpoint"):
+            la.load(folder, model, optimizer)
+        la.save(folder, model, optimizer, sync, others={"epoch": 3})
+        assert la.load(folder, model, optimizer) == {"epoch": 3, "step": 0}
+        other = training(rank)
+        with pytest.raises(ValueError):
+            la.save(folder, other[0], other[1], sync)
+
+    la.simulate(worker, 1)
+    own = {"path", "model", "optimizer", "sync", "others"}
+    assert parameters(la.save) == own and parameters(la.load) == own | {"missing_ok"}
+
+
+# -- the drop-ins ----
+
+
+def stepped(name: str | None, workers: int = 3, own_model: bool = False, **options: Any) -> object:
+    def worker(rank: int) -> str:
+        model, optimizer, backward = training(rank)
+        more = {"model": model} if own_model else {}
+        optimizer = la.CommOptimizer(optimizer, name, workers, **options, **more)  # type: ignore[arg-type]
+        for _ in range(STEPS):
+            backward()
+            optimizer.step()
+        found = seen(model, optimizer.stats())
+        optimizer.finish()
+        return f"{found} {seen(model, optimizer.stats())}"
+
+    return la.simulate(worker, workers)
+
+
+@pytest.mark.parametrize("name", ["EASGD", "LSGD", "DDP", None])
+def test_options_of_the_optimizer_of_sdtl(name: str | None) -> None:
+    numbers = {"comm_period": 3, "dist_pulling_strength": 0.5, "local_pulling_strength": 0.1}
+    if name in ("EASGD", "LSGD"):
+        for option in ("comm_period", "dist_pulling_strength"):
+            others = {"comm_period": 2, "dist_pulling_strength": 0.25}
+            before = observed(partial(stepped, name, **others))
+            assert observed(partial(stepped, name, **others | {option: numbers[option]})) != before
+        beside = {"name": name, "comm_period": 2, "dist_pulling_strength": 0.25}
+        check(stepped, {"local_pulling_strength": 0.1, "own_model": True}, beside)
+    else:
+        check(stepped, {**numbers, "own_model": True}, {"name": name})
+        defaults = {"comm_period": None, "dist_pulling_strength": None}
+        assert observed(partial(stepped, name, **defaults, local_pulling_strength=0.0)) != "refused"
+        if name is None:
+            assert observed(partial(stepped, name, timeout=5.0)) == "refused"
+
+            def linked(rank: int, link: la.links.Link) -> str:
+                return str(la.CommOptimizer(training(rank)[1], name, 2, link=link))
+
+            assert observed(partial(on_own_link, linked)) == "refused"
+    own = {"optimizer", "dist_optim_name", "world_size", "model", "link", "timeout"}
+    assert parameters(la.CommOptimizer) == own | {*numbers}
+
+
+SLOWMO: Options = {
+    "broadcast_buffers": False,
+    "slowmo_momentum": 0.25,
+    "slowmo_memory_efficient": False,
+    "slowmo_frequency": 2,
+    "slowmo_lr": 0.5,
+    "slowmo_num_shards": 1,
+    "localsgd_frequency": 2,
+    "graph": la.RingGraph,
+    "mixing": la.UniformMixing,
+    "push_sum": False,
+    "overlap": True,
+    "synch_freq": 2,
+    "use_streams": False,
+    "slowmo_sgp_average_params": True,
+    "profile_mode": True,
+    "process_rank": 7,
+    "process_world_size": 7,
+    "comm_device": "meta",
+}
+NOT_THERE = {"global_group", "master_group", "local_node_group", "timeout", "verbose"}
+"""Process groups, whose size is checked, and a time without which nothing is waited for, need
+processes. Lines of `verbose` are those of `laconic.Metrics`."""
+
+
+def slowmo(nodes: int = 3, nprocs_per_node: int = 1, **options: Any) -> object:
+    def worker(rank: int) -> str:
+        model, optimizer, backward = training(rank)
+        own = dict(options)
+        if "graph" in own:
+            own["graph"] = la.RingGraph(rank, nodes)
+        if "mixing" in own:
+            own["mixing"] = la.UniformMixing(la.RingGraph(rank, nodes))
+        wrapper = la.SlowMoDistributedDataParallel(model, nprocs_per_node, **own)
+        for _ in range(STEPS):
+            backward()
+            optimizer.step()
+            wrapper.perform_slowmo(optimizer)
+        found = seen(model, wrapper.stats())
+        wrapper.finish()
+        return found
+
+    return la.simulate(worker, nodes * nprocs_per_node)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"slowmo_base_algorithm": la.SlowMoBaseAlgorithm.LOCALSGD, "slowmo_frequency": 3},
+        {"slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP, "slowmo_frequency": 3},
+        {
+            "slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP,
+            "slowmo_memory_efficient": False,
+            "slowmo_frequency": 3,
+        },
+        {"slowmo_momentum": 0.0, "slowmo_frequency": 3},
+    ],
+    ids=["local SGD", "SGP", "SGP, not sharded", "no slow step"],
+)
+def test_options_of_the_wrapper_of_fairscale(beside: Options) -> None:
+    """fairscale ignores some, so here a warning names them."""
+    options = {name: value for name, value in SLOWMO.items() if name not in beside}
+    check(slowmo, options, beside)
+    wrapper = la.SlowMoDistributedDataParallel.__init__
+    rest = {"module", "nprocs_per_node", "slowmo_base_algorithm"} | NOT_THERE
+    assert parameters(wrapper) == rest | {*SLOWMO}
