@@ -21,9 +21,7 @@ import laconic as la
 from laconic.algorithms.round import Recipe
 from laconic.compat.comm_optimizer import KEY
 
-from tests.references import reference as ref
-from tests.references import reference_elastic as elastic
-from tests.references import reference_leader as leader
+from tests.references import gradients, parameters, problem
 from tests.support import gloo, training
 from tests.support.training import Job, build, largest_difference, plain_lr, same_bits
 
@@ -33,33 +31,33 @@ Parts = tuple[nn.Module, la.CommOptimizer]
 
 # -- the algorithms: against plain loops, and against attach ----
 
-ROWS: dict[str, tuple[tuple[Any, ...], la.Recipe, ref.Recipe, str]] = {
-    "EASGD": (("EASGD", 4, 0.9), la.easgd(4), elastic.easgd(4), "silent"),
+ROWS: dict[str, tuple[tuple[Any, ...], la.Recipe, problem.Recipe, str]] = {
+    "EASGD": (("EASGD", 4, 0.9), la.easgd(4), parameters.easgd(4), "silent"),
     "EASGD, pulled": (
         ("EASGD", 3, 0.5, 0.3),
         la.easgd(3, 0.5, pull=0.3),
-        elastic.easgd(3, 0.5, 0.3),
+        parameters.easgd(3, 0.5, 0.3),
         "silent",
     ),
     "LSGD, losses reported": (
         ("LSGD", 4, 0.4, 0.3),
         la.lsgd(4, local_period=0, pull=0.4, drift=0.3),
-        leader.lsgd(4, pull=0.4, drift=0.3),
+        parameters.lsgd(4, pull=0.4, drift=0.3),
         "reports",
     ),
     "LSGD, losses of closures": (
         ("LSGD", 3, 0.2),
         la.lsgd(3, local_period=0, pull=0.2, drift=0.0),
-        leader.lsgd(3, pull=0.2, drift=0.0),
+        parameters.lsgd(3, pull=0.2, drift=0.0),
         "closure",
     ),
     "LSGD, gradients": (
         ("LSGD", 4, 0.4, 0.3),
         la.lsgd(4, local_period=0, pull=0.4, drift=0.3),
-        leader.lsgd(4, pull=0.4, drift=0.3, score="gradient", score_includes_pulls=False),
+        parameters.lsgd(4, pull=0.4, drift=0.3, score="gradient", score_includes_pulls=False),
         "silent",
     ),
-    "DDP": (("DDP",), la.ddp(), ref.ddp(), "silent"),
+    "DDP": (("DDP",), la.ddp(), gradients.DDP(), "silent"),
 }
 """By name: what follows world_size, the recipe, the reference; whether losses are reported."""
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import laconic as la
 from laconic import SlowMoDistributedDataParallel
 
-from tests.references import reference
-from tests.references import reference_slowmo_ddp as ref
+from tests.references import problem
+from tests.references import slowmo_ddp as ref
 from tests.support import gloo, training
 from tests.support import slowmo_training as loop
 from tests.support.slowmo_training import Settings, Wide
@@ -68,11 +68,11 @@ def check(given: ref.Settings, settings: Settings) -> list[list[dict[str, Any]]]
     """To 1e-10 after every call; replicas equal to the last bit after every slow step."""
     runs = la.simulate(partial(train, settings), workers=settings.ranks)
     rules = training.OPTIMIZERS[settings.optimizer][1]
-    init = reference.initial(settings.ranks, settings.job_seed)
+    init = problem.initial(settings.ranks, settings.job_seed)
     trace = ref.run(given, settings.steps, rules, settings.lr, settings.job.data(), init)
     agrees = given.base == "localsgd" or given.memory_efficient or given.sgp_average_params
     for t, (rank, run) in itertools.product(range(settings.steps), enumerate(runs)):
-        for name in reference.NAMES:
+        for name in problem.NAMES:
             np.testing.assert_allclose(run[t][name], trace.z[t][rank][name], rtol=0, atol=1e-10)
         if trace.slow[t] and agrees:
             assert loop.equal(run[t], runs[0][t])

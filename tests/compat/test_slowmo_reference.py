@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.references.reference import NAMES, SGD, SHAPES, AdamW, Data, Optimizer, Params
-from tests.references.reference_slowmo_ddp import GRAPHS, Settings, run
+from tests.references.problem import NAMES, SGD, SHAPES, AdamW, Data, Optimizer, Params
+from tests.references.slowmo_ddp import GRAPHS, Settings, run
 
 plain: list[Optimizer] = [SGD(weight_decay=0.1)] * 2
 nesterov: list[Optimizer] = [SGD(0.9, True), SGD(0.5, False, 0.1)]

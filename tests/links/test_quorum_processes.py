@@ -19,7 +19,7 @@ import torch
 
 import laconic as la
 
-from tests.references import reference as ref
+from tests.references.problem import NAMES
 from tests.support import gloo, training
 from tests.support import quorum_training as quorum
 from tests.support.quorum_training import Ran
@@ -175,7 +175,7 @@ def test_processes_resume_what_threads_have_saved(
     assert runs[0][1]
     for (one, _), (other, _) in zip(runs, again, strict=True):
         for a, b in zip(one, other, strict=True):
-            assert all(np.array_equal(a[k], b[k]) for k in ref.NAMES)
+            assert all(np.array_equal(a[k], b[k]) for k in NAMES)
 
 
 def _save(job: Job, folder: Path, at: Sequence[int], rank: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.links.simulated import current_link
 
-from tests.references import reference
+from tests.references import problem
 from tests.support import gloo, training
 
 
@@ -58,7 +58,7 @@ def step(
     settings: Settings,
     model: la.SlowMoDistributedDataParallel,
     optimizer: torch.optim.Optimizer,
-    batch: reference.Batch,
+    batch: problem.Batch,
     t: int,
 ) -> None:
     """One iteration of the guide's loop."""
@@ -113,7 +113,7 @@ def simulated(settings: Settings) -> list[list[dict[str, Any]]]:
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """To the last bit."""
-    return all(np.array_equal(one[name], other[name]) for name in reference.NAMES)
+    return all(np.array_equal(one[name], other[name]) for name in problem.NAMES)
 
 
 def flat(model: nn.Module) -> Tensor:
