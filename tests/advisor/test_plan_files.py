@@ -232,7 +232,7 @@ def test_the_law_agrees_with_what_the_paper_trained() -> None:
 
 OUTSIDE = """\
 diloco(30)|1e7|4|20|parameters
-diloco(30)|4e9|8|20|parameters and
+diloco(30)|4e9|8|20|parameters
 diloco(30)|1e9|16|20|workers
 diloco(30)|1e9|4|5|tokens
 diloco(500)|1e9|4|20|periods of 30 to 100, and this run has 500
@@ -324,7 +324,7 @@ def test_the_planned_timeline_is_beside_the_measured_one(
     assert out.startswith("local_sgd(8): 200 steps")
     assert "measured: local_sgd(8) on 4 workers" in out and "difference" in out
     assert "measured" in picture.read_text()
-    assert main([*known, *measured_by, "--uplink", "50mbit", "ddp()"]) == 0
+    assert main([*known, *measured_by, "--sites", "2", "--uplink", "50mbit", "ddp()"]) == 0
     out = capsys.readouterr().out
     assert "no timelines: local_sgd(8) was measured, and not ddp()" in out
     assert "the measured rate, 80 Mbit/s per worker, includes" in out, "what workers share"

@@ -250,7 +250,9 @@ def test_recipes_that_are_equal(name: str) -> None:
     if most == 0.0:
         assert same_bits(first, second)
     else:
-        assert apart(first, second, consensus=name not in ("eager, alone",)) <= most
+        assert (
+            apart(first, second, consensus=name not in ("eager, alone", "noloco, one pair")) <= most
+        )
 
 
 def test_eager_updates_finished_after_every_round_are_local_sgd() -> None:

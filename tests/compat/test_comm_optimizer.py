@@ -298,6 +298,7 @@ local_pulling_strength=args.p)
 """
 
 
+@pytest.mark.filterwarnings("ignore:these arguments have no effect")
 @pytest.mark.parametrize("name", ["EASGD", "LSGD", "DDP", None])
 def test_the_example_of_the_guide_as_printed(name: str | None) -> None:
     args = SimpleNamespace(lr=0.05, mom=0.9, wd=1e-4, c=0.5, p=0.1, comm_period=4)

@@ -19,6 +19,7 @@ from tests.support import gloo
 from tests.support import slowmo_training as loop
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:these arguments have no effect"),
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
     pytest.mark.filterwarnings("ignore:these arguments have no effect"),
 ]

@@ -23,6 +23,7 @@ from tests.support import slowmo_training as loop
 from tests.support.slowmo_training import Settings, Wide
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:these arguments have no effect"),
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
     pytest.mark.filterwarnings("ignore:there is one node only"),
 ]

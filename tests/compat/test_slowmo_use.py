@@ -26,6 +26,7 @@ from tests.support import gloo
 from tests.support import slowmo_training as loop
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:these arguments have no effect"),
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
     pytest.mark.filterwarnings("ignore:there is one node only"),
     pytest.mark.filterwarnings("ignore:the optimizer updates float16 parameters"),
@@ -420,7 +421,7 @@ def test_what_the_original_advises_against_is_warned_of() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, ""),
         ({"slowmo_frequency": 10}, "not a multiple of localsgd_frequency=3"),
-        ({"slowmo_frequency": 10, "slowmo_momentum": 0.0}, ""),
+        ({"slowmo_frequency": 10, "slowmo_momentum": 0.0}, "no effect: slowmo_frequency"),
         ({"slowmo_base_algorithm": SGP}, "sends an all-reduce"),
         (sgp, ""),
         ({"use_streams": False}, "these arguments have no effect: use_streams=False"),

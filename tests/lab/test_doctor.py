@@ -294,8 +294,8 @@ def test_the_outlook_is_what_auto_and_advise_would_say(capsys: pytest.CaptureFix
     assert found.recipe == choose(Auto(), facts, None, {})[0] == advice_on(facts).recommendation
     assert found.ddp == predict(laconic.ddp(), facts).seconds > 10 * found.seconds
     assert outlook.outlook(2, 100e9, 1e-5, Task(1_000_000, 1.0)).recipe == "ddp()"
-    _, *arguments = outlook.command(found).split()
-    assert main([*arguments, "--json"]) == 0
+    _, *arguments, whole = outlook.command(found).split()
+    assert whole == "--all" and main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recommendation"] == found.recipe
     example, hint = (f.text for f in outlook.outlook_findings(found, stated=False))
     assert example.startswith("for example, with 10,000,000 parameters") and found.recipe in example

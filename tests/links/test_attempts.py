@@ -209,7 +209,7 @@ def init_again(pipe: object) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("launched", [False, True])
-def test_a_process_may_init_again(launched: bool) -> None:
-    world = launched.of_torchrun(1) if launched else [{}]
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_process_may_init_again(by_torchrun: bool) -> None:
+    world = launched.of_torchrun(1) if by_torchrun else [{}]
     assert launched.results(world, init_again) == [[1, "gloo"]]

@@ -37,8 +37,9 @@ class CommOptimizer(Optimizer):
         optimizer: the torch optimizer of this worker.
         dist_optim_name: ``"EASGD"``, ``"LSGD"``, ``"DDP"`` (gradients are averaged during
             backward), None (no communication), or your own `DistOptimizer` class. ``"DDP"`` and
-            None take none of the three numbers, and None nothing of what follows them: where they
-            differ from their defaults, they are errors.
+            None use none of the three numbers, and None nothing of what follows them. Calls that
+            name an algorithm by a setting give them all the same, so a warning names those that
+            differ from their defaults.
         world_size: the number of ranks, each of which is a worker.
         comm_period: local steps between rounds, at least 1. ``"EASGD"`` and ``"LSGD"`` need it.
         dist_pulling_strength: of the pull in a round: see `EASGD` and `LSGD`, which need it.
@@ -89,9 +90,10 @@ class CommOptimizer(Optimizer):
             without_effect["timeout"] = timeout != TIMEOUT
         given = [name for name, differs in without_effect.items() if differs]
         if given and kind in (None, Gradients):
-            raise ValueError(
-                f"{', '.join(given)} would have no effect with dist_optim_name="
-                f"{dist_optim_name!r}: leave out"
+            warnings.warn(
+                f"these arguments have no effect with dist_optim_name={dist_optim_name!r}: "
+                f"{', '.join(given)}",
+                stacklevel=2,
             )
         numbers: tuple[Any, ...] = (local_pulling_strength, dist_pulling_strength, comm_period)
         if kind is Gradients:
