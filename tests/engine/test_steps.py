@@ -196,7 +196,7 @@ def interrupted(rank: int, rung: Path) -> str:
     """Rank 1's signal handler raises while it waits for rank 0, and the program goes on."""
     model = net()
     optimizer = sgd(model, 0.05)
-    sync = la.attach(model, optimizer, la.local_sgd(2), timeout=60)
+    sync = la.attach(model, optimizer, la.local_sgd(2), timeout=15)
 
     def ring(*_: object) -> None:
         rung.touch()

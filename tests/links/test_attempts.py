@@ -19,7 +19,7 @@ import laconic as la
 from laconic.errors import LinkError
 from laconic.links.attempts import agree_on_attempt, listen_at
 
-from tests.support import gloo
+from tests.support import gloo, launched
 
 TRAIN = """
 import os, sys
