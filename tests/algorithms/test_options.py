@@ -82,7 +82,7 @@ STEPS, SECONDS = 8, (1.0, 1.2, 1.45, 1.9)
 def train(recipe: la.Recipe, rank: int) -> bytes:
     """Train, and return a digest of everything except times."""
     torch.manual_seed(0)
-    model = nn.ParameterList([torch.randn(6, 6), torch.randn(5)])
+    model = nn.ParameterList([torch.randn(12, 12), torch.randn(5)])
     optimizer = torch.optim.Adam(model.parameters(), 0.05)
     grouped = any(r.over == "group" for r in recipe)
     sync = la.attach(model, optimizer, recipe, group_size=2 if grouped else None)
