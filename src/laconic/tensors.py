@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _OF_SPARSE = {
@@ -117,16 +117,21 @@ def restore(saved: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> None:
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Raise ``ValueError`` if ``tensor``, a parameter or buffer called ``name``, has no values that
-    ranks can compare."""
+    """Raise ``ValueError`` if ``tensor``, a parameter or buffer, has no values that ranks can
+    compare. ``name``: what the error calls it, such as ``'0.weight'`` in quotes."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise ValueError(
-            f"{name!r} has no shape yet, as in a LazyLinear: run one batch through the model "
+            f"{name} has no shape yet, as in a LazyLinear: run one batch through the model "
             "before making the optimizer"
         )
     if any(part.numel() and not part.data_ptr() for part in parts(tensor).values()):
+        if type(tensor) in (Tensor, Parameter):
+            raise ValueError(
+                f"{name} has no memory, like one that FSDP has gathered and freed again: make "
+                "the optimizer before the first forward pass, or after model.reshard()"
+            )
         raise ValueError(
-            f"{name!r} is a {type(tensor).__name__}, which does not tell what it consists of (it "
+            f"{name} is a {type(tensor).__name__}, which does not tell what it consists of (it "
             "has no __tensor_flatten__), so ranks cannot compare it: keep it outside of the "
             "model's parameters and buffers"
         )

@@ -254,6 +254,12 @@ class Holder(nn.Module):
         self.w = nn.Parameter(weight, requires_grad=trained)
 
 
+def freed() -> nn.Module:
+    module = nn.Linear(3, 3)
+    module.weight.untyped_storage().resize_(0)
+    return module
+
+
 @pytest.mark.fault("a LazyLinear ended attach in torch's error, which names no tensor")
 @pytest.mark.parametrize(
     ("module", "text"),
@@ -261,8 +267,9 @@ class Holder(nn.Module):
         (lambda: nn.LazyLinear(1), "'0.weight' has no shape yet.*run one batch"),
         (lambda: Holder(Opaque, False), "'0.w' is a Opaque.*keep it outside"),
         (lambda: Holder(Scaled, True), "the optimizer trains '0.w', a Scaled.*freeze it"),
+        (freed, "'0.weight' has no memory.*before the first forward pass"),
     ],
-    ids=["lazy", "opaque", "trained"],
+    ids=["lazy", "opaque", "trained", "freed"],
 )
 def test_what_cannot_be_trained_is_named(module: Any, text: str) -> None:
     model = nn.Sequential(module(), nn.Linear(3, 1))

@@ -61,9 +61,11 @@ def check_tensors(model: nn.Module, params: Iterable[Tensor]) -> None:
     """Raise ``ValueError`` if a tensor of the model has no values that ranks can compare, or if one
     of ``params`` is trained and consists of several tensors, so that rounds cannot average it."""
     for name, t in (*model.named_parameters(), *model.named_buffers()):
-        check_values(name, t)
+        check_values(repr(name), t)
     names = {id(p): name for name, p in model.named_parameters()}
     for p in params:
+        if id(p) not in names:
+            check_values("a parameter of the optimizer alone", p)
         if p.requires_grad and "" not in parts(local(p)):
             raise ValueError(
                 f"the optimizer trains {names.get(id(p), 'a parameter')!r}, a {type(p).__name__} "
