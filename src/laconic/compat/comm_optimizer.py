@@ -37,9 +37,9 @@ class CommOptimizer(Optimizer):
         optimizer: the torch optimizer of this worker.
         dist_optim_name: ``"EASGD"``, ``"LSGD"``, ``"DDP"`` (gradients are averaged during
             backward), None (no communication), or your own `DistOptimizer` class. ``"DDP"`` and
-            None use none of the three numbers, and None nothing of what follows them. Calls that
-            name an algorithm by a setting give them all the same, so a warning names those that
-            differ from their defaults.
+            None use none of the three numbers. Calls that name an algorithm by a setting give them
+            all the same, so a warning names those that differ from their defaults. None takes
+            nothing of what follows them.
         world_size: the number of ranks, each of which is a worker.
         comm_period: local steps between rounds, at least 1. ``"EASGD"`` and ``"LSGD"`` need it.
         dist_pulling_strength: of the pull in a round: see `EASGD` and `LSGD`, which need it.
@@ -80,19 +80,19 @@ class CommOptimizer(Optimizer):
             )
         check_int("world_size", world_size, 1)
         kind = _kind(dist_optim_name)
-        without_effect = {
+        numbers_given = {
             "comm_period": comm_period is not None,
             "dist_pulling_strength": dist_pulling_strength is not None,
             "local_pulling_strength": local_pulling_strength != 0.0,
         }
-        if kind is None:
-            without_effect |= {"model": model is not None, "link": link is not None}
-            without_effect["timeout"] = timeout != TIMEOUT
-        given = [name for name, differs in without_effect.items() if differs]
-        if given and kind in (None, Gradients):
+        if kind is None and (model is not None or link is not None or timeout != TIMEOUT):
+            raise ValueError(
+                "model, link and timeout have no effect with dist_optim_name=None: leave them out"
+            )
+        if kind in (None, Gradients) and any(numbers_given.values()):
             warnings.warn(
                 f"these arguments have no effect with dist_optim_name={dist_optim_name!r}: "
-                f"{', '.join(given)}",
+                f"{', '.join(name for name, given in numbers_given.items() if given)}",
                 stacklevel=2,
             )
         numbers: tuple[Any, ...] = (local_pulling_strength, dist_pulling_strength, comm_period)
