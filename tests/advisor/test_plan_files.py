@@ -264,7 +264,7 @@ def test_a_pilot_is_continued_with_a_range(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def loss(step: float) -> float:
-        return 6.0 * step**-0.1
+        return float(6.0 * step**-0.1)
 
     rows = [f"{step},{loss(step) * (1 + 0.002 * (-1) ** step)}" for step in range(1, 201)]
     path = written(tmp_path, "\n".join(["step,loss", *rows]), "pilot.csv")

@@ -44,7 +44,7 @@ def test_work_of_a_round_is_waited_for_or_shares_the_processors() -> None:
     assert seconds(la.diloco(10), work=work) == pytest.approx(0.5 + WHOLE / 10)
     assert work_key(la.local_sgd(3, delay=2)[0]) in work
     assert work_key(la.local_sgd(3, codec="int4")[0]) not in work
-    known = {"work": work, "carry": 1e-9}
+    known: dict[str, Any] = {"work": work, "carry": 1e-9}
     hidden = la.local_sgd(20, delay=19)
     assert seconds(hidden, **known) == pytest.approx(0.5)
     assert seconds(hidden, **known, contention=0.5) == pytest.approx(0.5 + 0.5 * 0.248 / 20)
@@ -115,7 +115,7 @@ def test_what_backward_hides_is_what_it_takes() -> None:
     """Int8 gradients in 3 buckets of 0.3 s each, behind a backward pass of b seconds: the last
     begins when the one before it has arrived, or at the end of the pass."""
     coded = la.ddp(codec="int8")
-    known = {"shapes": ((3 * 2**21,),)}  # which can be cut into three alike
+    known: dict[str, Any] = {"shapes": ((3 * 2**21,),)}  # which can be cut into three alike
     each = predict(la.local_sgd(1, codec="int8"), replace(FACTS, **known)).exposed / 3
     for share in (0.2, 1.0):
         b = 0.5 * share
@@ -137,7 +137,7 @@ def test_ranks_of_a_worker_carry_a_part_each() -> None:
     """2 ranks a worker: half of the model between the workers, all of it back inside, where also
     gradients are averaged: one bucket's last part shows."""
     nets = {"workers": Net(80e6, 0.0), "replica": Net(8e9, 0.0), "world": Net(80e6, 0.0)}
-    known = {"ranks": 2, "nets": nets}
+    known: dict[str, Any] = {"ranks": 2, "nets": nets}
     inside = seconds(la.local_sgd(10**9), **known) - 0.5
     assert 0 < inside < 0.032
     back = 0.5 * 32e6 * 8 / 8e9

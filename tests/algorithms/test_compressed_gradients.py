@@ -164,7 +164,7 @@ def test_autocast_changes_nothing(name: str) -> None:
                 found = task.backward(drawn(rank, t, dtype=torch.float32))
         return found
 
-    with_, without = (la.simulate(lambda r, a=a: run(r, a), workers=2) for a in (True, False))
+    with_, without = (la.simulate(lambda r, a=a: run(r, a), workers=2) for a in (True, False))  # type: ignore[misc]
     for one, other in zip(with_, without, strict=True):
         assert all(map(torch.equal, one, other))
 

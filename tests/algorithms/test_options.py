@@ -288,7 +288,7 @@ def test_a_delayed_round_keeps_every_step(
             for _ in range(9):
                 model[0].grad = torch.full((3,), -1.0 - 2 * rank)
                 optimizer.step()
-        return model[0].detach()
+        return next(model.parameters()).detach()
 
     for x in la.simulate(run, workers):
         assert torch.equal(x, torch.full((3,), 9.0 * workers))

@@ -189,8 +189,9 @@ def test_the_direction_of_complex_and_broken_matrices_and_under_autocast() -> No
     assert orthogonal(real).isnan().all()
 
 
-PRECISIONS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-OF_ALL = pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="needs torch 2.9")
+BACKENDS: Any = torch.backends
+PRECISIONS = BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul
+OF_ALL = pytest.mark.skipif(not hasattr(BACKENDS, "fp32_precision"), reason="needs torch 2.9")
 
 
 def told() -> list[str]:
@@ -200,9 +201,9 @@ def told() -> list[str]:
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    before = torch.backends.fp32_precision, told()
+    before = BACKENDS.fp32_precision, told()
     yield
-    torch.backends.fp32_precision = before[0]
+    BACKENDS.fp32_precision = before[0]
     for kind, precision in zip(PRECISIONS, before[1], strict=True):
         kind.fp32_precision = precision
 
@@ -217,7 +218,8 @@ def test_the_direction_is_computed_in_full_precision(
     processors can tell, so what torch is told is compared."""
 
     def norm(x: Tensor, *of: int) -> Tensor:
-        if inside.append(told()) or len(inside) > 1:
+        inside.append(told())
+        if len(inside) > 1:
             raise KeyboardInterrupt
         return x.abs().sum()
 
@@ -283,7 +285,7 @@ def test_muon_trains_the_matrices_of_hidden_layers() -> None:
         ({"adamw": ["mix", "haed"]}, "no parameter has a name that begins with 'haed'"),
     ):
         with pytest.raises(ValueError, match=said):
-            la.muon(model, **options)  # type: ignore[arg-type]
+            la.muon(model, **options)
     bag = nn.Sequential(nn.EmbeddingBag(5, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     assert [p.shape for p in la.muon(bag)[0].param_groups[0]["params"]] == [(4, 4)]
 
@@ -294,10 +296,10 @@ def test_muon_trains_the_matrices_of_hidden_layers() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: la.diloco(4, average="median"), "average must be one of"),
-        (lambda: la.diloco(4, outer="adam"), "outer must be 'muon', None, or a function"),
-        (lambda: la.muloco(4, outer="adamw"), "outer must be one of"),
-        (lambda: la.muloco(4, merge="eager"), "merge must be one of"),
+        (lambda: la.diloco(4, average="median"), "average must be one of"),  # type: ignore[arg-type]
+        (lambda: la.diloco(4, outer="adam"), "outer must be 'muon', None, or a function"),  # type: ignore[arg-type]
+        (lambda: la.muloco(4, outer="adamw"), "outer must be one of"),  # type: ignore[arg-type]
+        (lambda: la.muloco(4, merge="eager"), "merge must be one of"),  # type: ignore[arg-type]
         (lambda: la.diloco(4, delay=2, merge="eager", average="rda"), "omit average="),
         (lambda: la.diloco(4, delay=2, merge="eager", outer="muon"), "omit outer="),
         (lambda: la.diloco(4, quorum=2, average="rda", codec="int8"), "use codec=None"),
@@ -312,12 +314,12 @@ def test_muon_trains_the_matrices_of_hidden_layers() -> None:
             lambda: la.Round(la.every(4), OuterStep(0.7, 0.6), RadialMean(relative=False)),
             "relative=True",
         ),
-        (lambda: la.diloco(4, quorum=2, average="median"), "average must be one of"),
+        (lambda: la.diloco(4, quorum=2, average="median"), "average must be one of"),  # type: ignore[arg-type]
         (lambda: la.streaming_diloco(4, average="rda", by="bytes"), 'by="layers"'),
         (lambda: la.streaming_diloco(4, outer="muon", by="bytes"), 'by="layers"'),
         (lambda: la.des_loc(0), "period must be an integer"),
         (lambda: la.des_loc(4, first=0), "first must be an integer"),
-        (lambda: la.des_loc(4, second=1.5), "second must be"),
+        (lambda: la.des_loc(4, second=1.5), "second must be"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_is_said_when_the_recipe_is_made(

@@ -126,7 +126,7 @@ def test_a_quorum_of_all_is_the_plain_recipe(place: int) -> None:
     plain, with_quorum = PLAIN[place // 2]
     dtype, workers = DTYPES[place % 3], (4, 3, 1)[place % 4 // 2 + (place == 4)]
     if dtype == torch.bfloat16 and place < 4:
-        plain = (replace(plain[0], exchange=la.exchanges.ShardedMean()),)  # type: ignore[arg-type]
+        plain = (replace(plain[0], exchange=la.exchanges.ShardedMean()),)
     times = (1, 3, 2, 5)[:workers]
     one = la.simulate(partial(train, plain, dtype), workers=workers)
     other = la.simulate(

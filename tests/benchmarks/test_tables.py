@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import pytest
@@ -34,7 +35,8 @@ def test_the_race(tmp_path: Path) -> None:
 def test_the_picture_of_readme(theme: str) -> None:
     entries = race_journal.load(DOCS / "race.jsonl")
     drawn = io.BytesIO()
-    with matplotlib.rc_context(headline.SETTINGS):
+    settings: Any = headline.SETTINGS
+    with matplotlib.rc_context(settings):
         headline.picture(entries, theme).savefig(drawn, format="svg", metadata={"Date": None})
     committed = (DOCS / f"headline_{theme}.svg").read_bytes()
     assert drawn.getvalue() == committed, "python -m benchmarks.race.headline"

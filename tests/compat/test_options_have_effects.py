@@ -87,7 +87,7 @@ def attached(
 ) -> str:
     model, optimizer, backward = training(rank)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    more = {"scaler": scaler} if scaled else {}
+    more: dict[str, Any] = {"scaler": scaler} if scaled else {}
     with la.attach(model, optimizer, recipe, **options, **more) as sync:
         for step in range(STEPS):
             backward()
@@ -206,14 +206,14 @@ def test_options_of_the_optimizer_of_sdtl(name: str | None) -> None:
     numbers = {"comm_period": 3, "dist_pulling_strength": 0.5, "local_pulling_strength": 0.1}
     if name in ("EASGD", "LSGD"):
         for option in ("comm_period", "dist_pulling_strength"):
-            others = {"comm_period": 2, "dist_pulling_strength": 0.25}
+            others: dict[str, Any] = {"comm_period": 2, "dist_pulling_strength": 0.25}
             before = observed(partial(stepped, name, **others))
             assert observed(partial(stepped, name, **others | {option: numbers[option]})) != before
         beside = {"name": name, "comm_period": 2, "dist_pulling_strength": 0.25}
         check(stepped, {"local_pulling_strength": 0.1, "own_model": True}, beside)
     else:
         check(stepped, {**numbers, "own_model": True}, {"name": name})
-        defaults = {"comm_period": None, "dist_pulling_strength": None}
+        defaults: dict[str, Any] = {"comm_period": None, "dist_pulling_strength": None}
         assert observed(partial(stepped, name, **defaults, local_pulling_strength=0.0)) != "refused"
         if name is None:
             assert observed(partial(stepped, name, timeout=5.0)) == "refused"

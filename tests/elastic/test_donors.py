@@ -95,7 +95,7 @@ def test_frames_arrive_bit_for_bit_in_their_order(pair: Pair) -> None:
     large = Snapshot(1, {"x": torch.arange(2**20)})  # more than a socket's buffer
     frames: list[Any] = [large, STATE, RECORD, AGAIN, SETTINGS, START, Snapshot(0, {})]
     sender, receiver = Stream(pair[0]), Stream(pair[1])
-    thread = threading.Thread(target=lambda: [sender.send(frame) for frame in frames])
+    thread = threading.Thread(target=lambda: list(map(sender.send, frames)))
     thread.start()
     for frame in frames:
         there = receiver.receive()
@@ -190,9 +190,10 @@ def test_a_newcomer_that_takes_in_too_little(monkeypatch: pytest.MonkeyPatch, do
     large = torch.zeros(2**20, dtype=torch.uint8)
     stream, relay = donor.joined()
     relay.begin(Snapshot(1, {"x": large}))
-    count = next(
-        n for n in range(100) if relay.ended or relay.put(Record(Call(5, "a"), 2, [large]))
-    )
+    count = 0
+    while count < 100 and not relay.ended:
+        relay.put(Record(Call(5, "a"), 2, [large]))
+        count += 1
     assert 5 < count < 20, "4 MiB and two snapshots, and what is in the sockets' buffers"
     with pytest.raises(RelayError):
         for _ in range(100):
@@ -251,7 +252,7 @@ def test_a_donor_sends_a_tenth_of_the_time_during_units(
             sent.append(bytes(data))
             now[0] += 2.0 * (len(sent) > 1)  # the first one is the length
 
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     connection: Any = Slow()
     units: Any = Units(ME.id)
     turns = Turns(units)

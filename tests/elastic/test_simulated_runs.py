@@ -23,7 +23,8 @@ Step = Callable[[nn.Module, Any, torch.Tensor, laconic.Synchronizer], object]
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return (model(x) - x[:, :3].sin()).square().mean()
+    loss: torch.Tensor = (model(x) - x[:, :3].sin()).square().mean()
+    return loss
 
 
 def plain(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
@@ -68,7 +69,7 @@ def closure(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> No
     def compute() -> torch.Tensor:
         model.zero_grad()
         value = loss_of(model, x)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return value
 
     for optimizer in optimizers:

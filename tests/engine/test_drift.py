@@ -41,17 +41,25 @@ def train(
         drifted.append(sync.stats().steps_drifted)
         if faults.get(step) == rank:
             with torch.no_grad():
-                model[0].weight[2, 1] += 1e-3
+                layer = model[0]
+                assert isinstance(layer, nn.Linear)
+                layer.weight[2, 1] += 1e-3
     params = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     sync.detach()
     return {"drifted": drifted, "params": params}
 
 
-def train_and_warn(*options: Any) -> dict[str, Any]:
+def train_and_warn(
+    rank: int, steps: int, faults: dict[int, int], recipe: str, parts: int
+) -> dict[str, Any]:
     """In a process of its own."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        return {**train(*options, gloo.link_of(3)), "warned": [str(w.message) for w in caught]}
+        link = gloo.link_of(3)
+        return {
+            **train(rank, steps, faults, recipe, parts, link),
+            "warned": [str(w.message) for w in caught],
+        }
 
 
 def check_found(results: Sequence[dict[str, Any]]) -> None:

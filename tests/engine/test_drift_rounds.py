@@ -97,7 +97,7 @@ def disturb(running: ParameterRunner, name: str) -> None:
     bucket.unpack = wrong  # type: ignore[method-assign]
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1))
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -192,14 +192,16 @@ def test_values_that_are_not_numbers_are_no_drift(name: str) -> None:
 
     def train(rank: int) -> float:
         model, optimizer = build()
+        layer = model[0]
+        assert isinstance(layer, nn.Linear)
         sync = la.attach(model, optimizer, row.recipe)
         while sync.step < 20:
             go(model, optimizer, sync, rank)
             if sync.step == 5 and rank == 1:
                 with torch.no_grad():
-                    model[0].bias.fill_(math.nan)
+                    layer.bias.fill_(math.nan)
         assert sync.stats().steps_drifted == 0
-        return model[0].bias[0].item()
+        return layer.bias[0].item()
 
     assert all(map(math.isnan, la.simulate(train, workers=3)))
 
@@ -235,7 +237,9 @@ def train_elastic(
         drifted[sync.step] = sync.stats().steps_drifted
         if number == faulty and sync.step == after:
             if not running:
-                nudge(model[0].weight[0])
+                layer = model[0]
+                assert isinstance(layer, nn.Linear)
+                nudge(layer.weight[0])
             elif name != "x":
                 disturb(running, name)
     params = torch.cat([p.detach().reshape(-1) for p in model.parameters()])

@@ -35,7 +35,7 @@ RECIPES: dict[str, la.Recipe] = {
 
 def separate(optimizer: Optimizer) -> list[Optimizer]:
     """An optimizer for each group of ``optimizer``."""
-    return [type(optimizer)([group]) for group in optimizer.param_groups]
+    return [type(optimizer)([group]) for group in optimizer.param_groups]  # type: ignore[call-arg]
 
 
 def train_jointly(job: Job, rank: int) -> list[Any]:
@@ -85,7 +85,8 @@ class Task:
 
     def loss(self, t: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * self.rank + t)
-        return self.model(torch.randn(8, 4, generator=generator)).square().mean()
+        loss: Tensor = self.model(torch.randn(8, 4, generator=generator)).square().mean()
+        return loss
 
     def steps(self, first: int, last: int) -> list[Tensor]:
         trace = []
@@ -179,7 +180,7 @@ def test_groups_added_later() -> None:
         sync.finish()
         return flat(model)
 
-    one, other = (la.simulate(lambda r, j=j: run(r, j), workers=2) for j in (False, True))
+    one, other = (la.simulate(lambda r, j=j: run(r, j), workers=2) for j in (False, True))  # type: ignore[misc]
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def train_far(rank: int, recipe: str, **options: int) -> tuple[list[Tensor], int
         return train(rank, recipe, far(gloo.link_of(3)), **options)
 
 
-def simulated(recipe: str, **options: int) -> list[tuple[list[Tensor], int, dict[str, int]]]:
+def simulated(recipe: str, **options: Any) -> list[tuple[list[Tensor], int, dict[str, int]]]:
     with small_buckets():
         return la.simulate(partial(train, recipe=recipe, **options), workers=3)
 
@@ -187,12 +188,10 @@ def test_a_link_between_near_ranks_does_not_overlap(pool: gloo.Pool) -> None:
 
 
 def overlaps(rank: int, least: float | None = None) -> bool:
-    before = tcp.FAR_SECONDS
-    tcp.FAR_SECONDS = before if least is None else least
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        if least is not None:
+            patched.setattr(tcp, "FAR_SECONDS", least)
         link = gloo.link_of(3)
         found = link.overlapping is not None
         link.close()
-    finally:
-        tcp.FAR_SECONDS = before
     return found

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 import laconic as la
 
 from tests.support import gloo
-from tests.support.all_recipes import ROWS, Row, Run
+from tests.support.all_recipes import ROWS, Run
+from tests.support.recipes import Row
 
 SAVED_AT, END = 7, 13
 """No outer step of the recipes falls on the first, and messages are in flight then."""

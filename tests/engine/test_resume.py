@@ -389,7 +389,8 @@ def test_resume_with_messages_older_than_a_parameter_group(recipe: la.Recipe) ->
         sync = la.attach(model, optimizer, recipe)
         states = copy.deepcopy(saved[rank][0])
         late.data.copy_(states.pop())
-        for part, state in zip((model, optimizer, sync), states, strict=True):
+        stateful: tuple[Any, ...] = (model, optimizer, sync)
+        for part, state in zip(stateful, states, strict=True):
             part.load_state_dict(state)
         return go(4, 12)
 

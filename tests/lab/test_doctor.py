@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import laconic
 from laconic.advisor import advice_on
@@ -206,9 +206,9 @@ def test_a_host_that_is_not_there_comes_twice_or_goes_away(
     place = Rendezvous(0, 2, "127.0.0.1", port)
     thread = threading.Thread(target=lambda: went.append(check_network(place, timeout=20)))
     thread.start()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     card = {"rank": 1, "host": "beta", "address": "127.0.0.1", "port": free_port(), "versions": {}}
-    dist.PrefixStore("laconic doctor", store).set("host/1", json.dumps(card))
+    PrefixStore("laconic doctor", store).set("host/1", json.dumps(card))
     thread.join(200)
     problems = texts(went[0].findings, "problem")
     assert "rank 1 (beta, 127.0.0.1) stopped answering during the tests" in problems
@@ -224,7 +224,7 @@ def test_a_master_that_is_silent_absent_elsewhere_or_no_store(
         assert found.level == "problem" and found.remedy
         return found.text
 
-    store = dist.TCPStore("127.0.0.1", port := free_port(), is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port := free_port(), is_master=True, wait_for_workers=False)
     assert said(1, "127.0.0.1", port) == "rank 0 did not report which hosts are present"
     del store
     assert "connection refused" in said(1, "127.0.0.1", free_port())

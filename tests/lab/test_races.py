@@ -39,7 +39,9 @@ def compare(directory: Path, *arguments: str, code: int = 0) -> Result:
 
 def law(recipe: str, steps: int, hosts: int) -> float:
     """Bytes that each host sends per step, by the formula."""
-    rounds = sum(r.when(step) for r in parse_recipe(recipe) for step in range(1, steps + 1))
+    made = parse_recipe(recipe)
+    assert isinstance(made, tuple)
+    rounds = sum(r.when(step) for r in made for step in range(1, steps + 1))
     padded = -(-DIGITS // hosts) * hosts * 4
     if recipe == "sgp":  # to one peer, with the push weight
         return padded + 8

@@ -17,7 +17,7 @@ import pytest
 
 from laconic.cli import main
 from laconic.lab.race import report
-from laconic.lab.race.result import NO_COMMUNICATION, Result, Rounds, Row
+from laconic.lab.race.result import NO_COMMUNICATION, Result, Rounds, Row, Span
 
 from tests.support.races import DDP, DIVERGED, FAILED, FULL, LOCAL, SILENT, rendered, result, row
 
@@ -238,7 +238,7 @@ class Parsed(HTMLParser):
 
 
 def test_the_page_says_what_the_terminal_says_and_needs_nothing_else() -> None:
-    spans = ((0.0, 0.4, "compute"), (0.4, 1.0, "wait"), (0.41, 0.93, "send"))
+    spans: tuple[Span, ...] = ((0.0, 0.4, "compute"), (0.4, 1.0, "wait"), (0.41, 0.93, "send"))
     odd = row("</script><b>&{{data}}</b>", (0, 0, 3.0), (9, 9, 2.0), notes=("<i>a note</i>",))
     recorded = replace(DDP, timeline=(spans, spans), rounds=(Rounds(1, 75, 1, 2_000_000),))
     race = replace(
@@ -309,7 +309,12 @@ def test_a_report_is_made_anew_shown_as_json_and_opened(
     assert float(rows[2]["loss_at_equal_steps"]) == pytest.approx(2.6)
     assert rows[3]["error"] == FAILED.error and rows[3]["loss_at_equal_time"] == ""
     opened: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) is None)
+
+    def opening(url: str) -> bool:
+        opened.append(url)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", opening)
     found = json.loads(told("run", "--open", "--json", capsys=capsys), parse_constant=pytest.fail)
     assert opened == [Path("run/report.html").resolve().as_uri()]
     assert " ".join(found["answer"]) == report.verdict(race)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate, islice, pairwise
@@ -13,7 +14,6 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.lab.race import timeline
 from laconic.lab.race.plan import Kind, Schedule, first_steps, kind_of, outermost, steps_within
 from laconic.lab.race.result import Rounds
 from laconic.lab.race.timeline import RecordedLink, Recorder
@@ -162,7 +162,7 @@ def test_a_race_runs_as_long_as_it_should(name: str) -> None:
 
 def test_computing_is_what_is_neither_waiting_nor_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(timeline.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     recorder = Recorder()
     recorder.add_wait(-2.0, -1.0)  # before the start
     recorder.resume()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 
 import laconic as la
 from laconic.errors import LinkError
@@ -89,7 +89,7 @@ def test_every_attempt_has_a_name_of_its_own() -> None:
     assert first[0] != second[0]
 
 
-class Noting(HashStore):  # type: ignore[misc]
+class Noting(HashStore):
     """Lets one know when rank 0 has looked at what an attempt before has left."""
 
     def __init__(self) -> None:

@@ -181,7 +181,12 @@ def test_ranks_connect_and_agree(
         attack(listener.port, mode, genuine, count)
         assert not any(rank.done() for rank in coming)
         s.nothing_is_left(before)
-        served(lambda: coming.append(pool.submit(listener.come, 2)) or coming[2].result())
+
+        def join() -> None:
+            coming.append(pool.submit(listener.come, 2))
+            coming[2].result()
+
+        served(join)
         links = [rank.result() for rank in coming]
         for number in range(3):
             x = torch.arange(30_000.0).mul(number + 1)

@@ -57,8 +57,8 @@ def test_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_derive_a_links_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one for each link, and it is not sent. Without a file, rank 0 draws it."""
-    monkeypatch.setattr(job_secret, "read", lambda: own.secret)
     own, barrier, rows = threading.local(), threading.Barrier(2), dict[int, Tensor]()
+    monkeypatch.setattr(job_secret, "read", lambda: own.secret)
     sent: list[bytes] = []
 
     def meet(rank: int, secret: bytes | None) -> bytes:

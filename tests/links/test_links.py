@@ -108,8 +108,8 @@ def drawn(rank: int, workers: int) -> list[float]:
 
 
 def test_each_simulated_worker_has_its_own_numpy_numbers() -> None:
-    before = np.random.get_state()[1].tolist()
+    before = np.random.get_state(legacy=False)["state"]["key"].tolist()
     together = simulate(lambda rank: drawn(rank, 3), workers=3)
     alone = [simulate(lambda _, r=r: drawn(r, 1), workers=1)[0] for r in range(3)]  # type: ignore[misc]
     assert together == alone
-    assert np.random.get_state()[1].tolist() == before
+    assert np.random.get_state(legacy=False)["state"]["key"].tolist() == before

@@ -153,7 +153,7 @@ def save(rank: int, job: Job, folder: Path, at: Sequence[int]) -> int:
     for t in range(1, at[rank] + 1):
         training.step(job, model, optimizer, job.data()[rank][t - 1], t)
     sync.mean(0.0)
-    parts = {"model": model, "optimizer": optimizer, "sync": sync}
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "sync": sync}
     torch.save({k: v.state_dict() for k, v in parts.items()}, folder / f"{rank}.pt")
     return len(sync.closings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from laconic.links import Link, staged
 from laconic.links.link import Parts
-from laconic.links.staged import StagedLink
+from laconic.links.staged import HostLink, StagedLink
 
 from tests.support import gloo, late
 
@@ -90,7 +91,7 @@ def on_late(rank: int, size: int) -> list[Tensor]:
     """`everything` on the stand-in."""
     with late.device() as device, pytest.MonkeyPatch.context() as patched:
         patched.setattr(staged, "PIECE_BYTES", 64)
-        link = StagedLink(gloo.link_of(size), device)
+        link = StagedLink(cast(HostLink, gloo.link_of(size)), device)
         stream = late.LateAccelerator().new_stream(device)
         try:
             with late.LateAccelerator().on_stream(stream):

@@ -58,7 +58,7 @@ def train(pipe: Connection, recipe: str) -> tuple[bytes, int]:
     forgetful.hasten()
     made: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = made.append  # type: ignore[method-assign]
+    handler.emit = made.append  # type: ignore[method-assign, assignment]
     logging.getLogger("laconic").addHandler(handler)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 
@@ -211,7 +211,8 @@ def test_the_system_watches_every_socket(
     server, _ = listen(forgetful.HERE)
     answer = handshake.answer(b"", lambda key: secret, lambda *_: b"")
     answers.serve(server, lambda: answer, 5, print)
-    calls.call(*server.getsockname(), handshake.call(secret, b"", bytes(8), 0, b""), 5, print)
+    exchange = handshake.call(secret, b"", bytes(8), 0, b"")
+    calls.call(forgetful.HERE, server.getsockname()[1], exchange, 5, print)
     with server, connect(forgetful.HERE, port, 5):  # as relays do, and clients of the store
         answers.turn(1)
         messages = {fd for wire in wires for fd in wire.connections.values()}
@@ -225,6 +226,7 @@ def test_the_system_watches_every_socket(
                 assert limit == (0 if fd in messages else 30_000), end
                 count += 1
         assert count >= 7 and len(messages) == 2
-    for end in (calls, answers, beacon, *wires):
-        end.close()
+    parties: list[Talks | health.Beacon | Wire] = [calls, answers, beacon, *wires]
+    for party in parties:
+        party.close()
     del store

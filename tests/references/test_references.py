@@ -149,7 +149,7 @@ def test_frequencies() -> None:
     demo = gradients.DeMo(0.5, 1, 2)
     m = [np.array([[4.0, 3.0, 1.0, 1.0]]), np.array([[2.0, -2.0, 3.0, 3.0]])]
     np.testing.assert_allclose(demo.exchange(m), [[5.5, 1.5, 2, 2]])
-    np.testing.assert_allclose(m, [[[0.5, -0.5, 0, 0]], [[0, 0, 0, 0]]], atol=1e-12)
+    np.testing.assert_allclose(m, [[[0.5, -0.5, 0.0, 0.0]], [[0.0] * 4]], atol=1e-12)
 
 
 def test_noloco() -> None:

@@ -136,7 +136,9 @@ def train(
         if (signs / f"spoil{number}").exists():
             (signs / f"spoil{number}").unlink()
             with torch.no_grad():
-                model[0].weight[0, 3] += 1e-3
+                layer = model[0]
+                assert isinstance(layer, torch.nn.Linear)
+                layer.weight[0, 3] += 1e-3
         time.sleep(pace)
     sync.finish()
     assert sync.view is not None

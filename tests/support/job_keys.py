@@ -46,8 +46,8 @@ def turn_on(patch: pytest.MonkeyPatch, directory: Path, **changed: object) -> No
     turn_off(patch)
     for name, value in variables(directory).items():
         patch.setenv(name, value)
-    for part, value in changed.items():
-        patch.setenv(f"GLOO_DEVICE_TRANSPORT_TCP_TLS_{part}", str(value))
+    for part, other in changed.items():
+        patch.setenv(f"GLOO_DEVICE_TRANSPORT_TCP_TLS_{part}", str(other))
 
 
 def turn_off(patch: pytest.MonkeyPatch) -> None:

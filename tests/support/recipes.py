@@ -287,7 +287,7 @@ with warnings.catch_warnings():
 
     def slow(name: str, base: Any, of: Any, period: int, tags: str = "", **options: Any) -> None:
         """A row of slowmo; ``options`` are alike in the recipe and in the reference."""
-        unsharded = {"sharded": False} if "unsharded" in name else {}
+        unsharded: dict[str, Any] = {"sharded": False} if "unsharded" in name else {}
         momentum, lr = options.pop("momentum", 0.5), options.pop("lr", 1.0)
         if options.get("optimizer_state") == "average":
             tags += " moments"
@@ -353,7 +353,7 @@ with warnings.catch_warnings():
     ):
         row(
             f"sgp({name}, {options})",
-            la.sgp(name, **options),  # type: ignore[arg-type]
+            la.sgp(name, **options),
             partial(g_.SGP, name, **options),  # type: ignore[arg-type]
             "gossip irregular conserves",
         )

@@ -189,9 +189,9 @@ class Interrupted(torch.autograd.Function):
     """Itself; raises in the backward pass."""
 
     @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(_: Any, x: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         raise RuntimeError("interrupted")
