@@ -33,27 +33,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 ALONE = os.open(Path(tempfile.gettempdir(), f"laconic-tests-{os.getuid()}.lock"), os.O_CREAT)
 """Locked while a file runs that emulates hosts: those look for namespaces left behind."""
-# TODO: until these files mark themselves with `hosts`
-HOSTS = {
-    "advise_hosts",
-    "cluster",
-    "compare",
-    "doctor",
-    "example",
-    "goodput",
-    "isolated_host",
-    "lab",
-    "own",
-    "timeline",
-    "tune_hosts",
-    "tutorial_chapter7",
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.stem.removeprefix("test_") in HOSTS:
-            item.add_marker("hosts")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time limit of the test begins
