@@ -273,7 +273,9 @@ def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ENDS = """
-import sys, threading, torch, laconic
+import atexit, sys, threading
+atexit.register(lambda: print([t.name for t in threading.enumerate()]))  # after laconic's own
+import torch, laconic
 model = torch.nn.Linear(20, 5)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 elastic = laconic.Elastic(sys.argv[1], workers=2, min_workers=2, wait=float(sys.argv[2]))
@@ -305,8 +307,9 @@ def test_a_worker_that_is_interrupted_ends_its_threads() -> None:
         while "training waits" not in (line := workers[1].stderr.readline()):
             assert line, "it has ended"
         workers[1].send_signal(signal.SIGINT)
-        assert workers[1].communicate(timeout=SECONDS)[1].endswith("KeyboardInterrupt\n")
-        assert workers[1].returncode == -signal.SIGINT
+        threads, said = workers[1].communicate(timeout=SECONDS)
+        assert said.endswith("KeyboardInterrupt\n") and workers[1].returncode == -signal.SIGINT
+        assert threads and "laconic-comm" not in threads
     finally:
         for worker in workers:
             worker.kill()

@@ -179,7 +179,7 @@ def test_an_elastic_run_goes_on_with_the_same_workers(
         job_keys.turn_on(monkeypatch, jobs.one)
     with (
         forgetful.firewall(ports) as wall,
-        Run("laconic.ddp()", count=3, hasten=True) as elastic,
+        Run("laconic.ddp()", count=3, hasten=True, timeout=600) as elastic,  # waits for less
     ):
         for worker in elastic.workers:
             worker.wait_for("ready", workers=3)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import laconic
 
-OWN = ("samples", "clip", "fails_after", "linger", "signs", "slow", "loader")
+OWN = ("samples", "clip", "fails_after", "linger", "signs", "slow", "loader", "timeout")
 """The options that are not those of `laconic.Elastic`."""
 FEW = 60
 """More steps than a worker can be ahead of another one, or than pass while one reads a file."""
@@ -95,7 +95,7 @@ def train(
     """Train a small model. ``options``: ``clip``: clip the gradients; ``fails_after``: see `Clock`;
     ``linger``: seconds to live on after the end; ``signs``: the folder in which a test asks for
     something, see `last_step` and `elastic_runs.Run.spoil`; ``slow``: the worker whose first step
-    takes as long as many of worker 1; and those of `batches`."""
+    takes as long as many of worker 1; ``timeout``: of `laconic.attach`; and those of `batches`."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 100),
@@ -108,9 +108,9 @@ def train(
     sampler = laconic.ElasticSampler(options.get("samples", 1), seed=1)
     others = {"data": sampler, "rate": scheduler, "clock": Clock(options.get("fails_after"))}
     elastic = dataclasses.replace(elastic, others=others)
-    sync = laconic.attach(
-        model, optimizer, eval(recipe, {"laconic": laconic}), elastic=elastic, timeout=60
-    )
+    made = eval(recipe, {"laconic": laconic})
+    timeout = options.get("timeout", 60)
+    sync = laconic.attach(model, optimizer, made, elastic=elastic, timeout=timeout)
     assert sync.view is not None
     view, begun = sync.view, sync.step
     say("ready", step=sync.step, workers=len(view.workers), id=view.workers[view.place])
