@@ -347,3 +347,24 @@ def test_whole_tensors_are_needed_where_ranks_have_parts() -> None:
 
     with pytest.raises(ValueError, match="workers of one rank"):
         la.simulate(worker, workers=4)
+
+
+@pytest.mark.parametrize(("elements", "chunk"), [(32, 8), (32, 16), (30, 5)])
+def test_chunks_begin_anew_in_the_slice_of_each_rank(elements: int, chunk: int) -> None:
+    """So where chunks end with the slices, a worker of two ranks is like one of one."""
+
+    def run(rank: int, ranks: int) -> Tensor:
+        x = nn.Parameter(torch.zeros(elements, dtype=torch.float64))
+        model, optimizer = nn.ParameterList([x]), torch.optim.SGD([x], 0.1)
+        recipe = la.sparse_loco(2, 2, chunk)
+        with la.attach(model, optimizer, recipe, nprocs_per_node=ranks) as sync:
+            for step in range(8):
+                numbers = torch.Generator().manual_seed(100 * (rank // ranks) + step)
+                x.grad = torch.randn(elements, generator=numbers, dtype=torch.float64)
+                optimizer.step()
+            with sync.consensus(mean=False):
+                return x.detach().clone()
+
+    alone, *_ = la.simulate(lambda rank: run(rank, 1), 2)
+    both = la.simulate(lambda rank: run(rank, 2), 4)
+    assert all(torch.equal(x, alone) for x in both)
