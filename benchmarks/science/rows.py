@@ -109,8 +109,6 @@ ROWS = (
     ELASTIC_16,
     SUM_16,
 )
-CLAIMED = (GRADIENTS, GOSSIP, SLOW, LOCAL_RESET, ALONE, ELASTIC_16, SUM_16)
-"""The rows that the claims refer to."""
 
 
 def claims(loss: Mapping[Row, float]) -> dict[str, bool]:

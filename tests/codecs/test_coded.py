@@ -29,6 +29,7 @@ from laconic.links.cost import Cost
 from laconic.links.simulated import current_link
 from laconic.links.wrapped import Wrapped
 
+from tests.references import coded as codecs
 from tests.references import reference_coded as ref
 from tests.support import gloo
 
@@ -149,10 +150,10 @@ def quickly(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
 
 
 SMALL = Int4(block=8)
-small = partial(ref.int4, 8)
+small = partial(codecs.int4, 8)
 ROWS: dict[str, tuple[la.Recipe, Callable[[], ref.Algorithm]]] = {
-    "ddp, int4": (la.ddp(codec="int4"), lambda: ref.DDP(ref.int4(256))),
-    "ddp, float16": (la.ddp(codec="float16"), lambda: ref.DDP(ref.cast("float16"))),
+    "ddp, int4": (la.ddp(codec="int4"), lambda: ref.DDP(codecs.int4(256))),
+    "ddp, float16": (la.ddp(codec="float16"), lambda: ref.DDP(codecs.cast("float16"))),
     "ddp, small blocks": (la.ddp(codec=SMALL), lambda: ref.DDP(small())),
     "local": (la.local_sgd(3, codec=SMALL), lambda: ref.LocalSGD(3, small())),
     "local, late": (
@@ -161,7 +162,7 @@ ROWS: dict[str, tuple[la.Recipe, Callable[[], ref.Algorithm]]] = {
     ),
     "slowmo": (
         la.slowmo(la.local_sgd(2, codec=SMALL), 6, 0.6, 0.8, codec="int8"),
-        lambda: ref.SlowMo(ref.LocalSGD(2, small()), 6, ref.int8(256), 0.6, 0.8),
+        lambda: ref.SlowMo(ref.LocalSGD(2, small()), 6, codecs.int8(256), 0.6, 0.8),
     ),
     "easgd": (la.easgd(3, 0.7, codec=SMALL), lambda: ref.EASGD(3, small(), 0.7)),
     "diloco": (la.diloco(3, 0.6, 0.8, codec=SMALL), lambda: ref.DiLoCo(3, small(), 0.6, 0.8)),
@@ -175,15 +176,15 @@ ROWS: dict[str, tuple[la.Recipe, Callable[[], ref.Algorithm]]] = {
     ),
     "streaming, int2": (
         la.streaming_diloco(4, 2, 2, 0.3, Int2(4), lr=0.6, momentum=0.8),
-        lambda: ref.StreamingDiLoCo(4, 2, ref.int2(4), 0.6, 0.8, delay=2, mix=0.3),
+        lambda: ref.StreamingDiLoCo(4, 2, codecs.int2(4), 0.6, 0.8, delay=2, mix=0.3),
     ),
     "sparse": (
         la.sparse_loco(3, 5, 32, values="float32"),
-        lambda: ref.SparseLoCo(3, 5, 32, ref.cast("float32")),
+        lambda: ref.SparseLoCo(3, 5, 32, codecs.cast("float32")),
     ),
     "sparse, int8": (
         la.sparse_loco(3, 5, 32, decay=0.8, lr=0.7, values="int8"),
-        lambda: ref.SparseLoCo(3, 5, 32, ref.int8(256), feedback=0.8, lr=0.7),
+        lambda: ref.SparseLoCo(3, 5, 32, codecs.int8(256), feedback=0.8, lr=0.7),
     ),
 }
 QUICK = ("ddp, small blocks", "local, late", "slowmo", "easgd", "streaming", "sparse, int8")

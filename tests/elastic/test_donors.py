@@ -327,7 +327,7 @@ def stopping() -> None:
 
 def test_a_view_connects_and_the_next_one(hosts: list[Host]) -> None:
     """Ranks are places in the view, not the order in which members came. Strangers do not hold them
-    up, and who waits in vain for a member stops when another view was decided."""
+    up, and a member that waits in vain for another one stops when the next view was decided."""
     with socket.create_connection(hosts[0][1].getsockname()) as garbage:
         garbage.sendall(secrets.token_bytes(500))
         works(connected(hosts, [view_of(hosts)] * 3, [0, 1, 2], nothing))

@@ -21,9 +21,10 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Codec:
-    """`q` is encode, then decode, of a vector."""
+    """`q` is encode, then decode, of a vector. `unit` elements are coded together."""
 
     q: Q
+    unit: int = 1
 
     def __call__(self, v: Array) -> Array:
         return self.q(v.astype(np.float32)).astype(v.dtype)
@@ -33,7 +34,8 @@ def blocks(q: Q, size: int) -> Q:
     """q on each stretch of `size` consecutive elements on its own; the last may be shorter."""
 
     def whole(x: Array) -> Array:
-        return np.concatenate([q(x[start : start + size]) for start in range(0, x.size, size)])
+        parts = [q(x[start : start + size]) for start in range(0, x.size, size)]
+        return np.concatenate([np.zeros(0, np.float32), *parts])
 
     return whole
 
@@ -45,18 +47,25 @@ def bfloat16_of(x: Array) -> Array:
     return np.asarray(rounded.astype(np.uint32).view(np.float32))
 
 
+def largest_scale(top: int) -> np.float32:
+    """The largest bfloat16 s for which top*s is finite in float32."""
+    start = np.asarray(np.float32(LARGEST / top)).view(np.uint32) & 0xFFFF0000
+    upwards = [np.uint32(start + step * 0x10000).view(np.float32) for step in range(2)]
+    return np.float32(max(s for s in upwards if float(s) * top <= LARGEST))
+
+
 def integers(top: int, block: int) -> Codec:
-    """2*top + 1 levels. Per block:  s = bfloat16(max|x| / top), at least 2^-126
+    """2*top + 1 levels. Per block:  s = bfloat16(max|x| / top), in 2^-126 .. largest_scale(top)
     level = round half to even(x / s) ;  q = s*level"""
 
     def q(x: Array) -> Array:
         wanted = bfloat16_of(np.abs(x).max() / np.float32(top))
-        s = np.float32(max(float(wanted), 2.0**-126))
+        s = np.float32(min(max(float(wanted), 2.0**-126), float(largest_scale(top))))
         level = np.rint(x / s)
         assert np.abs(level).max() <= top
         return np.asarray(s * level, np.float32)
 
-    return Codec(blocks(q, block))
+    return Codec(blocks(q, block), block)
 
 
 def int8(block: int) -> Codec:
@@ -91,7 +100,7 @@ def topk(k: int, chunk: int, values: Codec) -> Codec:
         out[kept] = values(x[kept])
         return out
 
-    return Codec(blocks(q, chunk))
+    return Codec(blocks(q, chunk), chunk)
 
 
 def together(p: Params, names: Sequence[str]) -> Array:

@@ -31,13 +31,13 @@ import numpy.typing as npt
 Array: TypeAlias = npt.NDArray[Any]  # float64, but inside codecs
 Params: TypeAlias = dict[str, Array]  # in the order of NAMES
 State: TypeAlias = dict[str, Array]  # one parameter's optimizer state
-Batch: TypeAlias = tuple[Array, Array]  # inputs (batch, INPUT), targets (batch, OUTPUT)
+Batch: TypeAlias = tuple[Array, Array]  # inputs (batch, 5), targets (batch, 11)
 Data: TypeAlias = list[list[Batch]]  # data[worker][step - 1]
 Rates: TypeAlias = Callable[[int, int], float]  # lr(group, step)
 StatePolicy: TypeAlias = Literal["keep", "average", "reset"]
 
 # Odd sizes: no tensor divides by 2, 3 or 4, so an even split into slices must pad.
-INPUT, HIDDEN, OUTPUT = SIZES = 5, 7, 11
+SIZES = 5, 7, 11  # input, hidden, output
 NAMES = ("w1", "b1", "w2", "b2")
 GROUPS = (("w1", "w2"), ("b1", "b2"))  # weights | biases
 GROUP_OF = {name: group for group, names in enumerate(GROUPS) for name in names}

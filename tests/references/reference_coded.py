@@ -1,4 +1,4 @@
-"""Plain-loop references of training with coded (lossy) rounds: codecs, the coded mean, recipes.
+"""Plain-loop references of training with coded (lossy) rounds: the coded mean, recipes.
 
 As in `problem`, every worker lives in one Python list, communication is a loop over that list.
 
@@ -34,106 +34,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tests.references.coded import Codec, topk
+
 Array: TypeAlias = npt.NDArray[Any]  # of the run's dtype
 Params: TypeAlias = list[Array]
-Q: TypeAlias = Callable[[Array], Array]  # float32 vector -> what arrives of it, float32
 Gradient: TypeAlias = Callable[[int, int, Params], Params]  # (worker, step, x)
 Rates: TypeAlias = Callable[[int], float]  # lr(step)
 Combine: TypeAlias = Callable[[Array, slice], Array]  # (mean on a slice, which slice) -> result
-
-LARGEST = float(np.finfo(np.float32).max)
-
-
-# ---------------------------------------------------------------- codecs
-@dataclass(frozen=True)
-class Codec:
-    """`q` is encode, then decode. `unit` elements are coded together: slices are multiples of it.
-    `exact`: no value is rounded, not even to float32."""
-
-    q: Q
-    unit: int = 1
-    exact: bool = False
-
-    def __call__(self, v: Array) -> Array:
-        return self.q(v) if self.exact else self.q(v.astype(np.float32)).astype(v.dtype)
-
-
-def blocks(q: Q, size: int) -> Q:
-    """q on each stretch of `size` consecutive elements on its own; the last may be shorter."""
-
-    def whole(x: Array) -> Array:
-        parts = [q(x[start : start + size]) for start in range(0, x.size, size)]
-        return np.concatenate([np.zeros(0, np.float32), *parts])
-
-    return whole
-
-
-def bfloat16_of(x: Array) -> Array:
-    """The nearest bfloat16, ties to even: the upper 16 bits of a float32, rounded."""
-    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.int64)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
-    return np.asarray(rounded.astype(np.uint32).view(np.float32))
-
-
-def largest_scale(top: int) -> np.float32:
-    """The largest bfloat16 s for which top*s is finite in float32."""
-    start = np.asarray(np.float32(LARGEST / top)).view(np.uint32) & 0xFFFF0000
-    upwards = [np.uint32(start + step * 0x10000).view(np.float32) for step in range(2)]
-    return np.float32(max(s for s in upwards if float(s) * top <= LARGEST))
-
-
-def integers(top: int, block: int) -> Codec:
-    """2*top + 1 levels. Per block:  s = bfloat16(max|x| / top), in 2^-126 .. largest_scale(top)
-    level = round half to even(x / s) ;  q = s*level"""
-
-    def q(x: Array) -> Array:
-        wanted = bfloat16_of(np.abs(x).max() / np.float32(top))
-        s = np.float32(min(max(float(wanted), 2.0**-126), float(largest_scale(top))))
-        level = np.rint(x / s)
-        assert np.abs(level).max() <= top
-        return np.asarray(s * level, np.float32)
-
-    return Codec(blocks(q, block), block)
-
-
-def int8(block: int) -> Codec:
-    return integers(127, block)
-
-
-def int4(block: int) -> Codec:
-    return integers(7, block)
-
-
-def int2(block: int) -> Codec:
-    return integers(1, block)
-
-
-def cast(name: str) -> Codec:
-    """float16, bfloat16 or float32, ties to even."""
-    casts: dict[str, Q] = {
-        "float16": lambda x: x.astype(np.float16).astype(np.float32),
-        "bfloat16": bfloat16_of,
-        "float32": lambda x: x.copy(),
-    }
-    return Codec(casts[name])
-
-
-def exact() -> Codec:
-    """No rounding at all: the coded rounds become the dense ones."""
-    return Codec(lambda x: x.copy(), exact=True)
-
-
-def topk(k: int, chunk: int, values: Codec) -> Codec:
-    """Per chunk the k largest |x| (ties: the lower index); these, in the order of their indices,
-    are coded by `values` as a vector of their own; the others are 0."""
-
-    def q(x: Array) -> Array:
-        kept = np.sort(np.argsort(-np.abs(x), kind="stable")[:k])
-        out = np.zeros_like(x)
-        out[kept] = values(x[kept])
-        return out
-
-    return Codec(blocks(q, chunk), chunk, values.exact)
 
 
 # ---------------------------------------------------------------- the coded mean
