@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PAIRS = ["python3.10=2.7.1", "python3.13=2.14.1"]
 MOST_SECONDS = 3600
 DECIDING = [
-    "tests/algorithms/test_exactness.py",
+    "tests/algorithms/test_contract.py",
     "tests/codecs",
     "tests/engine/test_compatibility.py",
     "tests/engine/test_golden.py",
