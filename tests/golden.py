@@ -896,7 +896,44 @@ LARGE = ((2**16 * 52,), (3,))
 """In float64 more than a bucket's 25 MiB."""
 
 
-def _rows() -> Iterator[tuple[str, Case]]:
+SOME: dict[str, la.Recipe] = {
+    "ddp": la.ddp(),
+    "ddp, int4": la.ddp(codec="int4"),
+    "ddp, int8": la.ddp(codec="int8"),
+    "power_sgd": la.power_sgd(2),
+    "local_sgd": la.local_sgd(3),
+    "local_sgd, average": la.local_sgd(3, optimizer_state="average"),
+    "local_sgd, int8": la.local_sgd(3, codec="int8"),
+    "local_sgd, late": la.local_sgd(6, delay=4),
+    "local_sgd, late, int8": la.local_sgd(3, delay=2, codec="int8"),
+    "slowmo": la.slowmo(la.local_sgd(2), 5, 0.4),
+    "slowmo over sgp": la.slowmo(la.sgp(), 5, 0.4),
+    "slowmo over late sgp": la.slowmo(la.sgp(delay=2), 5, 0.4),
+    "sgp": la.sgp(),
+    "sgp, late": la.sgp(delay=2),
+    "easgd": la.easgd(3, pull=0.1),
+    "lsgd": la.lsgd(4, local_period=0),
+    "noloco": la.noloco(3),
+    "diloco, late": la.diloco(5, momentum=0.5, delay=4),
+    "diloco, late, int4": la.diloco(5, momentum=0.5, delay=4, codec="int4"),
+    "diloco, eager": la.diloco(5, delay=3, merge="eager"),
+    "streaming_diloco": la.streaming_diloco(6, 3, 3, codec="int4"),
+}
+"""Recipes of each kind."""
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(name: str, recipe: Any = (), ranks: int = 3, group: int = 0, **more: Any) -> None:
+    """Add a case; ``group``: of so many workers."""
+    assert name not in CASES, f"two cases are called {name}"
+    if group:
+        more["options"] = {**more.get("options", {}), "group_size": group}
+    CASES[name] = Case(recipe, ranks, **more)
+
+
+def _rows() -> None:
     """Every row of the shared table, with three workers and with four."""
     few = ("ddp", "local_sgd", "slowmo", "sgp", "easgd", "lsgd", "diloco, late", "noloco")
     for name, row in ROWS.items():
@@ -906,71 +943,68 @@ def _rows() -> Iterator[tuple[str, Case]]:
                 continue
             if ranks == 3 and row.group_size(4) is not None:
                 continue  # groups of one
-            size = row.group_size(ranks)
-            options = {} if size is None else {"group_size": size}
-            yield f"{name}, {ranks} workers", Case(row.recipe, ranks, options, shapes=shapes)
+            group = row.group_size(ranks) or 0
+            case(f"{name}, {ranks} workers", row.recipe, ranks, group, shapes=shapes)
 
 
-def _coded() -> Iterator[tuple[str, Case]]:
+def _coded() -> None:
     top = la.codecs.TopK(8, 64)
     names: list[Any] = ["bfloat16", "float16", "int8", "int4", "int2", "e3m0", "top64", top]
     for codec in names:
         name = codec if isinstance(codec, str) else "top 8 of 64"
-        yield f"ddp, codec {name}", Case(la.ddp(codec=codec))
-        yield f"local_sgd, codec {name}", Case(la.local_sgd(3, codec=codec), 4)
-        yield f"diloco, codec {name}", Case(la.diloco(4, momentum=0.5, codec=codec))
+        case(f"ddp, codec {name}", la.ddp(codec=codec))
+        case(f"local_sgd, codec {name}", la.local_sgd(3, codec=codec), 4)
+        case(f"diloco, codec {name}", la.diloco(4, momentum=0.5, codec=codec))
     late = la.local_sgd(6, delay=4, codec="int4")
-    yield "local_sgd, late, int4", Case(late)
-    yield (
+    case("local_sgd, late, int4", late)
+    case(
         "local_sgd, adamw, average, int8",
-        Case(la.local_sgd(3, codec="int8", optimizer_state="average"), optimizer="adamw"),
+        la.local_sgd(3, codec="int8", optimizer_state="average"),
+        optimizer="adamw",
     )
-    yield "post_local_sgd, int8", Case(la.post_local_sgd(5, 4, codec="int8"))
-    yield "hierarchical, int4", Case(la.hierarchical(2, 6, codec="int4"), 4, {"group_size": 2})
-    yield "easgd, int8", Case(la.easgd(3, pull=0.1, codec="int8"))
-    yield "downpour, int8", Case(la.downpour(4, codec="int8"), optimizer="sgd")
-    yield "slowmo, int8", Case(la.slowmo(la.local_sgd(2), 5, 0.4, codec="int8"), 4)
-    yield "slowmo, coded base", Case(la.slowmo(la.local_sgd(2, codec="int4"), 5, 0.4))
-    yield "diloco, late, int4", Case(la.diloco(5, momentum=0.5, delay=4, codec="int4"))
-    yield "diloco, eager, int8", Case(la.diloco(5, delay=4, merge="eager", codec="int8"))
-    yield "diloco, Adam, int8", Case(la.diloco(3, outer=adam, codec="int8"))
+    case("post_local_sgd, int8", la.post_local_sgd(5, 4, codec="int8"))
+    case("hierarchical, int4", la.hierarchical(2, 6, codec="int4"), 4, group=2)
+    case("easgd, int8", la.easgd(3, pull=0.1, codec="int8"))
+    case("downpour, int8", la.downpour(4, codec="int8"), optimizer="sgd")
+    case("slowmo, int8", la.slowmo(la.local_sgd(2), 5, 0.4, codec="int8"), 4)
+    case("slowmo, coded base", la.slowmo(la.local_sgd(2, codec="int4"), 5, 0.4))
+    case("diloco, late, int4", la.diloco(5, momentum=0.5, delay=4, codec="int4"))
+    case("diloco, eager, int8", la.diloco(5, delay=4, merge="eager", codec="int8"))
+    case("diloco, Adam, int8", la.diloco(3, outer=adam, codec="int8"))
     for codec in (None, "e3m0", "bfloat16"):
         recipe = la.streaming_diloco(6, 3, 3, codec=codec, momentum=0.5)
-        yield f"streaming_diloco, {codec}", Case(recipe, 4)
-    yield "streaming_diloco, by layers", Case(la.streaming_diloco(6, 2, 2, by="layers"), save=7)
-    yield "streaming_diloco, Adam", Case(la.streaming_diloco(6, 3, 6, outer=adam, codec="int8"))
-    yield "sparse_loco, int8", Case(la.sparse_loco(3, 8, 64, decay=0.9, values="int8"), 4)
+        case(f"streaming_diloco, {codec}", recipe, 4)
+    case("streaming_diloco, by layers", la.streaming_diloco(6, 2, 2, by="layers"), save=7)
+    case("streaming_diloco, Adam", la.streaming_diloco(6, 3, 6, outer=adam, codec="int8"))
+    case("sparse_loco, int8", la.sparse_loco(3, 8, 64, decay=0.9, values="int8"), 4)
     low = la.power_sgd(2, codec="int8")
-    yield "power_sgd, int8", Case(low, 4, shapes=MATRIX)
-    yield "power_sgd, start", Case(la.power_sgd(1, start=5), shapes=MATRIX)
-    yield "power_sgd, adamw", Case(la.power_sgd(1), shapes=MATRIX, optimizer="adamw")
-    yield "demo, 4 tiles", Case(la.demo(0.9, k=4, chunk=16), 4, optimizer="sgd")
+    case("power_sgd, int8", low, 4, shapes=MATRIX)
+    case("power_sgd, start", la.power_sgd(1, start=5), shapes=MATRIX)
+    case("power_sgd, adamw", la.power_sgd(1), shapes=MATRIX, optimizer="adamw")
+    case("demo, 4 tiles", la.demo(0.9, k=4, chunk=16), 4, optimizer="sgd")
 
 
-def _delayed() -> Iterator[tuple[str, Case]]:
-    yield "local_sgd, delay = period", Case(la.local_sgd(4, delay=4), save=9)
-    yield "local_sgd, 1, delay 1", Case(la.local_sgd(1, delay=1))
-    yield "local_sgd, late, average", Case(la.local_sgd(6, delay=4, optimizer_state="average"))
-    yield "local_sgd, late, reset", Case(la.local_sgd(6, delay=4, optimizer_state="reset"))
-    yield "post_local_sgd, late", Case(la.post_local_sgd(5, 4, delay=3), save=9)
-    yield "sgp, delay 1", Case(la.sgp(delay=1), 4)
-    yield "sgp, ring of 2, delay 3", Case(la.sgp("ring", 2, delay=3), 4)
-    yield "sgp, bipartite, late", Case(la.sgp("bipartite_exponential", delay=2))
-    yield "diloco, delay = period", Case(la.diloco(4, momentum=0.5, delay=4), 4, save=9)
-    yield "diloco, late, mix 0.2", Case(la.diloco(5, momentum=0.5, delay=4, mix=0.2))
-    yield "diloco, late, Adam", Case(la.diloco(5, outer=adam, delay=4))
-    yield "diloco, late, unsharded", Case(la.diloco(5, delay=4, sharded=False))
-    yield "diloco, eager, delay 1", Case(la.diloco(5, delay=1, merge="eager"), save=10)
-    yield "diloco, eager, delay = period", Case(la.diloco(4, delay=4, merge="eager"), save=9)
-    yield (
-        "diloco, loscar, int4",
-        Case(la.diloco(5, 1.0, 0.0, delay=4, merge="loscar", codec="int4")),
-    )
-    yield "own update", Case(own(3))
-    yield "own update, late", Case(own(4, delay=3), save=9)
+def _delayed() -> None:
+    case("local_sgd, delay = period", la.local_sgd(4, delay=4), save=9)
+    case("local_sgd, 1, delay 1", la.local_sgd(1, delay=1))
+    case("local_sgd, late, average", la.local_sgd(6, delay=4, optimizer_state="average"))
+    case("local_sgd, late, reset", la.local_sgd(6, delay=4, optimizer_state="reset"))
+    case("post_local_sgd, late", la.post_local_sgd(5, 4, delay=3), save=9)
+    case("sgp, delay 1", la.sgp(delay=1), 4)
+    case("sgp, ring of 2, delay 3", la.sgp("ring", 2, delay=3), 4)
+    case("sgp, bipartite, late", la.sgp("bipartite_exponential", delay=2))
+    case("diloco, delay = period", la.diloco(4, momentum=0.5, delay=4), 4, save=9)
+    case("diloco, late, mix 0.2", la.diloco(5, momentum=0.5, delay=4, mix=0.2))
+    case("diloco, late, Adam", la.diloco(5, outer=adam, delay=4))
+    case("diloco, late, unsharded", la.diloco(5, delay=4, sharded=False))
+    case("diloco, eager, delay 1", la.diloco(5, delay=1, merge="eager"), save=10)
+    case("diloco, eager, delay = period", la.diloco(4, delay=4, merge="eager"), save=9)
+    case("diloco, loscar, int4", la.diloco(5, 1.0, 0.0, delay=4, merge="loscar", codec="int4"))
+    case("own update", own(3))
+    case("own update, late", own(4, delay=3), save=9)
 
 
-def _outer() -> Iterator[tuple[str, Case]]:
+def _outer() -> None:
     bases: dict[str, la.Recipe] = {
         "ddp": la.ddp(),
         "late local_sgd": la.local_sgd(3, delay=2),
@@ -982,157 +1016,103 @@ def _outer() -> Iterator[tuple[str, Case]]:
         "late bipartite sgp": la.sgp("bipartite_linear", delay=2),
     }
     for name, base in bases.items():
-        yield f"slowmo over {name}", Case(la.slowmo(base, 5, 0.5, 0.8), save=7)
+        case(f"slowmo over {name}", la.slowmo(base, 5, 0.5, 0.8), save=7)
     late = bases["late bipartite sgp"]
-    yield "slowmo over late bipartite sgp, no average", Case(la.slowmo(late, 5, 0.5, average=False))
-    grouped = {"group_size": 2}
-    yield "slowmo over hierarchical", Case(la.slowmo(la.hierarchical(2, 3), 6, 0.5), 4, grouped)
-    yield (
-        "slowmo over lsgd in groups",
-        Case(la.slowmo(la.lsgd(3, local_period=1), 6, 0.5), 4, grouped),
-    )
-    yield "slowmo, momentum by workers", Case(la.slowmo(la.local_sgd(2), 6), 4)
+    case("slowmo over late bipartite sgp, no average", la.slowmo(late, 5, 0.5, average=False))
+    case("slowmo over hierarchical", la.slowmo(la.hierarchical(2, 3), 6, 0.5), 4, group=2)
+    case("slowmo over lsgd in groups", la.slowmo(la.lsgd(3, local_period=1), 6, 0.5), 4, group=2)
+    case("slowmo, momentum by workers", la.slowmo(la.local_sgd(2), 6), 4)
     for state in ("average", "reset"):
         inner = la.local_sgd(2, optimizer_state=state)
-        yield f"slowmo, {state}", Case(la.slowmo(inner, 6, 0.5, optimizer_state=state))
-        yield (
-            f"local_sgd, adamw, {state}",
-            Case(la.local_sgd(4, optimizer_state=state), optimizer="adamw"),
+        case(f"slowmo, {state}", la.slowmo(inner, 6, 0.5, optimizer_state=state))
+        case(
+            f"local_sgd, adamw, {state}", la.local_sgd(4, optimizer_state=state), optimizer="adamw"
         )
-    yield "local_sgd, adamw, keep", Case(la.local_sgd(4), 4, optimizer="adamw")
-    yield "diloco, unsharded", Case(la.diloco(4, sharded=False))
-    yield "diloco, Adam, unsharded", Case(la.diloco(4, outer=adam, sharded=False), 4)
-    yield "noloco, seed", Case(la.noloco(2, gamma=0.3), 4, {"seed": 5})
-    yield "eamsgd, nesterov", Case(la.eamsgd(4, 0.5, pull=0.1), 4, optimizer="nesterov")
-    yield "lsgd, by gradients", Case(la.lsgd(4, local_period=0, drift=0.3), reports=False)
-    yield (
+    case("local_sgd, adamw, keep", la.local_sgd(4), 4, optimizer="adamw")
+    case("diloco, unsharded", la.diloco(4, sharded=False))
+    case("diloco, Adam, unsharded", la.diloco(4, outer=adam, sharded=False), 4)
+    case("noloco, seed", la.noloco(2, gamma=0.3), 4, options={"seed": 5})
+    case("eamsgd, nesterov", la.eamsgd(4, 0.5, pull=0.1), 4, optimizer="nesterov")
+    case("lsgd, by gradients", la.lsgd(4, local_period=0, drift=0.3), reports=False)
+    case(
         "lsgd in groups, by gradients",
-        Case(la.lsgd(4, local_period=2, local_drift=0.4, window=2), 4, grouped, reports=False),
+        la.lsgd(4, local_period=2, local_drift=0.4, window=2),
+        4,
+        group=2,
+        reports=False,
     )
-    yield "hierarchical, one group", Case(la.hierarchical(2, 6), 3, {"group_size": 3})
+    case("hierarchical, one group", la.hierarchical(2, 6), 3, group=3)
 
 
-def _graphs() -> Iterator[tuple[str, Case]]:
+def _graphs() -> None:
     names = ("exponential", "directed_exponential", "bipartite_exponential", "directed_linear")
     for graph in (*names, "bipartite_linear", "ring", "complete", "random"):
         for ranks in (3, 4):
-            yield f"sgp, {graph}, {ranks} workers", Case(la.sgp(graph), ranks)
-        yield f"d_psgd, {graph}", Case(la.d_psgd(graph), 4)
-    yield "sgp, 2 peers", Case(la.sgp(peers=2), 4)
-    yield "sgp, random, seed, late", Case(la.sgp("random", delay=1), 3, {"seed": 7})
+            case(f"sgp, {graph}, {ranks} workers", la.sgp(graph), ranks)
+        case(f"d_psgd, {graph}", la.d_psgd(graph), 4)
+    case("sgp, 2 peers", la.sgp(peers=2), 4)
+    case("sgp, random, seed, late", la.sgp("random", delay=1), 3, options={"seed": 7})
 
 
-def _replicas() -> Iterator[tuple[str, Case]]:
+def _replicas() -> None:
     """Workers of two ranks."""
-    recipes: dict[str, la.Recipe] = {
-        "ddp": la.ddp(),
-        "ddp, int4": la.ddp(codec="int4"),
-        "local_sgd, late": la.local_sgd(6, delay=4),
-        "local_sgd, average": la.local_sgd(3, optimizer_state="average"),
-        "local_sgd, int8": la.local_sgd(3, codec="int8"),
-        "slowmo": la.slowmo(la.local_sgd(2), 5, 0.4),
-        "sgp, late": la.sgp(delay=2),
-        "easgd": la.easgd(3, pull=0.1),
-        "lsgd": la.lsgd(4, local_period=0),
-        "diloco, late, int4": la.diloco(5, momentum=0.5, delay=4, codec="int4"),
-        "streaming_diloco": la.streaming_diloco(6, 3, 3, codec="int4"),
-        "noloco": la.noloco(3),
-    }
-    for name, recipe in recipes.items():
-        yield f"{name}, 2 ranks a worker", Case(recipe, 4, {"nprocs_per_node": 2})
+    names = (
+        "ddp; ddp, int4; local_sgd, late; local_sgd, average; local_sgd, int8; slowmo; sgp, late"
+    )
+    names += "; easgd; lsgd; diloco, late, int4; streaming_diloco; noloco"
+    for name in names.split("; "):
+        case(f"{name}, 2 ranks a worker", SOME[name], 4, options={"nprocs_per_node": 2})
     both = {"nprocs_per_node": 2, "group_size": 2}
-    yield "hierarchical, 2 ranks a worker", Case(la.hierarchical(2, 6), 4, both)
+    case("hierarchical, 2 ranks a worker", la.hierarchical(2, 6), 4, options=both)
 
 
-def _loops() -> Iterator[tuple[str, Case]]:
+def _loops() -> None:
     """Recipes under what a training loop may do."""
-    recipes: dict[str, la.Recipe] = {
-        "ddp": la.ddp(),
-        "ddp, int8": la.ddp(codec="int8"),
-        "local_sgd": la.local_sgd(3),
-        "slowmo": la.slowmo(la.local_sgd(2), 5, 0.4),
-        "slowmo over sgp": la.slowmo(la.sgp(), 5, 0.4),
-        "sgp": la.sgp("bipartite_linear"),
-        "sgp, late": la.sgp(delay=2),
-        "easgd": la.easgd(3, pull=0.1),
-        "lsgd": la.lsgd(4, local_period=0),
-        "diloco, late": la.diloco(5, momentum=0.5, delay=4),
-        "streaming_diloco": la.streaming_diloco(6, 3, 3, codec="int4"),
-        "local_sgd, int8": la.local_sgd(3, codec="int8"),
-        "local_sgd, late": la.local_sgd(6, delay=4),
-        "local_sgd, average": la.local_sgd(3, optimizer_state="average"),
-        "noloco": la.noloco(3),
-        "power_sgd": la.power_sgd(2),
-    }
-    loops: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    recipes = {**SOME, "sgp": la.sgp("bipartite_linear")}
+    loops: dict[str, tuple[dict[str, Any], str]] = {
         "buffers": (
             {"norm": True},
-            ("ddp", "local_sgd", "local_sgd, late", "sgp", "sgp, late", "slowmo", "diloco, late"),
+            "ddp; local_sgd; local_sgd, late; sgp; sgp, late; slowmo; diloco, late",
         ),
         "buffers kept": (
             {"norm": True, "options": {"buffers": "keep"}},
-            ("local_sgd", "sgp, late", "ddp"),
+            "local_sgd; sgp, late; ddp",
         ),
         "buffers, 2 ranks a worker": (
             {"norm": True, "options": {"nprocs_per_node": 2}, "ranks": 4},
-            ("local_sgd", "local_sgd, late"),
+            "local_sgd; local_sgd, late",
         ),
         "float64": (
             {"dtype": torch.float64},
-            ("ddp", "local_sgd, int8", "slowmo", "sgp", "easgd", "lsgd", "diloco, late", "noloco"),
+            "ddp; local_sgd, int8; slowmo; sgp; easgd; lsgd; diloco, late; noloco",
         ),
         "bfloat16": (
             {"dtype": torch.bfloat16},
-            (
-                "ddp",
-                "ddp, int8",
-                "local_sgd",
-                "local_sgd, int8",
-                "local_sgd, late",
-                "slowmo",
-                "sgp",
-                "sgp, late",
-                "easgd",
-                "diloco, late",
-            ),
+            "ddp; ddp, int8; local_sgd; local_sgd, int8; local_sgd, late; slowmo; sgp; sgp, late"
+            "; easgd; diloco, late",
         ),
-        "two dtypes": ({"mixed": True}, ("ddp", "local_sgd", "slowmo", "sgp")),
-        "overflow": (
-            {"overflow": (3, 7, 10)},
-            ("ddp", "local_sgd", "local_sgd, late", "slowmo", "lsgd"),
-        ),
-        "accumulated": (
-            {"accumulate": True},
-            ("ddp", "ddp, int8", "local_sgd"),
-        ),
+        "two dtypes": ({"mixed": True}, "ddp; local_sgd; slowmo; sgp"),
+        "overflow": ({"overflow": (3, 7, 10)}, "ddp; local_sgd; local_sgd, late; slowmo; lsgd"),
+        "accumulated": ({"accumulate": True}, "ddp; ddp, int8; local_sgd"),
         "groups": (
             {"groups": True},
-            (
-                "ddp",
-                "ddp, int8",
-                "local_sgd, int8",
-                "local_sgd, late",
-                "slowmo",
-                "sgp, late",
-                "easgd",
-                "diloco, late",
-                "streaming_diloco",
-            ),
+            "ddp; ddp, int8; local_sgd, int8; local_sgd, late; slowmo; sgp, late; easgd"
+            "; diloco, late; streaming_diloco",
         ),
         "absent gradients": (
             {"absent": True},
-            ("ddp", "ddp, int8", "local_sgd, average", "sgp", "slowmo", "lsgd"),
+            "ddp; ddp, int8; local_sgd, average; sgp; slowmo; lsgd",
         ),
-        "schedule": ({"schedule": True}, ("local_sgd", "slowmo", "slowmo over sgp", "easgd")),
-        "closure": ({"closure": True}, ("ddp", "local_sgd, late", "slowmo")),
+        "schedule": ({"schedule": True}, "local_sgd; slowmo; slowmo over sgp; easgd"),
+        "closure": ({"closure": True}, "ddp; local_sgd, late; slowmo"),
         "finish": (
             {"finish_at": 7},
-            ("local_sgd, late", "diloco, late", "sgp, late", "slowmo", "streaming_diloco", "easgd"),
+            "local_sgd, late; diloco, late; sgp, late; slowmo; streaming_diloco; easgd",
         ),
     }
     for loop, (changes, names) in loops.items():
-        for name in names:
-            yield f"{name}, {loop}", Case(recipes[name], **changes)
+        for name in names.split("; "):
+            case(f"{name}, {loop}", recipes[name], **changes)
     for start, end in (
         ("local_sgd, late", "ddp"),
         ("ddp, int8", "local_sgd, int8"),
@@ -1141,32 +1121,37 @@ def _loops() -> Iterator[tuple[str, Case]]:
         ("diloco, late", "ddp, int8"),
         ("slowmo", "streaming_diloco"),
     ):
-        yield (
+        case(
             f"switch from {start} to {end}",
-            Case(recipes[start], 3, optimizer="adamw", switch_at=6, to=recipes[end], save=10),
+            recipes[start],
+            3,
+            optimizer="adamw",
+            switch_at=6,
+            to=recipes[end],
+            save=10,
         )
     mixed: dict[str, Any] = {"switch_at": 7, "to": la.ddp(), "overflow": (3, 9), "save": 10}
-    yield "switch with a scaler", Case(recipes["local_sgd"], **mixed)
-    yield "nothing", Case((), 2)
+    case("switch with a scaler", recipes["local_sgd"], **mixed)
+    case("nothing", (), 2)
     large: dict[str, Any] = {"dtype": torch.float64, "optimizer": "sgd", "steps": 4, "save": 3}
-    yield "ddp, large", Case(la.ddp(), 2, shapes=((2**17 + 99,), (3,)), **large)
-    yield "diloco, large", Case(la.diloco(2, delay=2), 2, shapes=LARGE, **large)
+    case("ddp, large", la.ddp(), 2, shapes=((2**17 + 99,), (3,)), **large)
+    case("diloco, large", la.diloco(2, delay=2), 2, shapes=LARGE, **large)
 
 
-def _front_ends() -> Iterator[tuple[str, Case]]:
+def _front_ends() -> None:
     numbers_of: dict[str, tuple[float, ...]] = {"comm": (4, 0.3, 0.1), "by hand": (0.1, 0.3, 4)}
     for front, names in (("comm", ("EASGD", "LSGD", "DDP")), ("by hand", ("EASGD", "LSGD"))):
         for name in names:
-            options: dict[str, Any] = {"arguments": (name, *numbers_of[front])}
-            case = Case((), 3, options, front)
-            yield f"{front} {name}", case
-            yield f"{front} {name}, buffers", replace(case, norm=True, ranks=4)
+            given: dict[str, Any] = {"arguments": (name, *numbers_of[front])}
+            made = partial(case, front=front, options=given)
+            made(f"{front} {name}")
+            made(f"{front} {name}, buffers", norm=True, ranks=4)
             if front == "comm":
-                yield f"{front} {name}, overflow", replace(case, overflow=(3, 7, 10))
-                yield f"{front} {name}, groups", replace(case, groups=True)
-                yield f"{front} {name}, closure", replace(case, closure=True, reports=False)
+                made(f"{front} {name}, overflow", overflow=(3, 7, 10))
+                made(f"{front} {name}, groups", groups=True)
+                made(f"{front} {name}, closure", closure=True, reports=False)
             if name == "LSGD":
-                yield f"{front} {name}, by gradients", replace(case, reports=False)
+                made(f"{front} {name}, by gradients", reports=False)
     sgp: dict[str, Any] = {
         "slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP,
         "slowmo_memory_efficient": False,
@@ -1198,73 +1183,51 @@ def _front_ends() -> Iterator[tuple[str, Case]]:
     }
     for name, options in settings.items():
         given = {"slowmo_frequency": 6, **options}
-        yield f"SlowMo, {name}", Case((), 4, given, "slowmo", "nesterov")
+        case(f"SlowMo, {name}", (), 4, options=given, front="slowmo", optimizer="nesterov")
     slow: dict[str, Any] = {"slowmo_frequency": 6}
     overlap = {**slow, **settings["SGP, overlap"]}
     uneven = {**overlap, "graph": la.DynamicBipartiteLinearGraph}
     base = Case((), 4, slow, "slowmo")
-    yield "SlowMo, SGP, 3 nodes, uneven", replace(base, ranks=3, options=uneven)
-    yield "SlowMo, local SGD, 2 nodes", replace(base, ranks=2)
-    yield "SlowMo, buffers", replace(base, norm=True)
-    yield (
-        "SlowMo, buffers kept",
-        replace(base, norm=True, options={**slow, "broadcast_buffers": False}),
+    CASES["SlowMo, SGP, 3 nodes, uneven"] = replace(base, ranks=3, options=uneven)
+    CASES["SlowMo, local SGD, 2 nodes"] = replace(base, ranks=2)
+    CASES["SlowMo, buffers"] = replace(base, norm=True)
+    CASES["SlowMo, buffers kept"] = replace(
+        base, norm=True, options={**slow, "broadcast_buffers": False}
     )
-    yield "SlowMo, adamw, schedule", replace(base, optimizer="adamw", schedule=True)
-    yield "SlowMo, overflow", replace(base, overflow=(3, 7, 10))
-    yield (
-        "SlowMo, accumulated",
-        replace(base, accumulate=True, options={**slow, "nprocs_per_node": 2}),
+    CASES["SlowMo, adamw, schedule"] = replace(base, optimizer="adamw", schedule=True)
+    CASES["SlowMo, overflow"] = replace(base, overflow=(3, 7, 10))
+    CASES["SlowMo, accumulated"] = replace(
+        base, accumulate=True, options={**slow, "nprocs_per_node": 2}
     )
-    yield "SlowMo, absent gradients", replace(base, absent=True)
+    CASES["SlowMo, absent gradients"] = replace(base, absent=True)
     half: dict[str, Any] = {"dtype": torch.bfloat16, "masters": True}
-    yield "SlowMo, masters", replace(base, **half)
-    yield "SlowMo, masters, overlap", replace(base, options=overlap, **half)
-    yield "SlowMo, bfloat16", replace(base, dtype=torch.bfloat16)
+    CASES["SlowMo, masters"] = replace(base, **half)
+    CASES["SlowMo, masters, overlap"] = replace(base, options=overlap, **half)
+    CASES["SlowMo, bfloat16"] = replace(base, dtype=torch.bfloat16)
 
 
-def _sharded() -> Iterator[tuple[str, Case]]:
+def _sharded() -> None:
     """Workers whose models are sharded over two ranks each."""
-    recipes: dict[str, la.Recipe] = {
-        "ddp": la.ddp(),
-        "ddp, int8": la.ddp(codec="int8"),
-        "local_sgd, late": la.local_sgd(6, delay=4),
-        "slowmo": la.slowmo(la.local_sgd(2), 5, 0.4),
-        "sgp, late": la.sgp(delay=2),
-        "diloco, int4": la.diloco(4, codec="int4"),
+    recipes = {
+        name: SOME[name] for name in ("ddp", "ddp, int8", "local_sgd, late", "slowmo", "sgp, late")
     }
+    recipes["diloco, int4"] = la.diloco(4, codec="int4")
     for name, recipe in recipes.items():
-        yield f"{name}, FSDP", Case(recipe, 4, sharded=True, shapes=SHAPES[:4])
+        case(f"{name}, FSDP", recipe, 4, sharded=True, shapes=SHAPES[:4])
 
 
-SOME: dict[str, la.Recipe] = {
-    "ddp": la.ddp(),
-    "ddp, int4": la.ddp(codec="int4"),
-    "local_sgd, late, int8": la.local_sgd(3, delay=2, codec="int8"),
-    "local_sgd, average": la.local_sgd(3, optimizer_state="average"),
-    "slowmo over late sgp": la.slowmo(la.sgp(delay=2), 5, 0.4),
-    "sgp": la.sgp(),
-    "diloco, late": la.diloco(5, momentum=0.5, delay=4),
-    "diloco, eager": la.diloco(5, delay=3, merge="eager"),
-    "streaming_diloco": la.streaming_diloco(6, 3, 3, codec="int4"),
-    "easgd": la.easgd(3, pull=0.1),
-    "noloco": la.noloco(3),
-    "power_sgd": la.power_sgd(2),
-}
-"""Recipes of each kind."""
-
-
-def _elastic() -> Iterator[tuple[str, Case]]:
+def _elastic() -> None:
     """Workers that are lost, that leave, and that come."""
     plan: dict[str, Any] = {"faults": la.Faults(3, kill=((0, 6), (2, 10)), join=(5,))}
-    for name, recipe in SOME.items():
-        if name != "power_sgd":
-            yield f"{name}, elastic", Case(recipe, schedule=True, processes=False, **plan)
+    names = "ddp; ddp, int4; local_sgd, late, int8; local_sgd, average; slowmo over late sgp; sgp"
+    names += "; diloco, late; diloco, eager; streaming_diloco; easgd; noloco"
+    for name in names.split("; "):
+        case(f"{name}, elastic", SOME[name], schedule=True, processes=False, **plan)
     for name in TRACES:
-        yield f"{name}, trace", Case(SOME[name], faults=name, schedule=True, processes=False)
+        case(f"{name}, trace", SOME[name], faults=name, schedule=True, processes=False)
 
 
-def _quorums() -> Iterator[tuple[str, Case]]:
+def _quorums() -> None:
     """Rounds with a quorum in virtual time; the second worker is slow."""
     recipes: dict[str, la.Recipe] = {
         "local_sgd": la.local_sgd(3, quorum=2),
@@ -1279,45 +1242,44 @@ def _quorums() -> Iterator[tuple[str, Case]]:
         times: dict[str, Any] = {"seconds": (1.0, 2.25, 1.5)}
         if number % 2:
             times["messages"] = (0.0, 0.5, 1.75)
-        yield f"{name}, quorum", Case(recipe, processes=False, **times)
+        case(f"{name}, quorum", recipe, processes=False, **times)
 
 
-def _automatic() -> Iterator[tuple[str, Case]]:
+def _automatic() -> None:
     """``auto()``, with networks of which the choice is clear."""
     for network in ("10gbit", "30kbit"):
         case = Case(la.auto(), network=network, steps=20, optimizer="sgd", processes=False)
-        yield f"auto, {network}", case
+        CASES[f"auto, {network}"] = case
 
 
-def _offloaded() -> Iterator[tuple[str, Case]]:
+def _offloaded() -> None:
     for name in ("local_sgd, late, int8", "diloco, late", "easgd"):
-        yield (
-            f"{name}, offload",
-            Case(SOME[name], options={"offload": True}, offload=True, processes=False),
+        case(
+            f"{name}, offload", SOME[name], options={"offload": True}, offload=True, processes=False
         )
 
 
-def _several() -> Iterator[tuple[str, Case]]:
+def _several() -> None:
     """Two optimizers."""
     both: dict[str, Any] = {"optimizer": "momentum, adamw"}
     for name in ("ddp, int4", "local_sgd, average", "slowmo over late sgp", "diloco, late"):
-        yield f"{name}, momentum and adamw", Case(SOME[name], **both)
+        case(f"{name}, momentum and adamw", SOME[name], **both)
     scaled = Case(SOME["local_sgd, late, int8"], overflow=(3, 7, 10), **both)
-    yield "local_sgd, momentum and adamw, overflow", scaled
+    CASES["local_sgd, momentum and adamw, overflow"] = scaled
 
 
-def _skips() -> Iterator[tuple[str, Case]]:
+def _skips() -> None:
     """Steps that a GradScaler skips, and backward passes that fail."""
     for name in ("ddp, int4", "slowmo over late sgp", "streaming_diloco", "easgd", "noloco"):
-        yield f"{name}, skips", Case(SOME[name], overflow=(3, 7, 10))
+        case(f"{name}, skips", SOME[name], overflow=(3, 7, 10))
     for name in ("ddp", "ddp, int4", "power_sgd", "diloco, late", "slowmo over late sgp"):
         shapes = MATRIX if name == "power_sgd" else SHAPES
-        yield f"{name}, broken", Case(SOME[name], broken=5, shapes=shapes)
-    yield "ddp, broken closure", Case(SOME["ddp"], broken=5, closure=True)
-    yield "ddp, broken, overflow", Case(SOME["ddp"], broken=5, overflow=(3, 7))
+        case(f"{name}, broken", SOME[name], broken=5, shapes=shapes)
+    case("ddp, broken closure", SOME["ddp"], broken=5, closure=True)
+    case("ddp, broken, overflow", SOME["ddp"], broken=5, overflow=(3, 7))
 
 
-def _interrupted() -> Iterator[tuple[str, Case]]:
+def _interrupted() -> None:
     """By a signal, wherever a step waits for another rank: in the backward pass, in a round, where
     a delayed round is folded, in an outer step, and in ``finish()``."""
     for name, alarm in (
@@ -1330,26 +1292,14 @@ def _interrupted() -> Iterator[tuple[str, Case]]:
         ("streaming_diloco", 2),
         ("local_sgd, average", 11),
     ):
-        yield f"{name}, interrupted at {alarm}", Case(SOME[name], 2, alarm=alarm, steps=10)
+        case(f"{name}, interrupted at {alarm}", SOME[name], 2, alarm=alarm, steps=10)
 
 
-def _all() -> Iterator[tuple[str, Case]]:
-    for part in (_rows, _coded, _delayed, _outer, _graphs, _replicas, _loops, _front_ends):
-        yield from part()
-    yield from _sharded()
-    for part in (_elastic, _quorums, _automatic, _offloaded, _several, _skips, _interrupted):
-        yield from part()
-
-
-def _table() -> dict[str, Case]:
-    found: dict[str, Case] = {}
-    for name, case in _all():
-        assert name not in found, f"two cases are called {name}"
-        found[name] = case
-    return found
-
-
-CASES = _table()
+for _fill in (
+    *(_rows, _coded, _delayed, _outer, _graphs, _replicas, _loops, _front_ends, _sharded),
+    *(_elastic, _quorums, _automatic, _offloaded, _several, _skips, _interrupted),
+):
+    _fill()
 
 
 # -- recorded ----
@@ -1439,7 +1389,9 @@ class Pools(dict[int, gloo.Pool]):
 
 def comparable(name: str) -> bool:
     """Whether this machine's processor can give the recorded digests of this case: see the top of
-    this file."""
+    this file. Muon's direction and norms of tensors were recorded on one processor only."""
+    if re.search("[^ce], rda|outer", name):
+        return False
     takes_roots = re.search(r"dam|buffers|switch from", name) is not None
     return not takes_roots or "GenuineIntel" in Path("/proc/cpuinfo").read_text()
 
