@@ -186,7 +186,7 @@ def offloaded(rank: int, device: torch.device) -> list[Tensor]:
     """`trained` with and without offload, and on a stream that is not the default one."""
     diloco = RECIPES["diloco(5, delay=2, merge='eager')"]
     other = torch.cuda.Stream(device) if device.type == "cuda" else None
-    kinds: list[dict[str, Any]] = [{}, {"offload": True}, {"stream": other}]
+    kinds: list[dict[str, Any]] = [{}, {"offload": device.type != "cpu"}, {"stream": other}]
     return [trained(diloco, rank, device, torch.float32, **kind) for kind in kinds]
 
 
