@@ -51,12 +51,11 @@ def test_every_recipe_has_a_row() -> None:
 
 @pytest.mark.parametrize("name", tagged("golden"))
 def test_contract(pool: gloo.Pool, name: str, tmp_path: Path) -> None:
-    setting = setting_of(name)
+    setting, place = setting_of(name), [*ROWS].index(name)
     first = check(setting, tmp_path, pool)
-    place = [*ROWS].index(name)
-    fewer, lost = (place % 3 == 0, place % 3 == 1)
-    workers = setting.workers + (-1 if fewer else 0 if lost else 2)
-    check_others(setting, tmp_path, first, workers, setting.workers - 1 if lost else -1)
+    workers = setting.workers + (-1, 0, 2)[place % 3]
+    lost = setting.workers - 1 if place % 3 == 1 else -1
+    check_others(setting, tmp_path, first, workers, lost)
 
 
 @pytest.mark.slow

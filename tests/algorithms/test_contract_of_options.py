@@ -6,14 +6,27 @@ from pathlib import Path
 
 import pytest
 
+import laconic as la
+
 from tests.algorithms.test_contract import setting_of
 from tests.support import gloo
-from tests.support.contract import check
+from tests.support.contract import check, check_bytes, check_reference, go
 from tests.support.recipes import ROWS, tagged
 from tests.support.training import largest_difference, partly_zero_lr, simulated
 
+REST = [name for name in ROWS if "golden" not in ROWS[name].tags]
 
-@pytest.mark.parametrize("name", [name for name in ROWS if "golden" not in ROWS[name].tags])
+
+@pytest.mark.parametrize("name", REST)
+def test_equals_the_reference(name: str, tmp_path: Path) -> None:
+    setting = setting_of(name)
+    runs = la.simulate(lambda rank: go(rank, setting, tmp_path, False), workers=setting.workers)
+    check_reference(setting, runs)
+    check_bytes(setting, runs, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REST)
 def test_contract(pool: gloo.Pool, name: str, tmp_path: Path) -> None:
     check(setting_of(name), tmp_path, pool)
 

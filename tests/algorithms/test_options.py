@@ -141,38 +141,38 @@ class Runs:
                 return None
 
 
-def changes(runs: Runs, beside: Options) -> Iterator[Options]:
-    """Every option with every value, and every two of them, with each value of both."""
+def changes(runs: Runs, beside: Options, every_two: bool) -> Iterator[Options]:
+    """Every option with every value, and every two of them, with each value of both; or else two
+    of them with the first value of both, where they need nothing."""
     names = [name for name in runs.options if name not in beside]
     each = {name: [{name: value} for value in VALUES[name]] for name in names}
     for name in names:
         yield from each[name]
-    for first, second in itertools.combinations(names, 2):
-        count = max(len(each[first]), len(each[second]))
+    for first, second in itertools.combinations(names, 2) if every_two or not beside else ():
+        count = max(len(each[first]), len(each[second])) if every_two else 1
         pairs = zip(itertools.cycle(each[first]), itertools.cycle(each[second]), strict=False)
         for one, other in itertools.islice(pairs, count):
             yield {**one, **other}
 
 
 @pytest.mark.fault("options without effect were accepted, alone or beside others")
+@pytest.mark.parametrize("every_two", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_option_has_an_effect_or_is_refused(name: str) -> None:
+def test_every_option_has_an_effect_or_is_refused(name: str, every_two: bool) -> None:
     runs, ignored = Runs(RECIPES[name]), set()
-    for needed in NEEDED:
-        if needed.keys() <= runs.options.keys():
-            for options in changes(runs, needed):
-                if needed and all(runs.of({key: options[key]}) for key in options):
-                    continue  # they need nothing else, and were tried without it
-                found = runs.of({**needed, **options})
-                for option in options:
-                    less = {key: value for key, value in options.items() if key != option}
-                    if found is None or runs.of({**needed, **less}) != found:
-                        continue
-                    stands = runs.options[option].default is None and option in STANDS
-                    if not stands or runs.made({**needed, **options}) != runs.made(
-                        {**needed, **less}
-                    ):
-                        ignored.add(f"{option} in {name}({ {**needed, **options} })")
+    for needed in (each for each in NEEDED if each.keys() <= runs.options.keys()):
+        for options in changes(runs, needed, every_two):
+            if needed and all(runs.of({key: options[key]}) for key in options):
+                continue  # they need nothing else, and were tried without it
+            whole = {**needed, **options}
+            found = runs.of(whole)
+            for option in options:
+                less = {key: value for key, value in whole.items() if key != option}
+                if found is None or runs.of(less) != found:
+                    continue
+                stands = runs.options[option].default is None and option in STANDS
+                if not stands or runs.made(whole) != runs.made(less):
+                    ignored.add(f"{option} in {name}({whole})")
     assert not ignored, "\n".join(sorted(ignored))
 
 
