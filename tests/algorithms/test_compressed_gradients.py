@@ -4,7 +4,6 @@ later, and hard inputs. `test_contract` compares them with their references."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,39 +105,28 @@ def test_gradients_of_less_rank_than_asked_for(scale: float) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_ranks_nan_is_an_error_on_all_before_anything_changed(name: str, bad: float) -> None:
     """In a matrix, or in a vector."""
-    place = int(bad == math.inf)
 
     def run(rank: int) -> str:
         task = Task(RECIPES[name])
         for t in range(3):
             task.backward(drawn(rank, t))
             task.optimizer.step()
-        before = tensors(task.sync.state_dict()["gradients"])
+        before = repr(task.sync.state_dict()["gradients"])
         given = drawn(rank, 3)
         if rank == 1:
-            given[place][1] = bad
+            given[int(bad == math.inf)][1] = bad
         with pytest.raises(NotFiniteError, match="had NaN") as caught:
             task.backward(given)
-        after = tensors(task.sync.state_dict()["gradients"])
-        assert before and all(map(torch.equal, before, after))
+        assert "tensor(" in before and before == repr(task.sync.state_dict()["gradients"])
         return str(caught.value).partition(";")[0]  # then what this rank itself had
 
     assert len(set(la.simulate(run, workers=3))) == 1
 
 
-def tensors(state: Any) -> list[Tensor]:
-    if isinstance(state, Tensor):
-        return [state.clone()]
-    values = state.values() if isinstance(state, dict) else state
-    nested = isinstance(state, (dict, list, tuple))
-    return [t for value in values for t in tensors(value)] if nested else []
-
-
-@pytest.mark.parametrize("name", ["int4", "low rank"])
-def test_a_grad_scaler_skips_the_step_on_all_ranks(name: str) -> None:
+def test_a_grad_scaler_skips_the_step_on_all_ranks() -> None:
     def run(rank: int) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        task = Task(RECIPES[name], torch.float32, scaler=scaler)
+        task = Task(RECIPES["low rank"], torch.float32, scaler=scaler)
         scales = []
         for t in range(1, 4):
             before = task.model[0].detach().clone()
@@ -169,25 +157,6 @@ def test_autocast_changes_nothing(name: str) -> None:
         assert all(map(torch.equal, one, other))
 
 
-def test_what_another_recipe_left_over_is_sent_once() -> None:
-    """After a switch from coded gradients, a bias travels as it is, in all steps but the first."""
-
-    def run(rank: int, recipe: la.Recipe, then: la.Recipe) -> list[Tensor]:
-        task, found = Task(recipe), []
-        for t in range(4):
-            if t == 2:
-                task.sync.switch(then)
-            found.append(task.backward(drawn(rank, t))[1])
-        return found
-
-    def go(*recipes: la.Recipe) -> list[Tensor]:
-        return la.simulate(lambda rank: run(rank, *recipes), workers=2)[0]
-
-    ours, theirs = go(la.ddp(codec="int2"), la.power_sgd(1)), go(la.ddp(), la.ddp())
-    assert not torch.allclose(ours[2], theirs[2], rtol=1e-4), "with what was left over"
-    assert torch.allclose(ours[3], theirs[3], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("shape", "tiling"),
     [
@@ -216,21 +185,9 @@ def test_cosines(n: int) -> None:
     assert (c == 0).nonzero().tolist() == {3: [[1, 1]], 5: [[1, 2], [3, 2]]}.get(n, [])
 
 
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "low rank for parameters": (
-        lambda: la.Round(la.every(2), la.updates.Average(), la.exchanges.LowRank(1)),
-        "for rounds on gradients: use GradientRound",
-    ),
-    "frequencies for parameters": (
-        lambda: la.Round(la.every(2), la.updates.Average(), la.exchanges.FastComponents(0.9, 2, 4)),
-        "for rounds on gradients: use GradientRound",
-    ),
-    "a large chunk": (lambda: la.demo(chunk=65), "chunk must be at most 64, not 65"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    make, said = REFUSED[name]
-    with pytest.raises(ValueError, match=said):
-        make()
+def test_refused() -> None:
+    for exchange in (la.exchanges.LowRank(1), la.exchanges.FastComponents(0.9, 2, 4)):
+        with pytest.raises(ValueError, match="for rounds on gradients: use GradientRound"):
+            la.Round(la.every(2), la.updates.Average(), exchange)
+    with pytest.raises(ValueError, match="chunk must be at most 64, not 65"):
+        la.demo(chunk=65)

@@ -47,7 +47,6 @@ def leader_of(runs: list[tuple[Tensor, Tensor]]) -> int:
 
 
 REPORTS: dict[str, tuple[Report, int]] = {
-    "the lowest loss": (lambda r, t: [3.0, 1.0, 2.0][r], 1),
     "the mean of the last three": (
         lambda r, t: -99.0 if (r, t) == (0, 1) else [3.0, 2.0, 1.0][r],
         2,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -48,11 +49,6 @@ def test_after_a_step_an_update_of_matrices_sees_each_with_its_shape() -> None:
     assert seen == [(12, [(3, 4)]), (3, [(3,)])]
 
 
-def test_a_fragment_that_may_cut_a_matrix_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'needs whole tensors.*by="layers"'):
-        la.Round(la.every(3), MuonStep(0.1, 0.6), Mean(), part=Fragment(0, 2))
-
-
 def test_a_round_of_its_own_on_the_workers_of_a_node() -> None:
     """`over="replica"`: the ranks of one worker, each for itself."""
     recipe = (la.Round(la.every(1), Average(), Mean(), over="replica"),)
@@ -93,27 +89,6 @@ def test_gradients_of_workers_of_two_ranks_are_averaged_over_all() -> None:
     assert all(torch.equal(x, world[0]) for x in (*workers, *world))
     with pytest.raises(ValueError, match="needs workers of one rank"):
         la.simulate(lambda rank: run(rank, "group"), workers=4)
-
-
-def test_whole_tensors_are_refused_for_gradients() -> None:
-    class Matrices(Average):
-        whole = True
-
-    with pytest.raises(ValueError, match="Matrices needs whole tensors, which rounds on gradients"):
-        la.GradientRound(la.every(1), Matrices(), Mean())
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ((0, 2, "layer"), "by must be"),
-        ((2, 2), "index must be below count"),
-        ((0, 0), "count must"),
-    ],
-)
-def test_a_fragment_that_is_none_is_refused(given: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Fragment(*given)
 
 
 class Faulty(Average):
@@ -163,43 +138,64 @@ def test_mistakes_in_an_update_are_named(what: str, words: str, delay: int) -> N
         la.simulate(run, workers=2)
 
 
-def test_a_delay_needs_a_fold() -> None:
-    """Without one, what arrives would replace x, and the steps since it was sent be lost."""
-
-    class Other(Update):
-        """a <- mean(x)"""
-
-        def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
-            return mean
-
-    la.Round(la.every(2), Other(), Mean())
-    with pytest.raises(ValueError, match="lose the steps since: give it a `fold`"):
-        la.Round(la.every(2), Other(), Mean(), delay=1)
-    la.Round(la.every(2), OuterStep(1.0, 0.0), Mean(), delay=1)
+class Matrices(Average):
+    whole = True
 
 
-def test_a_weight_needs_an_exchange_that_carries_it() -> None:
-    """With others, a weighted mean would be a plain one."""
-
-    class Weighted(Average):
-        slots: ClassVar[dict[str, Slot]] = {"w": "private"}
-        weight = "w"
-
-        def init(self, x: Tensor) -> State:
-            return {"w": torch.ones(())}
-
-    graph = la.topology.Graph("exponential")
-    la.Round(la.every(1), Weighted(), Push(graph))
-    with pytest.raises(ValueError, match=r"which Mean would leave out: use exchanges.Push"):
-        la.Round(la.every(1), Weighted(), Mean())
+class NoFold(Update):
+    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+        return mean
 
 
-def test_an_anchor_is_one_of_the_slots() -> None:
-    class Other(Average):
-        anchor = "q"
+class Weighted(Average):
+    slots: ClassVar[dict[str, Slot]] = {"w": "private"}
+    weight = "w"
 
-    with pytest.raises(ValueError, match=r"the anchor 'q', which is not among its slots \(none\)"):
-        la.Round(la.every(1), Other(), Mean())
+    def init(self, x: Tensor) -> State:
+        return {"w": torch.ones(())}
+
+
+class Anchored(Average):
+    anchor = "q"
+
+
+def round_of(update: Update, exchange: la.Exchange | None = None, **more: Any) -> la.Round:
+    return la.Round(la.every(2), update, exchange or Mean(), **more)
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: round_of(NoFold(), delay=1), "lose the steps since: give it a `fold`"),
+    (lambda: round_of(Weighted()), r"which Mean would leave out: use exchanges.Push"),
+    (lambda: round_of(Anchored()), r"the anchor 'q', which is not among its slots \(none\)"),
+    (
+        lambda: round_of(Average(), CodedMean(Int4(), relative=False)),
+        r"CodedMean.*give the exchange relative=True",
+    ),
+    (
+        lambda: round_of(MuonStep(0.1, 0.6), part=Fragment(0, 2)),
+        r'needs whole tensors.*by="layers"',
+    ),
+    (
+        lambda: la.GradientRound(la.every(1), Matrices(), Mean()),
+        "Matrices needs whole tensors, which rounds on gradients",
+    ),
+    (lambda: Fragment(0, 2, "layer"), "by must be"),  # type: ignore[arg-type]
+    (lambda: Fragment(2, 2), "index must be below count"),
+    (lambda: Fragment(0, 0), "count must"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_cannot_work_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_what_is_like_it_and_works() -> None:
+    round_of(NoFold())
+    round_of(OuterStep(1.0, 0.0), delay=1)
+    round_of(Weighted(), Push(la.topology.Graph("exponential")))
+    round_of(Average(), CodedMean(Int4(), relative=True))
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3, 7])
@@ -235,13 +231,6 @@ def test_a_fold_knows_its_own_round(delay: int) -> None:
     for seen in la.simulate(train, workers=2):
         assert all(sent == executed for sent, executed in seen)
         assert {sent for sent, _ in seen} == {0, 1, 2, 3}
-
-
-def test_parameters_are_not_coded_as_they_are() -> None:
-    """In every round, a code of four bits would take their low bits."""
-    with pytest.raises(ValueError, match=r"CodedMean.*give the exchange relative=True"):
-        la.Round(la.every(2), Average(), CodedMean(Int4(), relative=False))
-    la.Round(la.every(2), Average(), CodedMean(Int4(), relative=True))
 
 
 def test_a_round_that_is_no_recipe_says_what_to_write() -> None:

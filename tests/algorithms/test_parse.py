@@ -15,51 +15,34 @@ NAMES = ", ".join([*RECIPES, "auto"])
 
 SPELLINGS: dict[str, Callable[[], la.Recipe]] = {
     "ddp": la.ddp,
-    "ddp()": la.ddp,
     "(ddp)": la.ddp,
     "  ddp ( ) \n": la.ddp,
     "ddp  # all gradients": la.ddp,
-    "local_sgd(12)": lambda: la.local_sgd(12),
     "local_sgd(+12,)": lambda: la.local_sgd(12),
     "local_sgd(0x0C)": lambda: la.local_sgd(12),
-    "local_sgd(period=12)": lambda: la.local_sgd(12),
     "local_sgd(\n  12,\n  delay=3,\n)": lambda: la.local_sgd(12, delay=3),
     "local_sgd(delay=3, period=12)": lambda: la.local_sgd(12, delay=3),
-    "local_sgd(12, optimizer_state='average')": lambda: la.local_sgd(12, optimizer_state="average"),
     'local_sgd(12, optimizer_state="reset")': lambda: la.local_sgd(12, optimizer_state="reset"),
     "post_local_sgd(100, 16)": lambda: la.post_local_sgd(100, 16),
-    "post_local_sgd(start=0, period=16, delay=2)": lambda: la.post_local_sgd(0, 16, delay=2),
-    "diloco": la.diloco,
-    "diloco()": la.diloco,
     "diloco(24, 1e-1, .5)": lambda: la.diloco(24, 0.1, 0.5),
     "diloco(24, momentum=0, outer=None)": lambda: la.diloco(24, momentum=0.0),
     "diloco(24, sharded=False, delay=4)": lambda: la.diloco(24, sharded=False, delay=4),
-    "diloco(24, delay=24, merge='eager')": lambda: la.diloco(24, delay=24, merge="eager"),
     "noloco(50, gamma=0.5)": lambda: la.noloco(gamma=0.5),
     "power_sgd(rank=2, start=100)": lambda: la.power_sgd(2, start=100),
     "demo(k=16)": lambda: la.demo(k=16),
-    "ddp(codec='int4')": lambda: la.ddp(codec="int4"),
     "streaming_diloco(24, 4, 2, codec='int4')": lambda: la.streaming_diloco(24, 4, 2, codec="int4"),
     "muloco(20, outer='muon', codec='int4')": lambda: la.muloco(20, outer="muon", codec="int4"),
     "des_loc(8, second=32)": lambda: la.des_loc(8, second=32),
-    "diloco(50, average='rda')": lambda: la.diloco(50, average="rda"),
     "sparse_loco(50, k=32)": lambda: la.sparse_loco(50, 32),
     "hierarchical(3, period=12)": lambda: la.hierarchical(3, 12),
-    "sgp": la.sgp,
     "sgp('ring', peers=2)": lambda: la.sgp("ring", 2),
-    'sgp(delay=1, graph="random")': lambda: la.sgp("random", delay=1),
     "d_psgd('bipartite_linear')": lambda: la.d_psgd("bipartite_linear"),
     "easgd(16, pull=.5)": lambda: la.easgd(16, 0.9, pull=0.5),
     "eamsgd(16, beta=0.8)": lambda: la.eamsgd(16, 0.8),
     "downpour(4)": lambda: la.downpour(4),
-    "lsgd(16)": lambda: la.lsgd(16, local_period=None, window=10),
-    "lsgd(16, local_period=0, pull=0.2)": lambda: la.lsgd(16, local_period=0, pull=0.2),
-    "slowmo(sgp(delay=2), 48)": lambda: la.slowmo(la.sgp(delay=2), 48),
-    "slowmo(None)": lambda: la.slowmo(None),
+    "lsgd(16, local_period=None)": lambda: la.lsgd(16, window=10),
     "slowmo(None, 24, 0.2, 2)": lambda: la.slowmo(None, 24, 0.2, 2),
     "slowmo(ddp, average=False)": lambda: la.slowmo(la.ddp(), average=False),
-    "slowmo(ddp(), average=True, sharded=False)": lambda: la.slowmo(la.ddp(), sharded=False),
-    "slowmo(local_sgd(12), period=48)": lambda: la.slowmo(la.local_sgd(12), period=48),
     "slowmo(base=local_sgd(period=12))": lambda: la.slowmo(la.local_sgd(12)),
     "slowmo(slowmo(local_sgd(3), 12), 48)": lambda: la.slowmo(
         la.slowmo(la.local_sgd(3), 12), period=48
@@ -83,78 +66,35 @@ def test_a_spelling_means_what_python_means_by_it(text: str) -> None:
 
 
 def test_every_recipe_has_a_spelling_here() -> None:
-    assert {name for name in RECIPES if any(text.startswith(name) for text in SPELLINGS)} == {
-        *RECIPES
-    }
-
-
-@pytest.mark.parametrize("text", ["sgd", "Local_SGD(3)", "slowmo(sgd(3))", "print(1)", "12"])
-def test_a_name_that_is_no_recipe_gets_all_of_them(text: str) -> None:
-    assert f"choose from {NAMES}" in refusal(text)
+    assert all(any(text.startswith(name) for text in SPELLINGS) for name in RECIPES)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "local_sgd(12, perod=3)",
-            "no option 'perod' (did you mean 'period'?): its options are period, delay, ",
-        ),
+        ("local_sgd(12, perod=3)", "no option 'perod' (did you mean 'period'?): its options are "),
         ("ddp(period=3)", "ddp has no option 'period': its options are codec"),
         ("slowmo(local_sgd(12, base=1))", "local_sgd has no option 'base': its options are period"),
-        (
-            "local_sgd()",
-            "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep', quorum=None, "
-            "grace=0.0, pace='equal', weigh='alike'): missing",
-        ),
+        ("local_sgd()", "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep', "),
         ("local_sgd", "missing a required argument: 'period'"),
-        ("slowmo(period=48)", "slowmo(base, period=48, momentum=None, lr=1.0, *, sharded=True, "),
         ("slowmo(local_sgd)", "missing a required argument: 'period', in 'slowmo(local_sgd)'"),
-        ("post_local_sgd(100)", "missing a required argument: 'period'"),
-        (
-            "local_sgd(12, 3)",
-            "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep', quorum=None, "
-            "grace=0.0, pace='equal', weigh='alike'): too many",
-        ),
         ("ddp(1)", "ddp(*, codec=None): too many positional arguments"),
         ("local_sgd(12, period=3)", "multiple values for argument 'period'"),
+        ("local_sgd(period=12, period=24)", "period"),
     ],
 )
 def test_a_call_that_does_not_fit_is_told_the_options(text: str, said: str) -> None:
     assert said in refusal(text)
 
 
-def test_an_option_given_twice_is_refused() -> None:
-    """As in Python, rather than that the last one wins in silence."""
-    assert "period" in refusal("local_sgd(period=12, period=24)")
+VALUES = [
+    *("().__class__.__base__", "la.ddp", "lambda: 1", "[x for x in (1,)]", "{x: x for x in (1,)}"),
+    *("f'{1}'", "f''", "*(1,)", "(x := 1)", "1 if True else 2", "1 + 1", "2 ** 31", "1 < 2"),
+    *("not 1", "x", "x[0]", "...[0]", "(yield)", "{**{}}", "{[]}", "{[]: 1}"),
+]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "().__class__.__base__",
-        "la.ddp",
-        "lambda: 1",
-        "[x for x in (1,)]",
-        "{x: x for x in (1,)}",
-        "f'{1}'",
-        "f''",
-        "*(1,)",
-        "(x := 1)",
-        "1 if True else 2",
-        "1 + 1",
-        "2 ** 31",
-        "1 < 2",
-        "not 1",
-        "x",
-        "x[0]",
-        "...[0]",
-        "(yield)",
-        "{**{}}",
-        "{[]}",
-        "{[]: 1}",
-    ],
-)
+@pytest.mark.parametrize("code", VALUES)
 def test_code_in_place_of_a_value_is_refused(code: str) -> None:
     for text in (f"local_sgd({code})", f"slowmo(ddp, {code})"):
         said = refusal(text)
@@ -162,49 +102,27 @@ def test_code_in_place_of_a_value_is_refused(code: str) -> None:
         assert text in said
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "__import__('os')",
-        "__import__('os').system('true')",
-        "local_sgd(__import__('os'))",
-        "local_sgd(eval('12'))",
-        "local_sgd.__globals__",
-        "local_sgd.__call__(12)",
-        "(lambda: ddp)()",
-        "[ddp][0]",
-        "ddp()()",
-        "ddp if True else ddp",
-        "ddp or ddp",
-        "await ddp",
-    ],
-)
-def test_code_in_place_of_a_recipe_is_refused(text: str) -> None:
+NO_RECIPES = [
+    *("sgd", "Local_SGD(3)", "slowmo(sgd(3))", "print(1)", "12", "__import__('os')"),
+    *("__import__('os').system('true')", "local_sgd(__import__('os'))", "local_sgd(eval('12'))"),
+    *("local_sgd.__globals__", "local_sgd.__call__(12)", "(lambda: ddp)()", "[ddp][0]", "ddp()()"),
+    *("ddp if True else ddp", "ddp or ddp", "await ddp"),
+]
+
+
+@pytest.mark.parametrize("text", NO_RECIPES)
+def test_what_is_no_recipe_gets_all_of_them(text: str) -> None:
     assert f"choose from {NAMES}" in refusal(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " \n\t",
-        "# nothing",
-        "local_sgd(12",
-        "local_sgd 12",
-        "local_sgd(12))",
-        "ddp; ddp",
-        "ddp\nddp",
-        "x = ddp",
-        "import os",
-        "local_sgd(012)",
-        "local_sgd(period=12, 3)",
-        "local_sgd(x:=12",
-        "ddp\0",
-        "ddp\udcff",
-        "'",
-        "£$%",
-    ],
-)
+NO_EXPRESSIONS = [
+    *("", " \n\t", "# nothing", "local_sgd(12", "local_sgd 12", "local_sgd(12))", "ddp; ddp"),
+    *("ddp\nddp", "x = ddp", "import os", "local_sgd(012)", "local_sgd(period=12, 3)"),
+    *("local_sgd(x:=12", "ddp\0", "ddp\udcff", "'", "£$%"),
+]
+
+
+@pytest.mark.parametrize("text", NO_EXPRESSIONS)
 def test_what_is_no_expression_gets_an_example(text: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
