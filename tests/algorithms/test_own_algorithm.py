@@ -179,7 +179,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         lambda: la.GradientRound(la.every(1), Matrices(), Mean()),
         "Matrices needs whole tensors, which rounds on gradients",
     ),
-    (lambda: Fragment(0, 2, "layer"), "by must be"),  # type: ignore[arg-type]
+    (lambda: Fragment(0, 2, "layer"), "by must be"),
     (lambda: Fragment(2, 2), "index must be below count"),
     (lambda: Fragment(0, 0), "count must"),
 ]

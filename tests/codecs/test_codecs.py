@@ -27,6 +27,7 @@ from laconic.codecs.codec import PIECE
 from laconic.errors import NotFiniteError
 
 from tests.references import coded as ref
+from tests.references.problem import Array
 
 MAX = ref.LARGEST
 MAX_BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
@@ -54,9 +55,9 @@ few = settings(deadline=None, max_examples=12)
 def e3m0(block: int) -> ref.Codec:
     """The level nearest to x/s among 0, 1, 2, 4, ..., 64 and their negatives; half-way the larger.
     s as that of integers whose largest is 64."""
-    levels = np.float32([0, 1, 2, 4, 8, 16, 32, 64])
+    levels = np.array([0, 1, 2, 4, 8, 16, 32, 64], np.float32)
 
-    def q(x: ref.Array) -> ref.Array:
+    def q(x: Array) -> Array:
         wanted = ref.bfloat16_of(np.abs(x).max() / np.float32(64))
         s = np.float32(min(max(float(wanted), 2.0**-126), float(ref.largest_scale(64))))
         y = np.abs(x / s)

@@ -469,21 +469,6 @@ def test_a_subclass_keeps_its_own_attributes_in_a_copy() -> None:
 # -- GradScaler ----
 
 
-def scaled_step(
-    scaler: torch.amp.GradScaler, parts: Any, loss: Tensor, clips: bool
-) -> list[Tensor]:
-    """The gradients."""
-    model, optimizer = parts
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    if clips:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    scaler.step(optimizer)
-    scaler.update()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
 @pytest.mark.parametrize(("clips", "fused"), [(False, False), (False, True), (True, False)])
 def test_a_scaler_does_what_it_does_without_the_wrapper(clips: bool, fused: bool) -> None:
     """A scale whose inverse is rounded, and two overflows."""
@@ -496,51 +481,20 @@ def test_a_scaler_does_what_it_does_without_the_wrapper(clips: bool, fused: bool
         scaler = torch.amp.GradScaler("cpu", init_scale=3.0, growth_interval=3, growth_factor=1.7)
         grads = []
         for t in range(1, 12):
-            loss = loss_of(model, 0, t) * (math.inf if t in (2, 7) else 1.0)
-            grads += scaled_step(scaler, (model, optimizer), loss, clips)
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, 0, t) * (math.inf if t in (2, 7) else 1.0)).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+            grads += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         return flat(model), grads, scaler.get_scale()
 
     bare, scaled = run(False), run(True)
     assert torch.equal(bare[0], scaled[0]) and bare[2] == scaled[2] != 3.0
     finite = [pair for pair in zip(bare[1], scaled[1], strict=True) if pair[0].isfinite().all()]
     assert all(torch.equal(g, h) for g, h in finite)
-
-
-@pytest.mark.parametrize(("name", "clips"), [("EASGD", False), ("LSGD", True)])
-def test_steps_that_a_scaler_skips_on_one_rank_count(name: str, clips: bool) -> None:
-    """Rank 1 alone overflows in step 3, in which a group joins, and takes one step less."""
-    recipe = la.easgd(4, 0.5, pull=0.2)
-    if name == "LSGD":
-        recipe = la.lsgd(4, local_period=0, pull=0.5, drift=0.2)
-
-    def run(rank: int, attached: bool) -> tuple[int, int, Tensor, int]:
-        model, optimizer = small(rank)
-        parts: tuple[nn.Module, torch.optim.Optimizer] = model, optimizer
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        taken: list[int] = []
-        optimizer.register_step_post_hook(lambda *_: taken.append(1))
-        if attached:
-            sync: Any = la.attach(model, optimizer, recipe, scaler=scaler)
-        else:
-            parts = model, la.CommOptimizer(optimizer, name, 2, 4, 0.5, 0.2, model=model)
-            sync = parts[1].sync  # type: ignore[attr-defined]
-        for t in range(1, 10):
-            factor = math.inf if (rank, t) == (1, 3) else 1.0
-            if t == 3:
-                more = nn.Parameter(torch.full((2,), float(rank + 1)))
-                parts[1].add_param_group({"params": [more]})
-            scaled_step(scaler, parts, loss_of(model, rank, t) * factor, clips)
-        sync.finish()
-        assert more.tolist() == [1.0, 1.0], "rank 0's"
-        return sync.step, len(taken), flat(model), sync.stats().rounds
-
-    expected, runs = (
-        la.simulate(partial(run, attached=attached), workers=2) for attached in (True, False)
-    )
-    assert [taken for _, taken, _, _ in expected] == [9, 8]
-    for own, other in zip(runs, expected, strict=True):
-        assert own[0] == 9 and own[1] == other[1] and own[3] == 4
-        assert torch.equal(own[2], other[2]) and bool(own[2].isfinite().all())
 
 
 # -- saving and loading ----
@@ -674,7 +628,7 @@ def test_one_optimizer_is_followed_once() -> None:
                 lambda: la.SlowMoDistributedDataParallel(model, 1).bind(optimizer),
                 "attached already",
             ),
-            (lambda: la.EASGD(model, 1, 0.0, 0.5, 4), "local optimizer must be"),  # type: ignore[arg-type]
+            (lambda: la.EASGD(model, 1, 0.0, 0.5, 4), "local optimizer must be"),
         ]
         for make, message in again:
             with pytest.raises(ValueError, match=message):

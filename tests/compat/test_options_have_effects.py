@@ -74,17 +74,10 @@ def parameters(function: Callable[..., object]) -> set[str]:
     return {*inspect.signature(function).parameters} - {"self"}
 
 
-# -- attach, simulate, save and load ----
+# -- attach ----
 
 
-def attached(
-    rank: int,
-    recipe: la.Recipe,
-    options: Options,
-    scaled: bool,
-    skips: bool = True,
-    closings: list[la.Closing] | None = None,
-) -> str:
+def attached(rank: int, recipe: la.Recipe, options: Options, scaled: bool) -> str:
     model, optimizer, backward = training(rank)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     more: dict[str, Any] = {"scaler": scaler} if scaled else {}
@@ -92,12 +85,10 @@ def attached(
         for step in range(STEPS):
             backward()
             scaler.scale(torch.zeros(()))
-            if step == 1 and skips:  # on all workers
+            if step == 1:  # on all workers
                 next(model.parameters()).grad[0] = torch.inf  # type: ignore[index]
             scaler.step(optimizer)
             scaler.update()
-    if closings is not None:
-        closings += sync.closings  # rank 0's, with those of the end
     return seen(model, sync.stats(), sync.step, sync.workers)
 
 
@@ -137,50 +128,6 @@ def test_options_of_attach(tmp_path: Path) -> None:
     assert written.read_text()
     tested = {*alike, "seed", "timeout", "metrics", "group_size"}
     assert parameters(la.attach) == GIVEN | ELSEWHERE | tested
-
-
-def test_options_of_simulate() -> None:
-    steps: dict[str, Any] = {"step_seconds": [1.0, 1.0, 9.0], "message_seconds": [0.0, 0.0, 9.0]}
-    quorum = la.diloco(2, quorum=2)
-
-    recorded: list[la.Closing] = []
-    worker = partial(
-        attached, recipe=quorum, options={}, scaled=False, skips=False, closings=recorded
-    )
-    la.simulate(worker, 3, step_seconds=steps["step_seconds"])
-    every = {**steps, "closings": recorded}
-
-    def run(recipe: la.Recipe, workers: int = 3, **options: Any) -> object:
-        worker = partial(attached, recipe=recipe, options={}, scaled=False, skips=False)
-        return la.simulate(worker, workers, **options)
-
-    check(run, {**every, "workers": 2}, {"recipe": quorum})
-    assert all(observed(partial(run, la.ddp(), **{n: every[n]})) == "refused" for n in every)
-    links: dict[int, la.links.Link] = {}
-    run(la.ddp(), link=lambda link: links.setdefault(link.rank, link))
-    assert len(links) == 3
-    assert observed(partial(run, la.ddp(), faults=la.Faults(2))) == "refused"  # and workers
-    assert parameters(la.simulate) == {*every, "worker_fn", "workers", "link", "faults"}
-
-
-def test_options_of_save_and_load(tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
-
-    def worker(rank: int) -> None:
-        model, optimizer, _ = training(rank)
-        sync = la.attach(model, optimizer, la.local_sgd(2))
-        assert la.load(folder, model, optimizer, missing_ok=True) == {}
-        with pytest.raises(ValueError, match="no checkpoint"):
-            la.load(folder, model, optimizer)
-        la.save(folder, model, optimizer, sync, others={"epoch": 3})
-        assert la.load(folder, model, optimizer) == {"epoch": 3, "step": 0}
-        other = training(rank)
-        with pytest.raises(ValueError):
-            la.save(folder, other[0], other[1], sync)
-
-    la.simulate(worker, 1)
-    own = {"path", "model", "optimizer", "sync", "others"}
-    assert parameters(la.save) == own and parameters(la.load) == own | {"missing_ok"}
 
 
 # -- the drop-ins ----

@@ -396,10 +396,10 @@ def test_optimizers_that_do_not_fit_are_refused() -> None:
         refused("another optimizer than the one that moved", lambda: perform(other))
         for each in (sgd(model.parameters()), optimizer):  # the same parameters: a wrapper, say
             perform(each)
-            refused("attached already", lambda each=each: la.attach(model, each, la.ddp()))
+            refused("attached already", partial(la.attach, model, each, la.ddp()))
         for name in ("slowmo_momentum", "slowmo_frequency", "slowmo_num_shards"):
             text = f"{name} is fixed when the module is wrapped"
-            refused(text, lambda name=name: setattr(model, name, 0.1), AttributeError)
+            refused(text, partial(setattr, model, name, 0.1), AttributeError)
         one, other_model = tiny(rank)[0], tiny(rank)[0]
         both = sgd([*one.parameters(), *other_model.parameters()])
         (one(batch(rank)) + other_model(batch(rank))).sum().backward()
@@ -527,31 +527,13 @@ def test_verbose_logs_a_line_of_json_for_every_call(caplog: pytest.LogCaptureFix
 # -- what users do ----
 
 
-def test_finish_and_consensus_are_the_mean_and_lose_no_progress() -> None:
-    """Also where no slow step has come yet, with its anchor at the start."""
-
-    def run(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        model, optimizer = tiny(rank)
-        own = go(model, optimizer, rank, 10)[-1]
-        with model.consensus() as module:
-            inside = flat(module)
-        back = flat(model)
-        model.finish()
-        return own, inside, back, flat(model)
-
-    runs = simulate(run, 4)
-    mean = torch.stack([own for own, _, _, _ in runs]).mean(0)
-    for own, inside, back, end in runs:
-        assert torch.equal(own, back) and torch.equal(end, inside)
-        assert torch.allclose(inside, mean, rtol=0, atol=1e-6)
-
-
 def test_state_between_the_optimizers_step_and_the_call() -> None:
     """With push weights other than 1 x is then not the model's; and going back without the call."""
 
     def run(rank: int) -> None:
         graph = la.DynamicBipartiteExponentialGraph(rank, 3)
-        first, other = (tiny(rank, slowmo_base_algorithm=SGP, graph=graph) for _ in range(2))
+        first: Any = tiny(rank, slowmo_base_algorithm=SGP, graph=graph)
+        other: Any = tiny(rank, slowmo_base_algorithm=SGP, graph=graph)
 
         def state() -> list[Any]:
             return copy.deepcopy([part.state_dict() for part in first])

@@ -23,10 +23,10 @@ from tests.support.by_hand import (
     CLIP,
     EVALUATED,
     RECIPES,
-    RUNS,
     SAVED,
     STEPS,
     flat,
+    main,
     network,
     rate,
     rounds,
@@ -35,7 +35,7 @@ from tests.support.by_hand import (
     train,
 )
 
-FOLDER, ONLY = Path(sys.argv[1]), sys.argv[2]
+FOLDER = Path(sys.argv[1])
 
 
 def by_accelerate(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, Any]:
@@ -163,22 +163,5 @@ def run_the_rest(found: dict[str, Any]) -> None:
     found["refused"]["checkpoint"] = forked.run(2, refused, 2, "checkpoint")
 
 
-def main() -> None:
-    found: dict[str, Any] = {}
-    for run, (ranks, recipe) in RUNS.items():
-        if ONLY not in ("", run):
-            continue
-        folder = FOLDER / run
-        found[run] = {
-            "hand": forked.run(ranks, by_hand, ranks, recipe),
-            "trainer": forked.run(ranks, by_accelerate, ranks, recipe, False),
-            "resumed": forked.run(ranks, by_accelerate, ranks, recipe, True),
-            "shipped": forked.run(1, shipped, folder)[0],
-        }
-    if not ONLY:
-        run_the_rest(found)
-    forked.save(found)
-
-
 if __name__ == "__main__":
-    main()
+    main(by_accelerate, by_hand, shipped, ".", run_the_rest)

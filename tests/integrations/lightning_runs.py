@@ -29,10 +29,10 @@ from tests.support.by_hand import (
     CLIP,
     EVALUATED,
     RECIPES,
-    RUNS,
     SAVED,
     STEPS,
     flat,
+    main,
     network,
     rate,
     rounds,
@@ -41,7 +41,7 @@ from tests.support.by_hand import (
     train,
 )
 
-FOLDER, ONLY = Path(sys.argv[1]), sys.argv[2]
+FOLDER = Path(sys.argv[1])
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]
@@ -325,22 +325,5 @@ def run_the_rest(found: dict[str, Any]) -> None:
     found["refused"]["checkpoint"] = forked.run(2, refused, 2, "checkpoint")
 
 
-def main() -> None:
-    found: dict[str, Any] = {}
-    for run, (ranks, recipe) in RUNS.items():
-        if ONLY not in ("", run):
-            continue
-        folder = FOLDER / run
-        found[run] = {
-            "hand": forked.run(ranks, by_hand, ranks, recipe),
-            "trainer": forked.run(ranks, by_lightning, ranks, recipe, False),
-            "resumed": forked.run(ranks, by_lightning, ranks, recipe, True),
-            "shipped": forked.run(1, shipped, folder / f"step={SAVED}.ckpt")[0],
-        }
-    if not ONLY:
-        run_the_rest(found)
-    forked.save(found)
-
-
 if __name__ == "__main__":
-    main()
+    main(by_lightning, by_hand, shipped, f"step={SAVED}.ckpt", run_the_rest)

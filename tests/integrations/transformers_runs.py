@@ -25,13 +25,14 @@ from tests.support.by_hand import (
     SAVED,
     STEPS,
     flat,
+    main,
     rounds,
     spoil,
     train,
 )
 
 BATCH, LENGTH = 2, 8
-FOLDER, ONLY = Path(sys.argv[1]), sys.argv[2]
+FOLDER = Path(sys.argv[1])
 
 
 class Text(Dataset[dict[str, torch.Tensor]]):
@@ -286,29 +287,13 @@ def run_the_rest(found: dict[str, Any]) -> None:
     found["refused"] = {
         what: forked.run(2, refused, 2, what) for what in ("callback", "batch size")
     }
+    for run in RUNS:
+        folder = FOLDER / run / f"checkpoint-{SAVED}" / "laconic"
+        found[run]["states"] = len(list(folder.glob("rank-*")))
     for path in (FOLDER / "diloco-2" / f"checkpoint-{SAVED}" / "laconic").glob("*"):
         path.unlink()
     found["refused"]["checkpoint"] = forked.run(2, refused, 2, "checkpoint")
 
 
-def main() -> None:
-    found: dict[str, Any] = {}
-    for run, (ranks, recipe) in RUNS.items():
-        if ONLY not in ("", run):
-            continue
-        hand = forked.run(ranks, by_hand, ranks, recipe)
-        trainer = forked.run(ranks, by_trainer, ranks, recipe, False)
-        resumed = forked.run(ranks, by_trainer, ranks, recipe, True)
-        folder = FOLDER / run / f"checkpoint-{SAVED}"
-        (model,) = forked.run(1, shipped, folder)
-        found[run] = {
-            **{"hand": hand, "trainer": trainer, "resumed": resumed, "shipped": model},
-            "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*")),
-        }
-    if not ONLY:
-        run_the_rest(found)
-    forked.save(found)
-
-
 if __name__ == "__main__":
-    main()
+    main(by_trainer, by_hand, shipped, f"checkpoint-{SAVED}", run_the_rest)

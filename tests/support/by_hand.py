@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+
+from tests.support import forked
 
 STEPS, ACCUMULATE, SAVED, EVALUATED = 25, 2, 11, 5
 """Steps; batches that each accumulates; the one after which a checkpoint is saved; and between two
@@ -70,6 +74,29 @@ def train(
             saved = {k: v.clone() for k, v in sync.consensus_state_dict().items()}
     sync.finish()
     return {"flat": flat(model), "rounds": rounds(sync), "evaluated": evaluated, "saved": saved}
+
+
+def main(
+    of_library: Callable[..., Any],
+    by_hand: Callable[..., Any],
+    shipped: Callable[..., Any],
+    checkpoint: str,
+    run_the_rest: Callable[[dict[str, Any]], None],
+) -> None:
+    """A program's: trainings with a library, resumed from its ``checkpoint``, and written by hand;
+    and what else it runs, unless it is told to run but one."""
+    folder, only, found = Path(sys.argv[1]), sys.argv[2], dict[str, Any]()
+    for run, (ranks, recipe) in RUNS.items():
+        if only in ("", run):
+            found[run] = {
+                "hand": forked.run(ranks, by_hand, ranks, recipe),
+                "trainer": forked.run(ranks, of_library, ranks, recipe, False),
+                "resumed": forked.run(ranks, of_library, ranks, recipe, True),
+                "shipped": forked.run(1, shipped, folder / run / checkpoint)[0],
+            }
+    if not only:
+        run_the_rest(found)
+    forked.save(found)
 
 
 # -- a small problem ----
