@@ -161,7 +161,7 @@ def test_the_direction_is_computed_in_full_precision(monkeypatch: pytest.MonkeyP
             kind.fp32_precision = precision
         return [kind.fp32_precision for kind in kinds]
 
-    def noted(*given: Any) -> Tensor:
+    def noted(*given: Any) -> Any:
         inside.append(told())
         return norm(*given)
 

@@ -628,7 +628,7 @@ def test_one_optimizer_is_followed_once() -> None:
                 lambda: la.SlowMoDistributedDataParallel(model, 1).bind(optimizer),
                 "attached already",
             ),
-            (lambda: la.EASGD(model, 1, 0.0, 0.5, 4), "local optimizer must be"),
+            (lambda: la.EASGD(model, 1, 0.0, 0.5, 4), "local optimizer must be"),  # type: ignore[arg-type]
         ]
         for make, message in again:
             with pytest.raises(ValueError, match=message):

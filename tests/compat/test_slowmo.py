@@ -96,8 +96,8 @@ def steps_of(
             each["lr"] = job.lr(group, t)
             if job.optimizer == "sgd":
                 each["weight_decay"] = 0.1
-        x, y = map(torch.from_numpy, batch)
-        nn.functional.mse_loss(model(x), y).backward()
+        inputs, wanted = map(torch.from_numpy, batch)
+        nn.functional.mse_loss(model(inputs), wanted).backward()
         optimizer.step()
         model.zero_grad(set_to_none=True)
         model.perform_slowmo(optimizer)

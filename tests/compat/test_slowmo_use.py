@@ -552,11 +552,11 @@ def test_state_between_the_optimizers_step_and_the_call() -> None:
             parts[0].perform_slowmo(parts[1])
             return flat(parts[0])
 
-        go(*first, rank, 3)
+        go(first[0], first[1], rank, 3)
         good = state()
         half_a_step(first, 8)
         middle, expected = state(), end(first)
-        go(*other, rank, 1)
+        go(other[0], other[1], rank, 1)
         load(middle)
         assert torch.equal(end(other), expected)
         half_a_step(other, 9)  # and no call: back to what was good

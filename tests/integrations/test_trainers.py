@@ -102,37 +102,19 @@ def test_random_numbers_of_the_model_go_on_where_they_were(results: Results) -> 
 
 
 @pytest.mark.slow
-def test_lightning_removes_the_state_of_old_checkpoints(results: Results) -> None:
-    """Also that of a run that was resumed."""
-    found = results("lightning")["dropout"]["after an epoch"]
-    kept = [f"{name}{end}" for name in NEWEST for end in (".ckpt", ".ckpt.laconic")]
-    for _, files in found["after"]:
-        assert files == sorted(kept)
-
-
-@pytest.mark.slow
-def test_hosts_without_the_best_model_receive_it(results: Results) -> None:
-    (first, best), (second, _) = results("transformers")["best"]
-    assert np.array_equal(first, best) and np.array_equal(second, best)
-
-
-@pytest.mark.slow
-def test_resuming_on_some_hosts_only_is_an_error_on_all(results: Results) -> None:
-    first, second = results("transformers")["one host"]
+def test_what_else_the_trainer_of_transformers_does(results: Results) -> None:
+    found = results("transformers")
+    (one, best), (other, _) = found["best"]
+    assert np.array_equal(one, best) and np.array_equal(other, best), "hosts without it receive it"
+    first, second = found["one host"]
     assert first == second and first.startswith("ranks [1] do not have the checkpoint")
-
-
-@pytest.mark.slow
-def test_a_later_trainer_wraps_the_model_again(results: Results) -> None:
-    for (kind, first), (_, second) in results("transformers")["followed"]:
-        assert kind == "DistributedDataParallel" and np.array_equal(first, second)
-
-
-@pytest.mark.slow
-def test_a_saved_adapter_is_the_consensus(results: Results) -> None:
-    for saved, kept in results("transformers")["adapter"]:
+    for (kind, one), (_, other) in found["followed"]:
+        assert kind == "DistributedDataParallel" and np.array_equal(one, other), "wrapped again"
+    for saved, kept in found["adapter"]:
         assert saved.keys() == kept.keys()
-        assert all(torch.equal(saved[name], kept[name]) for name in kept)
+        assert all(torch.equal(saved[name], kept[name]) for name in kept), "the consensus"
+    hand = found["diloco-2"]["hand"][0]["flat"]
+    assert all(np.array_equal(each, hand) for each in found["callback"])
 
 
 @pytest.mark.slow
@@ -151,14 +133,10 @@ def test_the_trainers_checkpoints_and_log_are_of_all_ranks(results: Results) -> 
 
 
 @pytest.mark.slow
-def test_a_callback_alone_does_the_same(results: Results) -> None:
-    found = results("transformers")
-    hand = found["diloco-2"]["hand"][0]["flat"]
-    assert all(np.array_equal(each, hand) for each in found["callback"])
-
-
-@pytest.mark.slow
-def test_several_optimizers_and_mixed_precision_in_lightning(results: Results) -> None:
+def test_several_optimizers_mixed_precision_and_old_checkpoints_in_lightning(
+    results: Results,
+) -> None:
+    """The state of old checkpoints is removed, also that of a run that was resumed."""
     found = results("lightning")
     for own, other in zip(*found["manual"], strict=True):
         assert np.array_equal(own, other)
@@ -166,6 +144,9 @@ def test_several_optimizers_and_mixed_precision_in_lightning(results: Results) -
     assert np.array_equal(first, second) and np.isfinite(first).all()
     (text, *_) = found["diloco-2"]["trainer"][0]["logged"]
     assert "laconic_bytes_sent" in text and "laconic_rounds" in text
+    kept = [f"{name}{end}" for name in NEWEST for end in (".ckpt", ".ckpt.laconic")]
+    for _, files in found["dropout"]["after an epoch"]["after"]:
+        assert files == sorted(kept)
 
 
 @pytest.mark.slow
