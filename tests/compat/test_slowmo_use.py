@@ -133,6 +133,8 @@ def test_a_scaler_that_skips_a_step_on_one_rank_hangs_nobody(pool: gloo.Pool) ->
 
 def skipping(rank: int, own: Any = None) -> tuple[int, Tensor]:
     model, optimizer = tiny(0, slowmo_frequency=6)
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)  # before training, which is no optimizer's step
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for t in range(6):
         factor = math.inf if (t, rank) in ((0, 1), (2, 0)) else 1.0
