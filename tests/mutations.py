@@ -27,6 +27,7 @@ COPY = ROOT / "mutants"
 
 def mutmut(*arguments: str, quiet: bool = False) -> subprocess.CompletedProcess[str]:
     """``mutmut`` on the copy, which comes before the source in every process that tests start."""
+    (COPY / "src").mkdir(parents=True, exist_ok=True)  # Python forgets a path that is not there
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(COPY / "src")}
     command = [sys.executable, "-m", "mutmut", *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=quiet)
