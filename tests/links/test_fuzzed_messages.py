@@ -33,11 +33,14 @@ from laconic.links.quorum.syncer import Syncer
 from laconic.links.quorum.tcp import Host, Line
 from laconic.links.wire import ChangedError, Connections, Transfer
 
+from tests.links.test_wire import HERE, THERE, as_sent, moves
 from tests.support import job_keys
 
-HERE, THERE = (3, 7), (4, 7)
 GUARD = 64
 SIZES = (0, 1, 5, FRAME - 1, FRAME, FRAME + 1, 17 * FRAME + 3)
+
+
+__all__ = ["moves"]
 
 
 @pytest.fixture(params=[0.2, pytest.param(1.0, marks=pytest.mark.slow)])
@@ -48,28 +51,13 @@ def share(request: pytest.FixtureRequest) -> float:
 
 def examples(count: float) -> settings:
     """So many, the same ones in every run."""
+    same: Any = {"derandomize": True, "database": None}
     return settings(
-        max_examples=int(count),
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=int(count), deadline=None, suppress_health_check=list(HealthCheck), **same
     )
 
 
 # -- messages ----
-
-
-def said(place: tuple[int, int], payload: bytes, digest: int = 0) -> bytes:
-    """A message as it travels."""
-    out = struct.pack("=QQQQ", *place, len(payload), digest)
-    total = zlib.crc32(out)
-    out += struct.pack("=I", total)
-    for start in range(0, len(payload), FRAME):
-        frame = payload[start : start + FRAME]
-        total = zlib.crc32(frame, total)
-        out += frame + struct.pack("=I", total)
-    return out
 
 
 def read(data: bytes, place: tuple[int, int], size: int) -> tuple[int, bytes, int]:
@@ -114,7 +102,9 @@ def sent(draw: st.DrawFn) -> Sent:
     sizes = draw(size), draw(size)
     pattern = draw(st.binary(min_size=1, max_size=9))
     bodies = [(pattern * (n // len(pattern) + 1))[:n] for n in sizes]
-    data = bytearray(said(HERE, bodies[0], draw(st.sampled_from(FIELDS))) + said(THERE, bodies[1]))
+    data = bytearray(
+        as_sent(HERE, bodies[0], draw(st.sampled_from(FIELDS))) + as_sent(THERE, bodies[1])
+    )
     match draw(st.sampled_from(("right", "changed", "cut", "cut", "fields", "swapped", "any"))):
         case "changed":
             for place in draw(st.lists(st.integers(0, len(data) - 1), min_size=1, max_size=3)):
@@ -125,37 +115,28 @@ def sent(draw: st.DrawFn) -> Sent:
             fields = struct.pack("=QQQQ", *draw(st.tuples(*[st.sampled_from(FIELDS)] * 4)))
             data[:36] = fields + struct.pack("=I", zlib.crc32(fields))
         case "swapped":
-            data = bytearray(said(THERE, bodies[0]) + said(HERE, bodies[1]))
+            data = bytearray(as_sent(THERE, bodies[0]) + as_sent(HERE, bodies[1]))
         case "any":
             data = bytearray(draw(st.binary(max_size=300)))
     cuts = draw(st.lists(st.integers(0, len(data)), max_size=4).map(sorted))
     return Sent(sizes, bytes(data), tuple(cuts))
 
 
-class Room:
+def room(size: int) -> ctypes.Array[ctypes.c_char]:
     """Memory for a payload between bytes that must stay as they are."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._all = ctypes.create_string_buffer(b"\xa5" * (size + 2 * GUARD), size + 2 * GUARD)
-        self.address = ctypes.addressof(self._all) + GUARD
-
-    def payload(self) -> bytes:
-        data = self._all.raw
-        assert data[:GUARD] == data[GUARD + self.size :] == b"\xa5" * GUARD, "out of bounds"
-        return data[GUARD : GUARD + self.size]
+    return ctypes.create_string_buffer(b"\xa5" * (size + 2 * GUARD), size + 2 * GUARD)
 
 
 def check_two_messages(
     example: Sent, ours: socket.socket, theirs: socket.socket, secured: frames.Secured
 ) -> int:
     """``theirs`` sends, and ends; ``ours`` receives what `read` says. Returns the outcome."""
-    rooms = [Room(size) for size in example.sizes]
+    rooms = [room(size) for size in example.sizes]
     messages = (frames.Message * 2)()
     checks = [ctypes.create_string_buffer(frames.check_bytes(size) + 1) for size in example.sizes]
-    for index, (room, place) in enumerate(zip(rooms, (HERE, THERE), strict=True)):
-        where = room.address, room.size, -1, ours.fileno(), True, index - 1
-        frames.begin(messages, index, place, 0, ctypes.addressof(checks[index]), *where)
+    for i, (place, size) in enumerate(zip((HERE, THERE), example.sizes, strict=True)):
+        where = ctypes.addressof(rooms[i]) + GUARD, size, -1, ours.fileno(), True, i - 1
+        frames.begin(messages, i, place, 0, ctypes.addressof(checks[i]), *where)
     ours.setblocking(False)
     theirs.setblocking(False)
     outcome, which = FINE, 0
@@ -168,13 +149,15 @@ def check_two_messages(
     theirs.shutdown(socket.SHUT_WR)
     if outcome == FINE:
         outcome, which, _ = frames.move(messages, secured, frames.ALL, len(messages), 5000)
-    first, used, length = read(example.data, HERE, rooms[0].size)
-    second, more, total = read(example.data[length:], THERE, rooms[1].size)
+    first, used, length = read(example.data, HERE, example.sizes[0])
+    second, more, total = read(example.data[length:], THERE, example.sizes[1])
     if first != FINE:
         second, more = first, b""
     assert outcome == second and (outcome == FINE or which == int(first == FINE))
-    for room, message, right in zip(rooms, messages, (used, more), strict=True):
-        assert message.done == len(right) and room.payload()[: len(right)] == right
+    for memory, message, right in zip(rooms, messages, (used, more), strict=True):
+        raw = memory.raw
+        assert raw[:GUARD] == raw[-GUARD:] == b"\xa5" * GUARD, "out of bounds"
+        assert message.done == len(right) and raw[GUARD:].startswith(right)
     if outcome == FINE and not secured:
         ours.setblocking(True)
         rest = b"".join(iter(lambda: ours.recv(2**16), b""))
@@ -182,15 +165,10 @@ def check_two_messages(
     return outcome
 
 
-@pytest.mark.parametrize("mover", ["compiled", "interpreted"])
-def test_any_bytes_in_place_of_messages(
-    mover: str, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("moves")
+def test_any_bytes_in_place_of_messages(share: float) -> None:
     """Both movers do the same: nothing is used whose checksum is wrong, nothing is written out of
     bounds, and nothing hangs."""
-    if mover == "interpreted":
-        monkeypatch.setattr(frames, "library", lambda: None)
-
     outcomes = set()
 
     @examples(1000 * share)
@@ -224,20 +202,16 @@ def test_any_bytes_in_place_of_messages_over_tls(
         check()
 
 
-@pytest.mark.parametrize("mover", ["compiled", "interpreted"])
-def test_a_transfer_that_has_failed_fails_again(
-    mover: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("moves")
+def test_a_transfer_that_has_failed_fails_again() -> None:
     """Its last frame is wrong: nothing is left to move. Its error does not keep the connections."""
-    if mover == "interpreted":
-        monkeypatch.setattr(frames, "library", lambda: None)
     ours, theirs = socket.socketpair()
     with theirs:
         connections = Connections()
         connections.keep(1, ours)
         room = torch.zeros(5, dtype=torch.uint8)
         transfer = Transfer(connections, {}, {1: room}, HERE, 5.0, range(2))
-        theirs.sendall(said(HERE, b"right")[:-1] + b"x")
+        theirs.sendall(as_sent(HERE, b"right")[:-1] + b"x")
         for _ in range(2):
             with pytest.raises(ChangedError, match="from rank 1 was changed in transit"):
                 transfer.wait()
@@ -249,7 +223,7 @@ def test_a_transfer_that_has_failed_fails_again(
 # -- rounds with a quorum ----
 
 
-class Pair:
+class Two:
     """A wire between two workers, over a local connection."""
 
     timeout, names = 5.0, (0, 2)
@@ -257,19 +231,7 @@ class Pair:
     def __init__(self, end: socket.socket, other: int) -> None:
         self.connections = Connections()
         self.connections.keep(other, end)
-
-    def shutdown(self) -> None:
-        self.connections.shutdown()
-
-    def close(self) -> None:
-        self.connections.close()
-
-
-def pair_of_lines() -> tuple[Line, Line]:
-    """Rank 0's to rank 2, and rank 2's to rank 0."""
-    ends = socket.socketpair()
-    host = Line(Pair(ends[0], 1), 0, 2, 5.0)  # type: ignore[arg-type]
-    return host, Line(Pair(ends[1], 0), 1, 0, 5.0)  # type: ignore[arg-type]
+        self.shutdown, self.close = self.connections.shutdown, self.connections.close
 
 
 ANYTHING = st.recursive(
@@ -280,35 +242,26 @@ ANYTHING = st.recursive(
     max_leaves=6,
 )
 ABOUT = vars(Announcement(0, 0, 4, 0.5, 4, (0.1,)))
-ARRIVES = {"what": "arrive", "about": ABOUT, "bases": False}
+ARRIVES: dict[str, Any] = {"what": "arrive", "about": ABOUT, "bases": False}
+LENGTHS = st.sampled_from((-1, 2**24 + 1, 2**40, 2**63 - 1))
 
 
 @st.composite
-def differing(draw: st.DrawFn, right: dict[str, Any]) -> bytes:
-    """``right`` as JSON with a field that is missing or something else, or anything."""
-    value: Any = dict(right)
+def differing(draw: st.DrawFn) -> bytes:
+    """An arrival as JSON with a field that is missing or something else, or anything."""
+    value: Any = {**ARRIVES, "about": dict(ABOUT)}
     match draw(st.sampled_from(("lacks", "other", "other", "nested", "json", "bytes"))):
         case "lacks":
             del value[draw(st.sampled_from(sorted(value)))]
         case "other":
             value[draw(st.sampled_from(sorted(value)))] = draw(ANYTHING)
-        case "nested" if isinstance(value.get("about"), dict):
-            about = dict(value["about"])
-            about[draw(st.sampled_from(sorted(about)))] = draw(ANYTHING)
-            value["about"] = about
+        case "nested":
+            value["about"][draw(st.sampled_from(sorted(ABOUT)))] = draw(ANYTHING)
         case "bytes":
             return draw(st.binary(max_size=50))
         case _:
             value = draw(ANYTHING)
     return json.dumps(value).encode()
-
-
-def say(line: Line, length: int, data: bytes) -> None:
-    """Send a text that claims to have this ``length``."""
-    line.send(torch.tensor([length]), torch.tensor(list(data), dtype=torch.uint8))
-
-
-LENGTHS = st.sampled_from((-1, 2**24 + 1, 2**40, 2**63 - 1))
 
 
 def conclude(text: str, ranks: Sequence[int]) -> NoReturn:
@@ -317,10 +270,11 @@ def conclude(text: str, ranks: Sequence[int]) -> NoReturn:
 
 @pytest.mark.parametrize("huge", [False, True])
 def test_rank_0_names_a_worker_that_sends_anything(huge: bool, share: float) -> None:
-    """Every other worker raises an error that names it, at once, and no thread fails."""
+    """Every other worker raises an error that names it, at once, and no thread fails. ``huge``: it
+    announces more bytes than there can be."""
 
     @examples((25 if huge else 250) * share)
-    @given(differing(ARRIVES), LENGTHS)
+    @given(differing(), LENGTHS)
     def check(data: bytes, length: int) -> None:
         def merge(closing: Closing, deliveries: Any) -> dict[int, list[Tensor]]:
             return {rank: [torch.zeros(3)] for rank in deliveries}
@@ -328,10 +282,13 @@ def test_rank_0_names_a_worker_that_sends_anything(huge: bool, share: float) -> 
         core = Syncer(
             2, [Rules(2, 0.0)], merge, lambda kind, speeds, roster: [Appointment(4)] * len(roster)
         )
-        ours, theirs = pair_of_lines()
+        ends = socket.socketpair()
+        ours = Line(Two(ends[0], 1), 0, 2, 5.0)  # type: ignore[arg-type]  # rank 0's to rank 2
+        theirs = Line(Two(ends[1], 0), 1, 0, 5.0)  # type: ignore[arg-type]
         host = Host(core, {1: ours}, [[torch.zeros(3)]], 5.0, conclude)
+        raw = torch.tensor(list(b"" if huge else data), dtype=torch.uint8)
         with suppress(LinkError):  # it may be gone already
-            say(theirs, length if huge else len(data), b"" if huge else data)
+            theirs.send(torch.tensor([length if huge else len(data)]), raw)
             theirs.send(torch.ones(3), torch.ones(3))  # what follows an arrival
         try:
             host.deliver(0, Delivery(Announcement(**ABOUT), [torch.zeros(3)]))
@@ -340,8 +297,7 @@ def test_rank_0_names_a_worker_that_sends_anything(huge: bool, share: float) -> 
         else:
             assert not huge and core.rounds == [1]
             assert json.loads(data)["what"] in ("arrive", "meet", "leave")
-        host.close()
-        theirs.close()
-        ours.close()
+        for end in (host, theirs, ours):
+            end.close()
 
     check()
