@@ -1,339 +1,92 @@
-"""Who may talk to a rank, and what every rank says of one that is lost."""
+"""What every rank says of one that is late or lost, and who is not taken for lost."""
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import signal
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+import laconic as la
 from laconic.errors import LinkError
-from laconic.links import call_guard, handshake, health, long_wait, rendezvous
+from laconic.links import health, long_wait, rendezvous
 from laconic.links.addresses import Address
-from laconic.links.calls import Call, CallPosition
-from laconic.links.handshake import RefusedError
-from laconic.links.health import Request, Verdict
-from laconic.links.tcp import TcpLink
+from laconic.links.calls import Call
 from laconic.links.torch_link import TorchLink
 from laconic.links.wire import Connections, Wire
 
 from tests.support import gloo
 
-SECRET = bytes(range(32))
-VERDICT = Verdict("rank 1 is gone", (1,), 0)
-# -- what is read from the network ----
 
-TEXTS = st.text(max_size=40)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=3),
-    max_leaves=12,
-)
-BYTES = st.binary(max_size=300) | JSON.map(lambda value: json.dumps(value).encode())
-
-
-def printable(verdict: Verdict | None) -> bool:
-    return verdict is None or verdict.text.isprintable()
-
-
-@given(data=BYTES | st.sampled_from([b"[" * n + b"]" * n for n in (10, 30_000)]))
-@settings(deadline=None)
-def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    with suppress(ValueError):
-        request = Request.unpack(data)
-        assert printable(request.verdict) and (request.left is None or 0 <= request.left < 2**64)
-    with suppress(ValueError):
-        answer = health.unpack_answer(data)
-        assert answer.status.isprintable() and printable(answer.verdict)
-    with suppress(ValueError):
-        assert health.unpack_verdict(data).text.isprintable()
-    escaped = json.dumps([["\x1b[2J\x07lost\u202e", [1], 0], None]).encode()
-    verdict = Request.unpack(escaped).verdict
-    assert verdict is not None and verdict.text == " [2J lost "
-
-
-# -- the handshake ----
-
-
-def converse(
-    caller: handshake.Exchange, callee: handshake.Exchange
-) -> tuple[bytes | None, bytes | None, list[bytes]]:
-    """What both get (None: refused), and all that traveled."""
-    ends, got, traveled = [caller, callee], [None, None], []
-    says: list[tuple[bytes, int] | None] = [next(end) for end in ends]
-    mail = [b"", b""]
-    while any(says):
-        moved = False
-        for i in (0, 1):
-            now = says[i]
-            if now is None:
-                continue
-            out, wanted = now
-            if out:
-                traveled.append(out)
-                mail[1 - i] += out
-                says[i], moved = (b"", wanted), True
-            if len(mail[i]) >= wanted:
-                data, mail[i] = mail[i][:wanted], mail[i][wanted:]
-                moved = True
-                try:
-                    says[i] = ends[i].send(data)
-                except StopIteration as stop:
-                    got[i], says[i] = stop.value, None
-                except RefusedError:
-                    says[i] = None
-        if not moved:
-            break
-    return got[0], got[1], traveled
-
-
-def callee(secret: bytes = SECRET, purpose: bytes = b"beacon") -> handshake.Exchange:
-    return handshake.answer(
-        purpose, lambda key: secret if key == b"k" * 8 else None, lambda hello, text: b"reply"
-    )
-
-
-def test_who_knows_the_secret_gets_an_answer() -> None:
-    own, theirs, traveled = converse(
-        handshake.call(SECRET, b"beacon", b"k" * 8, 3, b"asks"), callee()
-    )
-    assert own == b"reply" and theirs is not None and theirs.endswith(b"asks")
-    assert not any(SECRET in piece or SECRET.hex().encode() in piece for piece in traveled)
-
-
-@pytest.mark.parametrize(
-    ("secret", "purpose", "key"),
-    [
-        (bytes(32), b"beacon", b"k" * 8),
-        (SECRET, b"wire", b"k" * 8),
-        (SECRET, b"beacon", b"x" * 8),
-    ],
-)
-def test_who_does_not_prove_it_gets_nothing(secret: bytes, purpose: bytes, key: bytes) -> None:
-    own, theirs, traveled = converse(handshake.call(secret, purpose, key, 3, b"asks"), callee())
-    assert own is None and theirs is None
-    assert not any(b"reply" in piece for piece in traveled)
-
-
-def test_a_proof_is_good_for_one_connection_and_one_side() -> None:
-    """What one connection carried does not open another one, nor does it come back as an answer."""
-    caller = handshake.call(SECRET, b"beacon", b"k" * 8, 3, b"asks")
-    _, _, (hello, _, frame, _) = converse(caller, callee())
-    again = callee()
-    next(again)
-    again.send(hello)
-    again.send(frame[:4])
-    with pytest.raises(RefusedError, match="secret"):
-        again.send(frame[4:])
-    mirrored = handshake.call(SECRET, b"beacon", b"k" * 8, 3, b"asks")
-    next(mirrored)
-    own, _ = mirrored.send(b"n" * 16)
-    mirrored.send(own[:4])
-    with pytest.raises(RefusedError, match="secret"):
-        mirrored.send(own[4:])
-
-
-# -- a beacon ----
-
-
-@pytest.fixture
-def beacon() -> health.Beacon:
-    return health.Beacon()
-
-
-def test_a_beacon_answers_who_knows_the_secret_and_nobody_else(beacon: health.Beacon) -> None:
-    address = beacon.enroll(SECRET)
-    link = beacon.links[health.key_of(address)]
-    link.position = CallPosition(7, Call(3, "finish()"))
-    answer = health.ask(address, SECRET, 5, Request(left=9))
-    assert answer.position == link.position and link.left == {5: 9}
-    refused = health.ask(address, bytes(32), 5, Request(VERDICT))
-    assert refused.lost and link.verdict is None
-    told = health.ask(address, SECRET, 5, Request(VERDICT))
-    assert told.verdict == link.verdict == VERDICT
-
-
-def test_of_several_verdicts_the_one_of_the_lowest_finder_holds(beacon: health.Beacon) -> None:
-    address = beacon.enroll(SECRET)
-    for finder, expected in ((2, 2), (3, 2), (1, 1)):
-        verdict = VERDICT._replace(finder=finder)
-        answer = health.ask(address, SECRET, finder, Request(verdict))
-        assert answer.verdict == VERDICT._replace(finder=expected)
-
-
-def test_silence_is_told_from_death() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = str(Address("127.0.0.1", server.getsockname()[1], "00" * 8))
-        assert health.ask(address, SECRET).missing == "silent"
-    assert health.ask(address, SECRET).missing == "gone"
-
-
-# -- forked children ----
-
-
-def in_child(function: Callable[[], bool]) -> bool:
-    """Whether ``function()`` is true in a forked child."""
-    pid = os.fork()
-    if pid == 0:
-        code = 2
-        try:
-            code = 0 if function() else 1
-        finally:
-            os._exit(code)
-    end = time.monotonic() + 100
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError("the child hangs")
-
-
-def test_a_forked_child_closes_its_copies_and_forgets_them(beacon: health.Beacon) -> None:
+def test_a_forked_child_holds_no_connection_open() -> None:
+    """As the processes of a DataLoader, that may outlive the rank: the others would wait for it."""
     ours, theirs = socket.socketpair()
+    beacon, wire = health.Beacon("127.0.0.1"), Wire(0, "127.0.0.1", 5, range(2))
+    places = [Address.parse(address) for address in (wire.address, beacon.enroll(bytes(32)))]
     connections = Connections()
     connections.keep(1, ours)
-    wire = Wire(0, "127.0.0.1", 5, range(2))
-    numbers = [connections[1], beacon._server.fileno(), wire._server.fileno()]
-
-    def closed() -> bool:
-        for number in numbers:
-            try:
-                os.fstat(number)
-                return False
-            except OSError:
-                continue
-        other = [os.open(os.devnull, os.O_RDONLY) for _ in numbers]  # the same numbers again
-        connections.__del__()
-        beacon._server.close()
-        wire._server.close()
-        return all(os.fstat(number) for number in other) and connections.forked
-
-    assert in_child(closed)
-    theirs.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        theirs.recv(1)  # the parent's own stands
-    theirs.close()
-    wire._server.close()
+    (heard, says), (waits, ends) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(ends)
+        os.write(says, b"x")
+        os.read(waits, 1)
+        os._exit(0)
+    try:
+        os.read(heard, 1)
+        for party in (connections, wire, beacon):
+            party.close()
+        theirs.settimeout(60)
+        assert theirs.recv(1) == b""
+        for place in places:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((place.host, place.port))
+    finally:
+        os.close(ends)
+        os.waitpid(pid, 0)
+        theirs.close()
 
 
-def test_a_forked_child_can_have_a_beacon_of_its_own() -> None:
-    own = health.beacon()
-    address = own.enroll(SECRET)
+def waits_for_rank_1(rank: int, logged: Path) -> list[str]:
+    """What each of three ranks logs while rank 1 comes late to a round: once rank 0 has logged
+    twice."""
+    lines, handler = list[str](), logging.Handler()
 
-    def fresh() -> bool:
-        other = health.beacon()
-        mine = other.enroll(SECRET)
-        return other is not own and not health.ask(mine, SECRET).lost and mine != address
+    def emit(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        if len(lines) == 2:
+            logged.touch()
 
-    assert in_child(fresh)
-    assert not health.ask(address, SECRET).lost
-
-
-# -- LinkError ----
-
-
-# -- a host that cannot be reached ----
-
-
-def looks(rank: int, missing: str, heard: float) -> str:
-    """What a rank that waits raises in 0.6 s, where the other one's beacon is as said, and
-    something came from its host so many seconds ago; 0.3 s is what it allows."""
-    answers = {"silent": health.SILENT, "unreachable": health.UNREACHABLE}
-    link = gloo.link_of(2)
-    assert isinstance(link, TcpLink)
-    said = ""
+    handler.emit = emit  # type: ignore[method-assign]
+    log = logging.getLogger("laconic")
+    log.addHandler(handler)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            health, "ask_all", lambda addresses, *_: [answers[missing]] * len(addresses)
-        )
-        patched.setattr(call_guard, "UNREACHABLE_SECONDS", 0.3)
-        patched.setattr(call_guard, "FIRST_ASK_SECONDS", 0.0)
-        patched.setattr(link._wire, "heard", lambda rank: heard)
-        end = time.monotonic() + 0.6
-        while time.monotonic() < end and not said:
-            try:
-                link.check()
-            except LinkError as error:
-                said = f"{error.ranks} {error}"
-            time.sleep(0.01)
-    return said
+        patched.setattr(long_wait, "FIRST_SECONDS", 0.5)
+        with la.attach(model, optimizer, la.local_sgd(2), link=gloo.link_of(3)):
+            for step in range(2):
+                while (rank, step) == (1, 1) and not logged.exists():
+                    time.sleep(0.05)
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+    log.removeHandler(handler)
+    return lines
 
 
-@pytest.mark.parametrize(("missing", "heard"), [("silent", 99.0), ("unreachable", 0.1)])
-def test_a_slow_process_or_network_is_not_dead(pool: gloo.Pool, missing: str, heard: float) -> None:
-    assert pool.run(looks, missing, heard, ranks=2) == ["", ""]
-
-
-def test_a_host_from_which_nothing_comes_is_lost(pool: gloo.Pool) -> None:
-    first, second = pool.run(looks, "unreachable", 99.0, ranks=2)
-    assert first.startswith("(1,) rank 1 does not answer (its host is unreachable)"), first
-    assert second.startswith("(0,) rank 0 does not answer (its host is unreachable)"), second
-
-
-# -- long waits ----
-
-
-def test_a_long_wait_is_reported_at_each_doubling() -> None:
-    wait = long_wait.LongWait()
-    reported = {second: wait.due("a round", 100.0 + second) for second in range(300)}
-    assert {s: r for s, r in reported.items() if r} == {s: float(s) for s in (30, 60, 120, 240)}
-
-
-def reports(rank: int, answers: dict[int, health.Answer | int], due: float) -> list[str]:
-    """What a rank logs after ``due`` seconds of a wait in its third call, where other ranks give
-    these ``answers``: a number is that of their call, by default the same one."""
-    link = gloo.link_of(3)
-    assert isinstance(link, TcpLink)
-    call = Call(120, "Average round")
-    found: list[str] = []
-
-    def ask(addresses: list[str], *_: object) -> list[health.Answer]:
-        given = []
-        for r in (r for r in range(3) if r != rank):
-            answer = answers.get(r, 3)
-            if isinstance(answer, int):
-                at = CallPosition(answer, call if answer == 3 else Call(119, "gradients"))
-                answer = health.Answer("computing (119 steps done), for 31 s", at)
-            given.append(answer)
-        return given
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(health, "ask_all", ask)
-        patched.setattr(link.calls, "_sequence", call_guard.CallSequence())
-        for _ in range(3):
-            link.calls._sequence.begin(call)
-        link.calls._sequence.record.secret = SECRET
-        patched.setattr(link.calls._wait, "due", lambda what, now: due)
-        patched.setattr(long_wait.log, "warning", lambda text, *values: found.append(text % values))
-        link.check()
-    return found
-
-
-def test_who_is_waited_for_is_logged_by_one_rank(pool: gloo.Pool) -> None:
-    one = (
-        "rank 0 has waited 30 s for rank 1 in Average round after 120 steps: rank 1 does not "
-        "answer (hung, stopped or very slow). It gives up after 60 s (timeout=)"
-    )
-    assert pool.run(reports, {1: health.SILENT}, 30.0, ranks=3)[::2] == [[one], []]
-    both = (
-        "rank 1 has waited 61 s for ranks 0, 2 in Average round after 120 steps: rank 0 is "
-        "computing (119 steps done), for 31 s; rank 2 does not answer (its host is unreachable). "
-        "It gives up after 60 s (timeout=)"
-    )
-    assert pool.run(reports, {0: 2, 2: health.UNREACHABLE}, 61.0, ranks=3)[1] == [both]
+def test_who_is_waited_for_is_logged_by_one_rank(pool: gloo.Pool, tmp_path: Path) -> None:
+    """Each time after twice as long."""
+    (first, second), *others = pool.run(waits_for_rank_1, tmp_path / "logged", ranks=3)
+    assert others == [[], []]
+    for line in (first, second):
+        assert line.startswith("rank 0 has waited ") and "It gives up after 60 s" in line
+        assert "s for rank 1 in Average round after 2 steps: rank 1 is " in line
 
 
 class FakeTime:
