@@ -31,43 +31,49 @@ def job(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Jobs:
 
 
 class Between:
-    """Forwards a connection to ``port``, and keeps what passes. ``change``: of what the caller
+    """Forwards connections to ``port``, and keeps what passes. ``change``: of what a caller
     sends."""
 
     def __init__(self, port: int, change: Callable[[bytes], bytes] = bytes) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._server.getsockname()[1])
         self.passed = self.sent = b""
-        """In both directions, and by the caller."""
+        """In both directions, and by callers."""
         self._to, self._change = port, change
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._threads, self._ends = list[threading.Thread](), [self._server]
+        self._begin(self._run)
+
+    def _begin(self, work: Callable[..., None], *at: object) -> None:
+        self._threads.append(threading.Thread(target=work, args=at))
+        self._threads[-1].start()
 
     def _run(self) -> None:
-        with (
-            self._server,
-            self._server.accept()[0] as caller,
-            socket.create_connection(("127.0.0.1", self._to)) as called,
-        ):
-            back = threading.Thread(target=self._pump, args=(called, caller, False))
-            back.start()
-            self._pump(caller, called, True)
-            back.join()
+        with suppress(OSError):  # it was closed
+            while True:
+                caller = self._server.accept()[0]
+                called = socket.create_connection(("127.0.0.1", self._to))
+                self._ends += caller, called
+                self._begin(self._pump, caller, called, True)
+                self._begin(self._pump, called, caller, False)
+
+    def close(self) -> None:
+        """End all connections."""
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for end in self._ends:
+            end.close()
 
     def _pump(self, source: socket.socket, to: socket.socket, forth: bool) -> None:
-        how = socket.SHUT_RDWR
         with suppress(OSError):
             while data := source.recv(2**16):
                 to.sendall(self._change(data) if forth else data)
                 self.passed += data
                 self.sent += data if forth else b""
-            how = socket.SHUT_WR
         with suppress(OSError):
-            to.shutdown(how)
-
-    def close(self) -> None:
-        """Wait for the connection to end."""
-        self._thread.join()
+            to.shutdown(socket.SHUT_WR)
 
 
 @contextmanager

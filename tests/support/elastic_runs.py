@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 import laconic
 from laconic.cli import main
 
-from tests.support import elastic_worker, forgetful, gloo
+from tests.support import forgetful, gloo
 
 SECONDS = 240.0
 MANY = 100_000
 """Steps that a run never takes: its test ends it before, however fast or slow the machine is."""
+FEW = 60
+"""More steps than a worker can be ahead of another one, or than pass while one reads a file."""
 VARIABLES = ("LACONIC_", "GLOO_")
+OWN = ("samples", "clip", "fails_after", "linger", "signs", "loader", "timeout")
+"""The options that are not those of `laconic.Elastic`."""
 
 
 def variables() -> dict[str, str]:
@@ -38,11 +47,16 @@ def use(given: dict[str, str]) -> None:
     os.environ.update(given)
 
 
+# -- in a worker's process ----
+
+
 class Reporter:
     """Sends events and log lines of this process to its test, from any thread."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._lock = pipe, threading.RLock()
+        logging.basicConfig(level=logging.INFO, stream=self, force=True)
+        logging.captureWarnings(True)
 
     def say(self, event: str, **more: Any) -> None:
         with self._lock, contextlib.suppress(OSError):  # the test has ended
@@ -55,43 +69,160 @@ class Reporter:
         """Do nothing."""
 
 
-def work(
-    pipe: Connection, given: dict[str, str], at: tuple[Any, ...], options: dict[str, Any]
+class Clock:
+    """An object whose state can be read ``left`` times."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def state_dict(self) -> dict[str, int]:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("no state any more")
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"n": 1}
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def batches(options: dict[str, Any], sampler: Any, number: int) -> Callable[[], torch.Tensor]:
+    """What draws a batch: of a dataset of so many ``samples``, through the processes of a
+    DataLoader that are started by ``loader``; or each worker's own."""
+    generator = torch.Generator().manual_seed(number)
+    if "samples" not in options:
+        return lambda: torch.randn(16, 20, generator=generator)
+    data = torch.randn(options["samples"], 20, generator=torch.Generator().manual_seed(5))
+    if "loader" not in options:
+        samples = iter(sampler)
+        return lambda: data[[next(samples) for _ in range(4)]]
+    context = multiprocessing.get_context(options["loader"])
+    if options["loader"] == "fork":
+        context.Process(target=time.sleep, args=(1000,)).start()
+    dataset: Any = data
+    loaded = DataLoader(dataset, 4, sampler=sampler, num_workers=2, multiprocessing_context=context)
+    iterator = iter(loaded)
+    return lambda: next(iterator)
+
+
+class Signs:
+    """Files by which a test asks worker ``number`` for something: see `Run`."""
+
+    def __init__(self, folder: str, number: int) -> None:
+        self.folder, self.number = Path(folder), number
+
+    def asked(self, name: str) -> bool:
+        return (self.folder / f"{name}{self.number}").exists()
+
+    def last_step(self, step: int) -> int:
+        """The step at which all workers end, once one of them was asked to end soon."""
+        agreed = self.folder / "last"
+        if not agreed.exists() and self.asked("end"):
+            (self.folder / "new").write_text(str(step + FEW))
+            (self.folder / "new").rename(agreed)
+        return int(agreed.read_text()) if agreed.exists() else MANY
+
+    def before_step(self, step: int, model: Any) -> None:
+        while self.asked("pause"):
+            time.sleep(0.02)
+        if self.asked("spoil"):
+            (self.folder / f"spoil{self.number}").unlink()
+            with torch.no_grad():
+                model[0].weight[0, 3] += 1e-3
+        if self.folder.exists():
+            (self.folder / f"step{self.number}").write_text(str(step))
+
+
+def train(
+    say: Callable[..., None],
+    recipe: str,
+    steps: int,
+    elastic: laconic.Elastic,
+    options: dict[str, Any],
+    number: int,
+    pace: float,
 ) -> None:
+    """Train a small model. ``options``: ``clip``: clip the gradients; ``fails_after``: see `Clock`;
+    ``linger``: seconds to live on after the end; ``signs``: see `Signs`; ``timeout``: of
+    `laconic.attach`; and those of `batches`."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(20, 100),
+        torch.nn.BatchNorm1d(100),
+        torch.nn.Tanh(),
+        torch.nn.Linear(100, 5),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100, 0.95)
+    sampler = laconic.ElasticSampler(options.get("samples", 1), seed=1)
+    others = {"data": sampler, "rate": scheduler, "clock": Clock(options.get("fails_after", MANY))}
+    elastic = dataclasses.replace(elastic, others=others)
+    made = eval(recipe, {"laconic": laconic})
+    timeout = options.get("timeout", 60)
+    sync = laconic.attach(model, optimizer, made, elastic=elastic, timeout=timeout)
+    assert sync.view is not None
+    view, signs = sync.view, Signs(options.get("signs", "/nowhere"), number)
+    say("ready", step=sync.step, workers=len(view.workers), id=view.workers[view.place])
+    sync.on_change(lambda view: say("view", workers=len(view.workers), step=sync.step))
+    draw = batches(options, sampler, number)
+    while sync.step < min(steps, signs.last_step(sync.step)):
+        signs.before_step(sync.step, model)
+        x = draw()
+        optimizer.zero_grad()
+        (model(x) - x[:, :5].sin()).square().mean().backward()
+        if options.get("clip"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+        time.sleep(pace)
+    sync.finish()
+    stats = {"workers": len(sync.view.workers), "drifted": sync.stats().steps_drifted}
+    say("done", digest=digest_of(model), step=sync.step, **stats)
+    time.sleep(options.get("linger", 0.0))
+
+
+def work(pipe: Connection, given: dict[str, str], at: Any, options: dict[str, Any]) -> None:
     """A worker's process."""
     os.setsid()  # a test may send a signal to all processes of the worker
     use(given)
     torch.set_num_threads(1)
     reporter = Reporter(pipe)
-    logging.basicConfig(level=logging.INFO, stream=reporter, force=True)
-    logging.captureWarnings(True)
     number, recipe, steps, coordinator = at
     if options.pop("hasten", False):
         forgetful.hasten()
     if options.pop("hold", False):
         reporter.say("held")
         pipe.recv()
-    own = {name: options.pop(name) for name in elastic_worker.OWN if name in options}
-    pace = options.pop("pace", 0.01)
+    own = {name: options.pop(name) for name in OWN if name in options}
     elastic = laconic.Elastic(coordinator, **options)
     try:
-        elastic_worker.train(reporter.say, recipe, steps, elastic, own, number, pace)
+        train(reporter.say, recipe, steps, elastic, own, number, 0.01)
     except Exception as error:  # as Python's last line would say it
         sys.excepthook(type(error), error, None)  # laconic may have its own
         reporter.write(f"{type(error).__name__}: {error}")
         raise SystemExit(1) from None
 
 
-class Worker:
-    """A process of `elastic_worker.train`."""
+def coordinate(pipe: Connection, given: dict[str, str], port: int) -> None:
+    use(given)
+    with contextlib.redirect_stdout(Reporter(pipe)):  # type: ignore[type-var]
+        main(["coordinator", "--port", str(port)])
 
-    def __init__(
-        self, number: int, recipe: str, steps: int, coordinator: str, **options: Any
-    ) -> None:
+
+# -- in the test's process ----
+
+
+class Process:
+    """A process of ``task(pipe, variables, *arguments)``, and what it has reported."""
+
+    def __init__(self, task: Callable[..., None], *arguments: Any) -> None:
         context = gloo.forking()
-        self._pipe, theirs = context.Pipe()
-        arguments = theirs, variables(), (number, recipe, steps, coordinator), options
-        self.process = context.Process(target=work, args=arguments)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=task, args=(theirs, variables(), *arguments))
         self.process.start()
         theirs.close()
         self.events: list[dict[str, Any]] = []
@@ -99,10 +230,10 @@ class Worker:
 
     def _next(self, seconds: float) -> bool:
         """Take in an event; False: the process has ended."""
-        assert self._pipe.poll(seconds), f"nothing comes: {self.events} {self.errors}"
+        assert self.pipe.poll(seconds), f"nothing comes: {self.events} {self.errors}"
         try:
-            event = self._pipe.recv()
-        except EOFError:
+            event = self.pipe.recv()
+        except (EOFError, ConnectionError):
             return False
         if event["event"] == "text":
             self.errors += event["text"]
@@ -110,34 +241,26 @@ class Worker:
             self.events.append(event)
         return True
 
-    def wait_for(self, event: str, **wanted: Any) -> dict[str, Any]:
+    def _until(self, found: Callable[[], Any]) -> Any:
+        end = time.monotonic() + SECONDS
+        while not (result := found()):
+            more = self._next(max(end - time.monotonic(), 0.01))
+            assert more, f"it has ended: {self.events} {self.errors}"
+        return result
+
+    def wait_for(self, event: str, **wanted: Any) -> Any:
         """Wait for such an event, and return it."""
-        end, looked = time.monotonic() + SECONDS, 0
-        while True:
-            for found in self.events[looked:]:
-                if found["event"] == event and wanted.items() <= found.items():
-                    return found
-            looked = len(self.events)
-            if not self._next(max(end - time.monotonic(), 0.01)):
-                raise AssertionError(
-                    f"it ended before {event} {wanted}: {self.events} {self.errors}"
-                )
+        wanted["event"] = event
+        return self._until(lambda: next((e for e in self.events if wanted.items() <= e.items()), 0))
 
     def wait_for_text(self, text: str) -> None:
         """Wait until it has logged that."""
-        end = time.monotonic() + SECONDS
-        while text not in self.errors:
-            assert self._next(max(end - time.monotonic(), 0.01)), self.errors
-
-    def go(self) -> None:
-        """Let a worker attach that was started with ``hold``."""
-        self._pipe.send("go")
+        self._until(lambda: text in self.errors)
 
     def end(self) -> int:
         """Wait for the end, and return the exit status."""
-        with contextlib.suppress(ConnectionError):
-            while self._next(SECONDS):
-                continue
+        while self._next(SECONDS):
+            continue
         self.process.join(SECONDS)
         assert self.process.exitcode is not None
         return self.process.exitcode
@@ -152,32 +275,15 @@ class Worker:
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()
         self.process.join()
-        self._pipe.close()
+        self.pipe.close()
 
 
-def coordinate(pipe: Connection, given: dict[str, str], port: int) -> None:
-    use(given)
-    with contextlib.redirect_stdout(Reporter(pipe)):  # type: ignore[type-var]
-        main(["coordinator", "--port", str(port)])
-
-
-class Coordinator:
+class Coordinator(Process):
     """A process of ``laconic coordinator`` on 127.0.0.1."""
 
     def __init__(self, port: int) -> None:
-        context = gloo.forking()
-        self._pipe, theirs = context.Pipe()
-        arguments = theirs, variables(), port
-        self.process = context.Process(target=coordinate, args=arguments, daemon=True)
-        self.process.start()
-        theirs.close()
-        assert self._pipe.poll(SECONDS), "the coordinator does not start"
-        self.said = str(self._pipe.recv()["text"])
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self._pipe.close()
+        super().__init__(coordinate, port)
+        self.wait_for_text("coordinator at ")
 
 
 class Run:
@@ -185,24 +291,22 @@ class Run:
 
     def __init__(self, recipe: str, count: int, steps: int = MANY, **options: Any) -> None:
         self.port = gloo.free_port()
-        self.address = f"127.0.0.1:{self.port}"
         self.recipe, self.steps = recipe, steps
         self._folder = tempfile.TemporaryDirectory()
         self.options = {"workers": count or None, "min_workers": 1, "wait": 100.0, **options}
         self.coordinator = Coordinator(self.port)
-        self.workers: list[Worker] = []
+        self.workers: list[Process] = []
         for _ in range(count):
             self.add()
 
-    def add(self, **more: Any) -> Worker:
-        """Start another worker; with ``hold``, it attaches when `Worker.go` is called."""
-        number = len(self.workers) + 1
+    def add(self, **more: Any) -> Process:
+        """Start another worker; with ``hold``, it attaches when something comes by its pipe."""
+        at = len(self.workers) + 1, self.recipe, self.steps, f"127.0.0.1:{self.port}"
         given = {"signs": self._folder.name, **self.options, **more}
-        worker = Worker(number, self.recipe, self.steps, self.address, **given)
-        self.workers.append(worker)
-        return worker
+        self.workers.append(Process(work, at, given))
+        return self.workers[-1]
 
-    def ready(self) -> list[Worker]:
+    def ready(self) -> list[Process]:
         """Wait until all workers have begun."""
         for worker in self.workers:
             worker.wait_for("ready")
@@ -215,39 +319,41 @@ class Run:
             worker.wait_for_text("training goes on with the workers of now")
         self.coordinator = Coordinator(self.port)
 
-    def end_soon(self, *left_out: Worker) -> None:
-        """Have the workers agree on a step, soon, after which they end."""
-        number = next(n for n, w in enumerate(self.workers, 1) if w not in left_out)
-        (Path(self._folder.name) / f"ask{number}").touch()
+    def ask(self, what: str, number: int) -> Path:
+        """Have worker ``number`` do something: "pause" before its next step while the returned file
+        exists; "spoil" what all workers should have in common; or agree with the others on a step,
+        soon, after which all "end"."""
+        path = Path(self._folder.name) / f"{what}{number}"
+        path.touch()
+        return path
 
-    def spoil(self, worker: Worker) -> None:
-        """Have what all workers should have in common change on this one."""
-        (Path(self._folder.name) / f"spoil{self.workers.index(worker) + 1}").touch()
+    def progress(self, number: int, steps: int = FEW) -> None:
+        """Wait until worker ``number`` has taken more steps."""
+        path, end = Path(self._folder.name) / f"step{number}", time.monotonic() + SECONDS
 
-    def digests(self, *left_out: Worker) -> list[str]:
-        """The digests of all workers' models at the end, which comes soon."""
-        self.end_soon(*left_out)
-        done = [w.wait_for("done") for w in self.workers if w not in left_out]
-        return [event["digest"] for event in done]
+        def step() -> int:
+            return int(path.read_text() or 0) if path.exists() else 0
 
-    def check_same(self, count: int, *left_out: Worker) -> None:
+        last = step() + steps
+        while step() < last:
+            assert time.monotonic() < end, "it does not train"
+            time.sleep(0.05)
+
+    def done(self, *left_out: Process) -> list[dict[str, Any]]:
+        """What all workers report at the end, which comes soon."""
+        stay = [worker for worker in self.workers if worker not in left_out]
+        self.ask("end", self.workers.index(stay[0]) + 1)
+        return [worker.wait_for("done") for worker in stay]
+
+    def check_same(self, count: int, *left_out: Process) -> None:
         """So many workers end soon, and all of them with the same model."""
-        digests = self.digests(*left_out)
+        digests = [event["digest"] for event in self.done(*left_out)]
         assert len(digests) == count and len(set(digests)) == 1, digests
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self.workers:
-            worker.kill()
-        self.coordinator.kill()
+        for process in (*self.workers, self.coordinator):
+            process.kill()
         self._folder.cleanup()
-
-
-def listening_ports(pid: int | None) -> list[int]:
-    """Where a process listens."""
-    import psutil
-
-    found = psutil.Process(pid).net_connections("tcp")
-    return sorted(c.laddr.port for c in found if c.status == psutil.CONN_LISTEN)
