@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import socket
 import ssl
@@ -12,10 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -65,18 +63,19 @@ def client_hello() -> bytes:
 def changed(draw: st.DrawFn, genuine: Sequence[bytes]) -> bytes:
     """Something genuine: cut off, with other bytes in places, followed by more, or as it was."""
     data = bytearray(draw(st.sampled_from(genuine)))
-    how = draw(st.integers(0, 7))
-    if how & 1 and data:
-        for place in draw(st.lists(st.integers(0, len(data) - 1), min_size=1, max_size=3)):
-            data[place] = draw(st.integers(0, 255))
-    if how & 2:  # such as an enormous length
-        place = draw(st.integers(0, len(data)))
-        data[place : place + 4] = draw(
-            st.sampled_from((b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff"))
-        )
-    if how & 4:
-        return bytes(data[: draw(st.integers(0, len(data)))])
-    return bytes(data) + draw(st.binary(max_size=8))
+    match draw(st.sampled_from(("changed", "length", "cut", "more", "as it was"))):
+        case "changed" if data:
+            for place in draw(st.lists(st.integers(0, len(data) - 1), min_size=1, max_size=3)):
+                data[place] = draw(st.integers(0, 255))
+        case "length":  # such as an enormous one
+            place = draw(st.integers(0, len(data)))
+            lengths = (b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff")
+            data[place : place + 4] = draw(st.sampled_from(lengths))
+        case "cut":
+            del data[draw(st.integers(0, len(data))) :]
+        case "more":
+            data += draw(st.binary(max_size=8))
+    return bytes(data)
 
 
 def strangers(
@@ -96,15 +95,13 @@ def contexts_of(jobs: job_keys.Jobs) -> dict[str, ssl.SSLContext]:
     """Callers' settings, by the certificate that they show. They trust everybody."""
     made = {}
     folders = {OURS: jobs.one, "other": jobs.other, "expired": jobs.expired, "none": None}
-    for name, folder in folders.items():
+    for name, folder in {**folders, "old": None}.items():
         made[name] = context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         if folder is not None:
             files = job_keys.variables(folder)
             context.load_cert_chain(files[tls.CERTIFICATE], files[tls.KEY])
-    made["old"] = context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    made["old"].maximum_version = ssl.TLSVersion.TLSv1_2
     return made
 
 
@@ -116,23 +113,17 @@ class Attack:
     ) -> None:
         self._port, self._contexts, self._most = port, contexts, most
         self._open: deque[socket.socket] = deque()
-        self.count = 0
 
     def visit(self, stranger: Stranger) -> None:
         """Call once, and check what comes back."""
-        self.count += 1
         received = b""
         connection = socket.create_connection(("127.0.0.1", self._port), SOON)
-        kept = False
         try:
             if stranger.certificate != RAW:
                 connection = self._contexts[stranger.certificate].wrap_socket(connection)
             for start, end in zip((0, *stranger.cuts), (*stranger.cuts, None), strict=True):
                 connection.sendall(stranger.data[start:end])
-            if stranger.end == "stay":
-                self._open.append(connection)
-                kept = True
-            elif stranger.end == "wait":
+            if stranger.end == "wait":
                 socket.socket.shutdown(connection, socket.SHUT_WR)
                 while piece := connection.recv(2**12):
                     received += piece
@@ -142,13 +133,14 @@ class Attack:
             raise AssertionError(f"it was left waiting: {stranger}") from None
         except OSError:
             pass  # it was refused
-        finally:
-            if not kept:
-                connection.close()
         if stranger.certificate == RAW and self._contexts:
             assert received[:1] in (b"", b"\x15", b"\x16"), "an alert of TLS, or its certificate"
         else:
             assert len(received) <= self._most, (received, stranger)
+        if stranger.end != "stay":
+            connection.close()
+            return
+        self._open.append(connection)
         if len(self._open) > MOST_OPEN:
             self._open.popleft().close()
 
@@ -162,19 +154,11 @@ def drawn(
     strategy: st.SearchStrategy[Stranger], count: int, visit: Callable[[Stranger], None]
 ) -> None:
     """``visit`` so many strangers, the same ones in every run."""
-
-    @settings(
-        max_examples=count,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
-    def each(stranger: Stranger) -> None:
-        visit(stranger)
-
-    each()
+    same: Any = {"derandomize": True, "database": None}
+    quiet = list(HealthCheck)
+    settings(max_examples=count, deadline=None, suppress_health_check=quiet, **same)(
+        given(strategy)(lambda stranger: visit(stranger))
+    )()
 
 
 @contextmanager
@@ -235,6 +219,7 @@ def check_lines(lines: Sequence[str], *parts: str) -> None:
         assert any(part in line for line in lines), (part, lines)
 
 
-def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What laconic has logged as warnings or worse."""
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+def listening(process: int | None) -> set[tuple[str, int]]:
+    """Where a process listens."""
+    found = psutil.Process(process).net_connections("tcp")
+    return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
