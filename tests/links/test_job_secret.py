@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,11 @@ from torch import Tensor
 import laconic as la
 from laconic.links import job_secret
 from laconic.links.call_guard import CallGuard
-from laconic.links.elastic.registry import Registry, serve
-from laconic.links.elastic.view import Member, View
 
+from tests.elastic.test_coordinator import attached
+from tests.links.test_secured import Between
 from tests.support import gloo, job_keys, launched
+from tests.support.elastic_runs import Coordinator
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 
@@ -105,36 +104,24 @@ def trained(*given: dict[str, str]) -> list[str]:
     return launched.results([{**w, **g} for w, g in zip(world, given, strict=True)], train)
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_processes_with_one_file_train(file: Path, jobs: job_keys.Jobs, encrypted: bool) -> None:
-    given = job_keys.variables(jobs.one) if encrypted else {}
+def test_processes_with_one_file_train(file: Path, jobs: job_keys.Jobs) -> None:
+    given = job_keys.variables(jobs.one)
     assert trained(given, given) == ["trained"] * 2
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_a_process_with_another_file(file: Path, wrong: int) -> None:
-    given: list[dict[str, str]] = [{}, {}, {}]
-    given[wrong] = {job_secret.VARIABLE: str(file.with_name("other"))}
-    (said,) = set(trained(*given))
+def test_a_process_with_another_file(file: Path) -> None:
+    (said,) = set(trained({}, {job_secret.VARIABLE: str(file.with_name("other"))}, {}))
     assert " has another secret in LACONIC_SECRET_FILE than the first worker: give every " in said
 
 
 def test_a_process_without_tls(jobs: job_keys.Jobs) -> None:
-    given = job_keys.variables(jobs.one)
-    (said,) = set(trained(given, {}))
-    assert re.search(
-        r"rank \d (uses|does not use) TLS, and the first worker does( not)?: set", said
-    )
+    (said,) = set(trained(job_keys.variables(jobs.one), {}))
+    assert re.search(r"rank \d (uses|does not use) TLS, and the first worker does", said)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("LACONIC_CONGESTION", "fast"),
-        ("LACONIC_PORTS", "many"),
-        ("LACONIC_TLS", "yes"),
-        ("LACONIC_SECRET_FILE", "/no/such/file"),
-    ],
+    [("LACONIC_CONGESTION", "fast"), ("LACONIC_PORTS", "many"), ("LACONIC_TLS", "yes")],
 )
 def test_a_wrong_setting_of_one_rank(name: str, value: str) -> None:
     """Ends all ranks at once: that rank with a ValueError, the others with its text."""
@@ -145,54 +132,30 @@ def test_a_wrong_setting_of_one_rank(name: str, value: str) -> None:
 
 # -- an elastic run ----
 
-Made = Callable[[Path | None], Registry]
 
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
-    """Makes the registry of a worker with this file."""
-    port, registries = gloo.free_port(), list[Registry]()
-    store = serve("127.0.0.1", port)
-
-    def make(file: Path | None) -> Registry:
-        monkeypatch.setenv(job_secret.VARIABLE, "" if file is None else str(file))
-        registries.append(Registry(f"127.0.0.1:{port}", "job"))
-        registries[-1].connect(time.monotonic() + 60)
-        return registries[-1]
-
-    yield make
-    for registry in registries:
-        registry.close(time.monotonic() + 5)
-    del store
-
-
-def test_workers_derive_the_secret(make: Made, file: Path) -> None:
-    """It is not stored, and a run under way restores it where another one would begin."""
-    first, second = make(file), make(file)
-    secret, about = first.secret(), first.about("ours")
-    assert secret == second.secret() == first.secret()
-    stored = first._read("secret")
-    assert stored is not None and secret.hex() not in stored and ONE.hex() not in stored
-    second._call(lambda store: store.set("secret", second._drawn()))  # as by a new coordinator
-    assert second.secret() != secret
-    view = View(5, (Member("0" * 12, *[f"10.0.0.1|1|{'00' * 8}"] * 3),), "why")
-    assert first.restore(secret, about, view) == view
-    assert second.secret() == secret and second._read("secret") == stored
-
-
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        (("secret", "other"), "has another secret in LACONIC_SECRET_FILE than the first wor"),
-        (("secret", None), "has no LACONIC_SECRET_FILE, and the first worker has: give ever"),
-        ((None, "secret"), "has LACONIC_SECRET_FILE, and the first worker has none: give ev"),
-    ],
-)
-def test_a_worker_with_a_wrong_file(
-    make: Made, file: Path, files: tuple[str | None, str | None], said: str
+def test_workers_of_an_elastic_run_derive_the_secret(
+    file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (make(file.with_name(name) if name else None) for name in files)
-    first.secret()
-    with pytest.raises(ValueError, match=said) as error:
-        second.secret()
-    assert "\n" not in str(error.value) and "or pass another job= than 'job'" in str(error.value)
+    """It does not travel. A worker with another file, or without, is refused."""
+    coordinator = Coordinator(port := gloo.free_port())
+    between = Between(port)
+    first = attached(between.port)
+    for name, said in {
+        "other": "has another secret in LACONIC_SECRET_FILE than the first wor",
+        None: "has no LACONIC_SECRET_FILE, and the first worker has: give ever",
+    }.items():
+        monkeypatch.setenv(job_secret.VARIABLE, str(file.with_name(name)) if name else "")
+        with pytest.raises(ValueError, match=said) as error:
+            attached(port, wait=600.0)
+        assert "\n" not in str(error.value)
+        assert "or pass another job= than 'default'" in str(error.value)
+    assert len(between.passed) > 500 and ONE not in between.passed
+    assert ONE.hex().encode() not in between.passed
+    first.detach()
+    first = attached(port, job="without")
+    monkeypatch.setenv(job_secret.VARIABLE, str(file))
+    with pytest.raises(ValueError, match="has LACONIC_SECRET_FILE, and the first worker has none:"):
+        attached(port, job="without")
+    first.detach()
+    between.close()
+    coordinator.kill()

@@ -46,7 +46,7 @@ def own_over(
     return made[-1]
 
 
-def chosen(rank: int, choice: Choice, seconds: tuple[float, float], far: bool = False) -> list[Any]:
+def chosen(rank: int, choice: Choice, seconds: tuple[float, float], far: bool) -> list[Any]:
     """The kind of the link, whether an own one was made and closed, and a mean over it.
     ``seconds``: of the host's link, and of the other, on rank 1; on others both are as fast. -1: it
     raises, and others wait in vain."""
@@ -77,29 +77,25 @@ def chosen(rank: int, choice: Choice, seconds: tuple[float, float], far: bool = 
 
 
 @pytest.mark.parametrize(
-    ("choice", "seconds", "own", "closed"),
+    ("choice", "seconds", "far", "own", "closed"),
     [
-        ("auto", (0.03, 0.02), True, [False]),
-        ("auto", (0.03, 0.025), False, [True]),  # not by enough
-        ("auto", (0.01, 0.02), False, [True]),
-        ("auto", (0.03, -1.0), False, [True]),  # it fails on one rank, and hangs on others
-        ("tcp", (0.03, 0.02), False, []),
+        ("auto", (0.03, 0.02), False, True, [False]),
+        ("auto", (0.03, 0.025), False, False, [True]),  # not by enough
+        ("auto", (0.03, -1.0), False, False, [True]),  # it fails on one rank, and hangs on others
+        ("auto", (0.03, 0.001), True, False, [True]),  # not tried over a long way
+        ("tcp", (0.03, 0.02), False, False, []),
     ],
 )
 def test_the_faster_link_is_the_same_on_all_ranks(
     late_pool: gloo.Pool,
     choice: Choice,
     seconds: tuple[float, float],
+    far: bool,
     own: bool,
     closed: list[bool],
 ) -> None:
-    found = late_pool.run(chosen, choice, seconds, ranks=4)
+    found = late_pool.run(chosen, choice, seconds, far, ranks=4)
     assert found == [[own, closed, [1.5] * 4]] * 4
-
-
-def test_nccl_is_not_tried_over_a_long_way(late_pool: gloo.Pool) -> None:
-    found = late_pool.run(chosen, "auto", (0.03, 0.001), True, ranks=4)
-    assert found == [[False, [True], [1.5] * 4]] * 4
 
 
 def inside(rank: int) -> list[float]:

@@ -31,16 +31,11 @@ def agreed(problem_of: Callable[[int], str | None]) -> list[tuple[str, dict[str,
     return simulate(run, workers=4)
 
 
-def test_without_a_problem_there_is_one_small_gather() -> None:
-    assert agreed(lambda rank: None) == [("", {"gather": 3 * 4})] * 4
-
-
 def test_a_problem_is_raised_in_its_own_words_on_all_ranks() -> None:
+    """What another rank says is cut and printable. Without a problem there is one small gather."""
+    assert agreed(lambda rank: None) == [("", {"gather": 3 * 4})] * 4
     said = [text for text, _ in agreed(lambda rank: f"no {rank % 2}" if rank else None)]
     assert said == ["ranks 1, 3: no 1; rank 2: no 0", "no 1", "no 0", "no 1"]
-
-
-def test_a_text_of_another_rank_is_cut_and_printable() -> None:
     texts = agreed(lambda rank: "\x1b[2J" + "ü" * 9000 if rank == 3 else None)
     assert texts[0][0] == ("rank 3:  [2J" + "ü" * 9000)[: MOST_CHARACTERS + len("rank 3: ")]
     assert texts[3][0].startswith("\x1b[2J")
