@@ -6,9 +6,9 @@ import hashlib
 import itertools
 import json
 import math
-import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,13 +54,9 @@ class Simulation:
     """Workers with samplers, beside a set of remaining positions and the shares dealt from it."""
 
     def __init__(self, samples: int, shuffle: bool, epochs: int | None, lost: str) -> None:
-        self.arguments: dict[str, Any] = {
-            "shuffle": shuffle,
-            "seed": 7,
-            "epochs": epochs,
-            "lost": lost,
-        }
-        self.samples = samples
+        self.epochs, self.samples = epochs, samples
+        more = {"shuffle": shuffle, "seed": 7, "epochs": epochs, "lost": lost}
+        self.sampler: Callable[[], ElasticSampler] = lambda: ElasticSampler(samples, **more)  # type: ignore[arg-type]
         # For epochs=None, more than any test draws.
         self.sequence = sequence(samples, shuffle, 7, epochs or math.ceil(4000 / samples))
         self.remaining = set(range(len(self.sequence)))
@@ -70,9 +66,6 @@ class Simulation:
         self.largest_bound = 0
         self.workers = [Worker(self.sampler(), 0)]
         self.share_out()
-
-    def sampler(self) -> ElasticSampler:
-        return ElasticSampler(self.samples, **self.arguments)
 
     def share_out(self) -> None:
         ascending = sorted(self.remaining)
@@ -85,12 +78,8 @@ class Simulation:
             assert sample == self.sequence[position]
             worker.positions.append(position)
             worker.drawn += 1
-        if self.arguments["epochs"] is not None:
+        if self.epochs is not None:
             assert len(worker.sampler) == len(share) - worker.drawn
-
-    def mark(self, worker: Worker) -> None:
-        worker.sampler.mark()
-        worker.contributed = worker.drawn
 
     def deal(self, lost: set[int], rotation: int, newcomers: int) -> None:
         counts, lost_samples = [], 0
@@ -153,7 +142,8 @@ def test_each_position_is_drawn_once_in_any_history(data: st.DataObject) -> None
             worker = data.draw(st.sampled_from(simulation.workers), "worker")
             simulation.draw(worker, data.draw(st.integers(0, 15), "count"))
             if data.draw(st.booleans(), "mark"):
-                simulation.mark(worker)
+                worker.sampler.mark()
+                worker.contributed = worker.drawn
         present = len(simulation.workers)
         numbers = st.sets(st.integers(0, present - 1), max_size=present - 1)
         simulation.deal(
@@ -201,52 +191,26 @@ def test_cost_of_a_deal_does_not_depend_on_what_is_drawn() -> None:
     assert (state["gaps"], state["frontier"]) == ([2 * 10**15 + 2], 2 * 10**15 + 4)
 
 
-# -- threads ----
-
-
-class Drawing(threading.Thread):
-    """Draws ``count`` samples in a thread."""
-
-    def __init__(self, sampler: ElasticSampler, count: int) -> None:
-        super().__init__(daemon=True)
-        self.sampler, self.count = sampler, count
-        self.drawn: list[int] = []
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        for sample in itertools.islice(self.sampler, self.count):
-            self.drawn.append(sample)
-        self.ended.set()
-
-
 def test_draws_block_between_freeze_and_deal() -> None:
     sampler = ElasticSampler(100, shuffle=False)
-    waits = threading.Event()
-    wait = sampler._condition.wait
-
-    def noted(timeout: float | None = None) -> bool:
-        assert timeout is None, "a draw must not poll"
-        waits.set()
-        return wait(timeout)
-
-    sampler._condition.wait = noted  # type: ignore[method-assign]
     sampler.freeze()
-    thread = Drawing(sampler, 3)
-    thread.start()
-    assert waits.wait(TIMEOUT)
-    sampler.mark()
-    sampler.load_state_dict(sampler.state_dict())
-    assert not thread.ended.wait(0.05) and not thread.drawn
-    assert sampler.freeze() == (0, 0), "the blocked draw does not count"
-    with pytest.raises(ValueError, match="drawn must have 1 numbers"):
-        sampler.deal([0, 0], 0, 1)
-    assert not thread.ended.wait(0.05), "a deal that raised does not end it"
-    sampler.deal([0], worker=1, workers=2)
-    assert thread.ended.wait(TIMEOUT)
-    assert thread.drawn == [1, 3, 5]
+    with ThreadPoolExecutor(1) as pool:
+        drawn = pool.submit(lambda: list(itertools.islice(sampler, 3)))
 
+        def blocks() -> None:
+            with pytest.raises(TimeoutError):
+                drawn.result(timeout=0.1)
 
-# -- states ----
+        blocks()
+        sampler.mark()
+        sampler.load_state_dict(sampler.state_dict())
+        blocks()
+        assert sampler.freeze() == (0, 0), "the blocked draw does not count"
+        with pytest.raises(ValueError, match="drawn must have 1 numbers"):
+            sampler.deal([0, 0], 0, 1)
+        blocks()
+        sampler.deal([0], worker=1, workers=2)
+        assert drawn.result(timeout=TIMEOUT) == [1, 3, 5]
 
 
 # -- DataLoader ----
@@ -286,7 +250,7 @@ class Stream(IterableDataset[int]):
         ({"data_source": Stream()}, "data_source, unless it has a length, must be"),
         ({"seed": -1}, "seed must be an integer of at least 0, not -1"),
         ({"epochs": 0}, "epochs, unless None, must be an integer of at least 1, not 0"),
-        ({"lost": "agian"}, "lost must be one of 'again', 'counted', not 'agian'.*mean 'again'"),
+        ({"lost": "agian"}, "lost must be one of 'again', 'counted', not 'agian'"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], match: str) -> None:
@@ -294,33 +258,33 @@ def test_arguments(arguments: dict[str, Any], match: str) -> None:
         ElasticSampler(**{"data_source": 10, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("drawn", "worker", "workers", "lost", "match"),
-    [
-        ([1], 0, 2, 0, "drawn must have 2 numbers, one for each worker of the old deal, not 1"),
-        ([1, 4], 0, 2, 0, r"drawn\[1\] must be at most 3, the share of worker 1 of 2 in epochs=1"),
-        ([1, 1], 0, 0, 0, "workers must be an integer of at least 1, not 0"),
-        ([1, 1], 2, 2, 0, r"worker must be below workers \(2\), not 2"),
-    ],
-)
-def test_deals_that_do_not_fit(
-    drawn: list[int], worker: int, workers: int, lost: int, match: str
-) -> None:
+def test_deals_that_do_not_fit_change_nothing() -> None:
     sampler = ElasticSampler(7, epochs=1)
     sampler.deal([0], 1, 2)
     before = sampler.state_dict()
-    with pytest.raises(ValueError, match=match):
-        sampler.deal(drawn, worker, workers, lost)
-    assert sampler.state_dict() == before
+    for drawn, worker, workers, match in (
+        ([1], 0, 2, "drawn must have 2 numbers, one for each worker of the old deal, not 1"),
+        ([1, 4], 0, 2, r"drawn\[1\] must be at most 3, the share of worker 1 of 2 in epochs=1"),
+        ([1, 1], 0, 0, "workers must be an integer of at least 1, not 0"),
+        ([1, 1], 2, 2, r"worker must be below workers \(2\), not 2"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            sampler.deal(drawn, worker, workers)
+        assert sampler.state_dict() == before
     sampler.deal([4, 3], 0, 1)
     assert len(sampler) == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
+def test_states_that_do_not_fit_change_nothing() -> None:
+    saved = ElasticSampler(10, shuffle=False)
+    saved.deal([0], 0, 2)
+    saved.deal([3, 0], 1, 2)
+    list(itertools.islice(saved, 2))
+    state = saved.state_dict()
+    sampler = ElasticSampler(10, shuffle=False, epochs=2)
+    before = sampler.state_dict()
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"num_samples": 11}, "saved with num_samples=11, this ElasticSampler has num_samples=10"),
-        ({"seed": 4}, "saved with seed=4, this ElasticSampler has seed=0"),
         ({"seed": torch.zeros(2)}, "seed in the state must be an integer"),
         ({"extra": 1}, "not a state of an ElasticSampler: it must have .*'extra'"),
         ({"worker": 2}, "worker in the state must be at most 1, not 2"),
@@ -329,18 +293,10 @@ def test_deals_that_do_not_fit(
         ({"gaps": [1, 4]}, r"below the last drawn position \(4\), not \[1, 4\]"),
         ({"frontier": 21}, "the state has drawn from epoch 3 of epochs=2"),
         ({"drawn": 10}, "drawn in the state must be at most 8, the share of worker 1 of 2"),
-    ],
-)
-def test_states_that_do_not_fit(changes: dict[str, Any], match: str) -> None:
-    saved = ElasticSampler(10, shuffle=False)
-    saved.deal([0], 0, 2)
-    saved.deal([3, 0], 1, 2)
-    list(itertools.islice(saved, 2))
-    state = saved.state_dict()
-    sampler = ElasticSampler(10, shuffle=False, epochs=2)
-    before = sampler.state_dict()
-    with pytest.raises(ValueError, match=match):
-        sampler.load_state_dict({**state, **changes})
-    assert sampler.state_dict() == before
+    ]
+    for changed, match in changes:
+        with pytest.raises(ValueError, match=match):
+            sampler.load_state_dict({**state, **changed})
+        assert sampler.state_dict() == before
     sampler.load_state_dict(state)
     assert sampler.state_dict() == state

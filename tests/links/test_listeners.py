@@ -162,6 +162,7 @@ def train(pipe: Any) -> list[float]:
             if step == 1:
                 pipe.send("attached")
                 pipe.recv()
+            optimizer.zero_grad()
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
     return (before - model.weight.detach()).view(-1).tolist()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,10 +27,8 @@ STEPS = (32, 32, 32, 11)
 RECIPES: dict[str, la.Recipe] = {
     "local_sgd": la.local_sgd(4, quorum=1),
     "diloco": la.diloco(4, quorum=3, grace=0.005),
-    "diloco, steps": la.diloco(4, quorum=2, weigh="steps"),
-    "diloco, own pace": la.diloco(6, quorum=2, grace=0.01, pace="own"),
+    "diloco, own pace": la.diloco(6, quorum=2, grace=0.01, pace="own", weigh="steps"),
     "diloco, int8": la.diloco(4, quorum=2, codec=la.codecs.Int8(8, stochastic=True)),
-    "slowmo": la.slowmo(None, 4, 0.5, quorum=2),
     "streaming_diloco": la.streaming_diloco(6, 3, 0, codec=None, quorum=2),
 }
 
@@ -58,14 +54,6 @@ def test_processes_and_simulation_agree(pool: gloo.Pool, name: str) -> None:
 
 
 # -- one worker stops for a while ----
-
-
-@pytest.fixture
-def own_pool() -> Iterator[gloo.Pool]:
-    """Processes of this test alone."""
-    pool = gloo.Pool(4)
-    yield pool
-    pool.close()
 
 
 def until_told(rank: int, job: Job, folder: Path) -> tuple[Ran, int]:
@@ -104,15 +92,15 @@ def stop_and_go_on(pid: int, folder: Path) -> None:
         (folder / "end").touch()
 
 
-def test_a_worker_that_is_stopped_holds_nobody_up(own_pool: gloo.Pool, tmp_path: Path) -> None:
+def test_a_worker_that_is_stopped_holds_nobody_up(pool: gloo.Pool, tmp_path: Path) -> None:
     """A whole process is stopped, its communication thread, too. It takes part again later, with
     what it has, and the simulator repeats all of it."""
     job = Job(la.diloco(4, quorum=3, momentum=0.5), 4, 4000)
-    pid = own_pool.processes[3].pid
+    pid = pool.processes[3].pid
     assert pid is not None
     with ThreadPoolExecutor(1) as beside:
         stops = beside.submit(stop_and_go_on, pid, tmp_path)
-        runs = own_pool.run(until_told, job, tmp_path, ranks=4)
+        runs = pool.run(until_told, job, tmp_path, ranks=4)
         stops.result()
     closings = runs[0][0].closings
     absent = [3 not in c.roster for c in closings]
@@ -133,9 +121,7 @@ def resume(
     model, optimizer = training.build(job, rank)
     link = gloo.link_of(job.workers) if processes else None
     sync = la.attach(model, optimizer, job.recipe, link=link)
-    saved = torch.load(folder / f"{rank}.pt", weights_only=True)
-    for name, part in (("model", model), ("optimizer", optimizer), ("sync", sync)):
-        part.load_state_dict(saved[name])
+    la.load(folder, model, optimizer)
     trace = []
     for t in range(sync.step + 1, end[rank] + 1):
         if processes:
@@ -146,28 +132,22 @@ def resume(
     return [*trace, training.values(model)], sync.closings
 
 
-def save(rank: int, job: Job, folder: Path, at: Sequence[int]) -> int:
-    """Train, save where worker 2 is late, and return the number of the last round of worker 0."""
-    model, optimizer = training.build(job, rank)
-    sync = la.attach(model, optimizer, job.recipe)
-    for t in range(1, at[rank] + 1):
-        training.step(job, model, optimizer, job.data()[rank][t - 1], t)
-    sync.mean(0.0)
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "sync": sync}
-    torch.save({k: v.state_dict() for k, v in parts.items()}, folder / f"{rank}.pt")
-    return len(sync.closings)
-
-
-@pytest.mark.parametrize("name", ["local_sgd", "diloco", "diloco, own pace", "diloco, int8"])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco, own pace", "diloco, int8"])
 def test_processes_resume_what_threads_have_saved(
     pool: gloo.Pool, name: str, tmp_path: Path
 ) -> None:
     """With a late contribution pending. Threads that repeat the same rounds get the same bits."""
-    recipe = la.diloco(4, quorum=2) if name == "diloco" else RECIPES[name]
-    job = Job(recipe, 3, 40, "nesterov", training.plain_lr)
-    end = (40, 38, 16)
-    at = (18, 19, 6)
-    la.simulate(partial(_save, job, tmp_path, at), workers=3, step_seconds=[1, 1, 3])
+    job = Job(RECIPES[name], 3, 40, "nesterov", training.plain_lr)
+    end, at = (40, 38, 16), (18, 19, 6)
+
+    def save(rank: int) -> None:
+        model, optimizer = training.build(job, rank)
+        la.attach(model, optimizer, job.recipe)
+        for t in range(1, at[rank] + 1):
+            training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+        la.save(tmp_path, model, optimizer)
+
+    la.simulate(save, workers=3, step_seconds=[1, 1, 3])
     runs = pool.run(resume, job, tmp_path, end, True, ranks=3)
     again = la.simulate(
         lambda rank: resume(rank, job, tmp_path, end, False), workers=3, closings=runs[0][1]
@@ -178,168 +158,130 @@ def test_processes_resume_what_threads_have_saved(
             assert all(np.array_equal(a[k], b[k]) for k in NAMES)
 
 
-def _save(job: Job, folder: Path, at: Sequence[int], rank: int) -> int:
-    return save(rank, job, folder, at)
-
-
 # -- errors ----
 
 
-def failing(rank: int, when: int, codec: str | None = None) -> tuple[str, tuple[int, ...]]:
-    """Worker ``when`` fails in the middle; what each of the others raises. They can still save
-    their state."""
-    job = Job(la.local_sgd(4, quorum=3, codec=codec), 3, 100)
-    model, optimizer = training.build(job, rank)
-    sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(3))
-    start = time.monotonic()
-    try:
-        with sync:
-            for t in range(1, 101):
-                if (rank, t) == (when, 6):
-                    raise RuntimeError("on purpose")
-                training.step(job, model, optimizer, job.data()[rank][t - 1], t)
-    except la.LinkError as error:
-        assert time.monotonic() - start < gloo.TIMEOUT.total_seconds() / 2, "not its timeout"
-        return str(error), error.ranks
-    except RuntimeError as error:
-        return str(error), ()
-    return "nothing", ()
-
-
-@pytest.mark.parametrize("codec", [None, "int4"])
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_worker_that_fails_is_named_on_all(
-    own_pool: gloo.Pool, which: int, codec: str | None
-) -> None:
-    answers = own_pool.run(failing, which, codec, ranks=3)
-    assert answers[which][0] == "on purpose"
-    for rank, (text, ranks) in enumerate(answers):
-        assert rank == which or (ranks == (which,) and f"rank {which}" in text), text
-
-
 class AlarmError(Exception):
-    pass
+    """What a signal handler of a user raises."""
 
 
-@contextmanager
-def alarms(rung: Path) -> Iterator[None]:
-    """A signal handler that makes the file ``rung`` and raises."""
-
-    def ring(*_: object) -> NoReturn:
-        rung.touch()
-        raise AlarmError
-
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-def wait_or_set(rank: int, rung: Path) -> None:
-    """Set the alarm of worker 1, which then waits in a round for worker 2 as long as it takes."""
-    if rank == 1:
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
-    while rank == 2 and not rung.exists():
-        time.sleep(0.01)
-
-
-def interrupted(rank: int, rung: Path | None, saves: bool) -> tuple[list[float], int]:
-    """Worker 2 comes late to a round, and a signal handler of worker 1 raises meanwhile; then it
-    ``saves`` its state. The parameters at the end, and how many steps were interrupted."""
-    job, count = Job(la.local_sgd(4, quorum=3), 3, 18), 0
+def train(
+    rank: int, steps: int, seconds: float, codec: Any, before: Callable[[int, Any], object]
+) -> tuple[Any, la.Synchronizer]:
+    """Rounds of three workers of which all must come. ``before(step, sync)``: before each step."""
+    job = Job(la.local_sgd(4, quorum=3, codec=codec), 3, steps)
     model, optimizer = training.build(job, rank)
-    sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(3))
-    with nullcontext() if rung is None else alarms(rung):
-        for t in range(1, 19):
-            if rung is not None and t == 8:
-                wait_or_set(rank, rung)
+    link = la.links.TorchLink(
+        gloo._groups[3], torch.device("cpu"), timedelta(seconds=seconds or 60.0)
+    )
+    with la.attach(model, optimizer, job.recipe, link=link) as sync:
+        for t in range(1, steps + 1):
+            before(t, sync)
             try:
                 training.step(job, model, optimizer, job.data()[rank][t - 1], t)
             except AlarmError:
-                count += 1
-                if saves:
-                    sync.state_dict()
-    sync.finish()
-    sync.detach()
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist(), count
+                if seconds:
+                    raise
+                before(-t, sync)
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), sync
 
 
-def test_a_wait_that_is_interrupted_loses_nothing(own_pool: gloo.Pool, tmp_path: Path) -> None:
+def alarmed(rank: int, at: int, rung: Path) -> Callable[[int], None]:
+    """Before step ``at``, worker 2 is late: a signal handler of worker 1 raises while that one
+    waits for it in a round."""
+
+    def ring(*_: object) -> NoReturn:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        rung.touch()
+        raise AlarmError
+
+    def before(t: int) -> None:
+        if t == at and rank == 1:
+            signal.signal(signal.SIGALRM, ring)
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+        while t == at and rank == 2 and not rung.exists():
+            time.sleep(0.01)
+
+    return before
+
+
+def ending(rank: int, how: str, codec: str | None, path: Path) -> tuple[str, tuple[int, ...]]:
+    """What each rank raises where one fails, leaves while it waits, or is too late."""
+    alarm = alarmed(rank, 8, path) if how == "1 leaves" else None
+
+    def before(t: int, sync: Any) -> None:
+        if f"{rank} fails" == how and t == 6:
+            raise RuntimeError("on purpose")
+        while how == "2 is late" and (rank, t) == (2, 3) and not path.exists():
+            time.sleep(0.01)
+        if alarm is not None:
+            alarm(t)
+
+    try:
+        train(rank, 100, 3.0 if how == "2 is late" else 60.0, codec, before)
+    except la.LinkError as error:
+        path.touch()
+        return str(error), error.ranks
+    except (RuntimeError, AlarmError) as error:
+        return type(error).__name__, ()
+    return "nothing", ()
+
+
+@pytest.mark.parametrize(
+    ("how", "codec"),
+    [
+        *[("0 fails", None), ("1 fails", "int4"), ("1 leaves", None), ("2 is late", None)],
+        pytest.param("0 fails", "int4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_is_lost_is_named_on_all(
+    pool: gloo.Pool, how: str, codec: str | None, tmp_path: Path
+) -> None:
+    """Long before the timeout, unless it is only late: then, no quorum is reached."""
+    answers = pool.run(ending, how, codec, tmp_path / "raised", ranks=3, timeout=50)
+    which = int(how[0])
+    for rank, (text, ranks) in enumerate(answers):
+        if rank == which and how != "2 is late":
+            assert text == ("AlarmError" if how == "1 leaves" else "RuntimeError")
+        else:
+            assert ranks == (which,) and str(which) in text, text
+        if how == "2 is late":
+            assert "no quorum in 3 s: ranks [2] have not arrived" in text
+
+
+def interrupted(rank: int, rung: Path | None, saves: bool) -> tuple[list[float], int]:
+    """A wait of worker 1 is interrupted; then it ``saves`` its state. The parameters at the end,
+    and how many steps were interrupted."""
+    alarm, count = None if rung is None else alarmed(rank, 8, rung), 0
+
+    def before(t: int, sync: Any) -> None:
+        nonlocal count
+        if t < 0:
+            count += 1
+            if saves:
+                sync.state_dict()
+        elif alarm is not None:
+            alarm(t)
+
+    params, _ = train(rank, 18, 0.0, None, before)
+    return params.tolist(), count
+
+
+def test_a_wait_that_is_interrupted_loses_nothing(pool: gloo.Pool, tmp_path: Path) -> None:
     """The worker takes the round's result over when its state is saved, or before its next step.
     Only in the latter case, that step's gradients are those of the parameters before the round."""
-    whole = own_pool.run(interrupted, None, False, ranks=3)
-    saved = own_pool.run(interrupted, tmp_path / "first", True, ranks=3)
-    went_on = own_pool.run(interrupted, tmp_path / "second", False, ranks=3)
-    assert [count for _, count in whole] == [0, 0, 0]
+    whole = pool.run(interrupted, None, False, ranks=3)
+    saved = pool.run(interrupted, tmp_path / "first", True, ranks=3)
+    went_on = pool.run(interrupted, tmp_path / "second", False, ranks=3)
     assert [count for _, count in saved] == [count for _, count in went_on] == [0, 1, 0]
     assert [x for x, _ in whole] == [x for x, _ in saved]
     assert went_on[0][0] == went_on[1][0] == went_on[2][0]
     assert went_on[0][0] == pytest.approx(whole[0][0], abs=0.05)
 
 
-def leaving(rank: int, rung: Path) -> tuple[str, tuple[int, ...]]:
-    """Worker 2 comes late to a round, and a signal handler of worker 1 ends its training meanwhile;
-    what the ranks raise."""
-    job = Job(la.local_sgd(4, quorum=3), 3, 100)
-    model, optimizer = training.build(job, rank)
-    sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(3))
-    try:
-        with alarms(rung), sync:
-            for t in range(1, 101):
-                if t == 8:
-                    wait_or_set(rank, rung)
-                training.step(job, model, optimizer, job.data()[rank][t - 1], t)
-    except la.LinkError as error:
-        return str(error), error.ranks
-    except AlarmError:
-        return "alarm", ()
-    return "nothing", ()
-
-
-def test_a_worker_that_leaves_while_it_waits_is_named(own_pool: gloo.Pool, tmp_path: Path) -> None:
-    answers = own_pool.run(leaving, tmp_path / "rung", ranks=3)
-    assert answers[1] == ("alarm", ())
-    for text, ranks in (answers[0], answers[2]):
-        assert ranks == (1,) and "rank 1" in text, text
-
-
-def too_late(rank: int, raised: Path) -> tuple[str, tuple[int, ...]]:
-    """Worker 2 takes longer for a step than the timeout: until another one has ``raised``."""
-    job = Job(la.local_sgd(4, quorum=3), 3, 100)
-    model, optimizer = training.build(job, rank)
-    link = la.links.TorchLink(gloo._groups[3], torch.device("cpu"), timedelta(seconds=3.0))
-    sync = la.attach(model, optimizer, job.recipe, link=link)
-    try:
-        with sync:
-            for t in range(1, 9):
-                while (rank, t) == (2, 3) and not raised.exists():
-                    time.sleep(0.01)
-                training.step(job, model, optimizer, job.data()[rank][t - 1], t)
-    except la.LinkError as error:
-        raised.touch()
-        return str(error), error.ranks
-    return "nothing", ()
-
-
-def test_a_quorum_that_is_not_reached_names_who_is_missing(
-    own_pool: gloo.Pool, tmp_path: Path
-) -> None:
-    for text, ranks in own_pool.run(too_late, tmp_path / "raised", ranks=3):
-        assert ranks == (2,) and "no quorum in 3 s: ranks [2] have not arrived" in text, text
-
-
-def bytes_sent(rank: int, codec: la.codecs.Codec | None) -> tuple[int, int, int]:
-    job = Job(la.local_sgd(4, quorum=3, codec=codec), 3, 12)
-    model, optimizer = training.build(job, rank)
-    sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(3))
-    for t in range(1, 13):
-        training.step(job, model, optimizer, job.data()[rank][t - 1], t)
-    sent = sync.stats().bytes_by_collective["quorum"]
-    received = sync.stats().bytes_received
-    with sync:
-        pass
-    return sent, received, sum(p.numel() for p in model.parameters()) * 8
+def bytes_sent(rank: int, codec: la.codecs.Codec | None) -> tuple[int, int]:
+    params, sync = train(rank, 12, 60.0, codec, lambda t, sync: None)
+    return sync.stats().bytes_by_collective["quorum"], params.numel()
 
 
 @pytest.mark.parametrize("codec", [None, la.codecs.Int8(8)], ids=["whole", "coded"])
@@ -347,7 +289,6 @@ def test_bytes_are_counted(pool: gloo.Pool, codec: la.codecs.Codec | None) -> No
     """Each worker sends the model and receives it, once a round; rank 0's process, for each other
     worker."""
     answers = pool.run(bytes_sent, codec, ranks=3)
-    size = -(-answers[0][2] // 24) * 24
-    if codec is not None:
-        size = codec.nbytes(-(-answers[0][2] // 8 // 24) * 24)  # multiples of 3 and of 8
-    assert [sent for sent, _, _ in answers] == [2 * 3 * size, 3 * size, 3 * size]
+    elements = -(-answers[0][1] // 24) * 24  # multiples of 3 and of 8
+    size = -(-answers[0][1] // 3) * 24 if codec is None else codec.nbytes(elements)
+    assert [sent for sent, _ in answers] == [2 * 3 * size, 3 * size, 3 * size]

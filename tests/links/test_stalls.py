@@ -75,19 +75,23 @@ def train(pipe: Connection, recipe: str) -> tuple[bytes, int]:
 Ranks = list[launched.Rank]
 
 
-def go(made: Ranks, how: str = "go") -> None:
-    for rank in made:
-        rank.pipe.send(how)
-
-
 def run(
-    size: int, recipe: str, variables: dict[str, str], pausing: Callable[[Ranks], None]
+    size: int,
+    recipe: str,
+    variables: dict[str, str],
+    before: Callable[[Ranks], object],
+    how: str = "go",
+    after: Callable[[Ranks], object] = len,
 ) -> list[Any]:
-    """What each of ``size`` processes returns, or its error."""
+    """What each of ``size`` processes returns, or its error. They go on ``how``, between what
+    happens ``before`` and ``after``."""
     world = [{**given, **variables} for given in launched.of_torchrun(size)]
     with launched.running(world, train, recipe) as made:
         assert [rank.next() for rank in made] == ["pausing"] * size
-        pausing(made)
+        before(made)
+        for rank in made:
+            rank.pipe.send(how)
+        after(made)
         return [rank.next() for rank in made]
 
 
@@ -122,17 +126,17 @@ def test_a_static_run_goes_on_over_new_connections(
         variables["LACONIC_WITHOUT_KERNELS"] = "1"
     with forgetful.firewall(ports) as wall:
 
-        def disturb(made: Ranks) -> None:
-            if what == "forgotten between rounds":
-                assert wall.forget()
-            go(made, what)
+        def before(made: Ranks) -> None:
+            assert what != "forgotten between rounds" or wall.forget()
+
+        def after(made: Ranks) -> None:
             time.sleep(0.02)
             if what == "forgotten in a round":
                 assert wall.forget()
             elif what == "reset":
                 wall.reset()
 
-        found = run(size, recipe, variables, disturb)
+        found = run(size, recipe, variables, before, what, after)
     for said, expected in zip(found, undisturbed(size, recipe), strict=True):
         assert not isinstance(said, str), said
         assert said[0] == expected and said[1]
@@ -143,12 +147,11 @@ def test_a_process_that_is_stopped_for_a_while_keeps_its_connections() -> None:
     """Slow is not dead."""
 
     def stop(made: Ranks) -> None:
-        go(made)
         os.kill(made[1].process.pid, signal.SIGSTOP)
         time.sleep(6.0)
         os.kill(made[1].process.pid, signal.SIGCONT)
 
-    found = run(2, "laconic.ddp()", {}, stop)
+    found = run(2, "laconic.ddp()", {}, len, "go", stop)
     assert found == [(params, 0) for params in undisturbed(2, "laconic.ddp()")]
 
 
@@ -158,12 +161,11 @@ def test_new_connections_that_pass_small_messages_only_are_an_error() -> None:
     ports = gloo.free_ports(6)
     with forgetful.firewall(ports) as wall:
 
-        def disturb(made: Ranks) -> None:
+        def forget(made: Ranks) -> None:
             wall.small_only = True
             assert wall.forget()
-            go(made)
 
-        (said,) = set(run(2, "laconic.ddp()", forgetful.variables(ports), disturb))
+        (said,) = set(run(2, "laconic.ddp()", forgetful.variables(ports), forget))
     assert "lower the MTU of the path (`ip link set mtu 1400`)" in said
 
 
