@@ -23,20 +23,20 @@ from tests.links.test_secured import Between
 from tests.support import gloo, job_keys
 from tests.support.elastic_runs import SECONDS, Coordinator
 
-Start = Callable[[], int]
+Start = Callable[[], Coordinator]
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts a coordinator with the settings of now, and returns its port."""
+    """Starts a coordinator with the settings of now."""
     job_keys.turn_off(monkeypatch)
     monkeypatch.setattr(talks, "_reasons", set())
     with ExitStack() as ending:
 
-        def start() -> int:
-            port = gloo.free_port()
-            ending.callback(Coordinator(port).kill)
-            return port
+        def start() -> Coordinator:
+            made = Coordinator(gloo.free_port())
+            ending.callback(made.kill)
+            return made
 
         yield start
 
@@ -65,7 +65,7 @@ def refused(port: int, **options: Any) -> str:
 
 @pytest.mark.fault("attach after detach found none of three LACONIC_PORTS free")
 def test_attached_again_under_another_job(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    ports, port = gloo.free_ports(3), start()
+    ports, port = gloo.free_ports(3), start().port
     monkeypatch.setenv("LACONIC_PORTS", f"{ports[0]}-{ports[-1]}")
     for job in ("one", "two"):
         attached(port, job=job).detach()
@@ -73,7 +73,7 @@ def test_attached_again_under_another_job(start: Start, monkeypatch: pytest.Monk
 
 @pytest.mark.fault("joining took longer with every worker that had ever come")
 def test_joining_after_many_sends_as_much_as_after_few(start: Start) -> None:
-    port, sent = start(), list[int]()
+    port, sent = start().port, list[int]()
     for _ in range(12):
         between = Between(port)
         sync = attached(between.port)
@@ -95,7 +95,7 @@ def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_few_workers_come(start: Start) -> None:
-    said = refused(start(), workers=3, wait=2.0)
+    said = refused(start().port, workers=3, wait=2.0)
     assert "1 of 3 workers have come to the coordinator" in said and "start more workers" in said
 
 
@@ -105,15 +105,16 @@ def test_too_few_workers_come(start: Start) -> None:
 def test_a_worker_without_tls(
     start: Start, monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
 ) -> None:
-    """It hears at once what is wrong, and the same where only the coordinator has none."""
-    port = start()
+    """Both sides say it at once; and a worker the same where only the coordinator has none."""
+    port = start().port
     job_keys.turn_on(monkeypatch, jobs.one)
     said = refused(port, wait=600.0)
     assert f"127.0.0.1:{port} has no TLS, and this worker uses it: set the" in said
-    port = start()
+    coordinator = start()
     job_keys.turn_off(monkeypatch)
-    said = refused(port, wait=600.0)
-    assert f"127.0.0.1:{port} uses TLS, and this worker does not: set the" in said
+    said = refused(coordinator.port, wait=600.0)
+    assert f"127.0.0.1:{coordinator.port} uses TLS, and this worker does not: set the" in said
+    coordinator.wait_for_text("refused a caller at 127.0.0.1: it does not speak TLS")
 
 
 def test_strangers_read_nothing_and_delay_nobody(
@@ -121,7 +122,7 @@ def test_strangers_read_nothing_and_delay_nobody(
 ) -> None:
     """Not even the greeting, without a certificate; and however many they are."""
     job_keys.turn_on(monkeypatch, jobs.one)
-    port = start()
+    port = start().port
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
     with ExitStack() as ending:
@@ -142,7 +143,7 @@ def test_what_travels_is_encrypted(
     for secure in (False, True):
         if secure:
             job_keys.turn_on(monkeypatch, jobs.one)
-        between = Between(start())
+        between = Between(start().port)
         attached(between.port, job="a name to read").detach()
         between.close()
         assert len(between.passed) > 1000
@@ -190,7 +191,7 @@ def program(port: int, wait: float) -> subprocess.Popen[str]:
 @pytest.mark.fault("a process that was interrupted while it waited ended with a thread in torch")
 def test_a_worker_that_is_interrupted_ends_its_threads(start: Start) -> None:
     """Else it is aborted, and the exit code is that of SIGABRT."""
-    port = start()
+    port = start().port
     workers = [program(port, SECONDS) for _ in range(2)]
     try:
         for worker in workers:

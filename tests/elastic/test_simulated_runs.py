@@ -218,7 +218,7 @@ def test_plans_that_cannot_work() -> None:
         ({"start": 2, "join": (5, 4)}, "must ascend"),
     ):
         with pytest.raises(ValueError, match=text):
-            laconic.Faults(**options)  # type: ignore[arg-type]
+            laconic.Faults(**options)
 
 
 def test_traces_that_cannot_be_repeated(tmp_path: Path) -> None:

@@ -88,8 +88,9 @@ def connected(change: Callable[[bytes], bytes] = bytes) -> Iterator[tuple[Wire, 
     try:
         yield wires[0], wires[1], between
     finally:
-        for party in (*wires, between):
-            party.close()
+        for wire in wires:
+            wire.close()
+        between.close()
 
 
 def both_send(first: Wire, second: Wire, *x: torch.Tensor) -> None:

@@ -94,9 +94,9 @@ def test_a_training_by_srun_without_torchrun(tmp_path: Path) -> None:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     tasks = []
     for rank, (node, local) in enumerate([("0", "0"), ("0", "1"), ("1", "0")]):
-        task = {"SLURM_PROCID": str(rank), "SLURM_NODEID": node, "SLURM_LOCALID": local}
+        own = {"SLURM_PROCID": str(rank), "SLURM_NODEID": node, "SLURM_LOCALID": local}
         command = [sys.executable, str(ROOT / "examples" / "minimal.py")]
-        tasks.append(subprocess.Popen(command, env=given | task, cwd=tmp_path, **pipes))
+        tasks.append(subprocess.Popen(command, env=given | own, cwd=tmp_path, **pipes))
     try:
         said = [task.communicate(timeout=250) for task in tasks]
     finally:

@@ -283,6 +283,7 @@ class Coordinator(Process):
 
     def __init__(self, port: int) -> None:
         super().__init__(coordinate, port)
+        self.port = port
         self.wait_for_text("coordinator at ")
 
 
