@@ -4,40 +4,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import laconic as la
 from laconic.cli import main
 from laconic.predict import Facts, predict
 
 WORKERS, FEATURES = 4, 32
-CHANGING = 2 * 4 * FEATURES
-"""The bytes of BatchNorm's mean and variance."""
-MASK = 4 * FEATURES**2
-
-
-class Normed(nn.Sequential):
-    """BatchNorm's statistics change."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, FEATURES), nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 4))
-
-
-class Masked(nn.Sequential):
-    """A causal mask is constant."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, FEATURES), nn.Linear(FEATURES, 4))
-        self.register_buffer("mask", torch.ones(FEATURES, FEATURES).tril())
-
-
-MODELS = {"changing": Normed, "constant": Masked}
+Mode = Literal["average", "keep", "broadcast"]
 RECIPES = {
     "ddp": la.ddp(),
     "local_sgd": la.local_sgd(4),
@@ -48,18 +29,22 @@ RECIPES = {
 }
 
 
-class Training:
-    def __init__(self, kind: str, rank: int) -> None:
-        torch.manual_seed(0)
-        self.model = MODELS[kind]()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self._generator = torch.Generator().manual_seed(rank)
+def training(kind: str, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], object]]:
+    """BatchNorm's statistics are ``changing``; a causal mask is ``constant``."""
+    torch.manual_seed(0)
+    norm = [nn.BatchNorm1d(FEATURES)] if kind == "changing" else []
+    model = nn.Sequential(nn.Linear(8, FEATURES), *norm, nn.Linear(FEATURES, 4))
+    if kind == "constant":
+        model.register_buffer("mask", torch.ones(FEATURES, FEATURES).tril())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank)
 
-    def step(self) -> None:
-        x: Tensor = torch.randn(8, 8, generator=self._generator)
-        self.optimizer.zero_grad()
-        self.model(x).square().mean().backward()
-        self.optimizer.step()
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+    return model, optimizer, step
 
 
 @cache
@@ -67,46 +52,38 @@ def measured(kind: str) -> Facts:
     """What `laconic.advise` measures of the model."""
 
     def worker(rank: int) -> Facts:
-        t = Training(kind, rank)
-        return la.advise(t.model, t.step, optimizer=t.optimizer, steps=2).facts
+        model, optimizer, step = training(kind, rank)
+        return la.advise(model, step, optimizer=optimizer, steps=2).facts
 
     return replace(la.simulate(worker, 2)[0], workers=WORKERS, nets={}, rates=(), computes=())
 
 
-def sent(kind: str, recipe: la.Recipe, buffers: Literal["average", "keep", "broadcast"]) -> float:
+def sent(kind: str, recipe: la.Recipe, buffers: Mode) -> float:
     """The bytes that a mean worker sends per step."""
 
     def worker(rank: int) -> int:
-        t = Training(kind, rank)
-        sync = la.attach(t.model, t.optimizer, recipe, buffers=buffers)
-        before = 0
-        for step in range(16):
-            if step == 8:
-                before = sync.stats().bytes_sent
-            t.step()
-        found = sync.stats().bytes_sent - before
-        sync.detach()
-        return found
+        model, optimizer, step = training(kind, rank)
+        sync = la.attach(model, optimizer, recipe, buffers=buffers)
+        counts = []
+        for _ in range(16):
+            counts.append(sync.stats().bytes_sent)
+            step()
+        return sync.stats().bytes_sent - counts[8]
 
     return sum(la.simulate(worker, WORKERS)) / WORKERS / 8
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("name", RECIPES)
-def test_as_many_bytes_are_predicted_as_are_sent(name: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["changing", "constant"])
+def test_as_many_bytes_are_predicted_as_are_sent(kind: str) -> None:
     facts = measured(kind)
-    assert predict(RECIPES[name], facts).bytes == pytest.approx(
-        sent(kind, RECIPES[name], "average")
-    )
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_buffers_that_rank_0_shares_in_every_step_are_counted(kind: str) -> None:
-    model = MODELS[kind]()
+    assert facts.buffers == ((4 * FEATURES,) * 2 if kind == "changing" else (4 * FEATURES**2,))
+    assert facts.changing == (8 * FEATURES if kind == "changing" else 0)
+    for name, recipe in RECIPES.items():
+        assert predict(recipe, facts).bytes == pytest.approx(sent(kind, recipe, "average")), name
+    # buffers that rank 0 shares in every step; the counter of batches is as on rank 0
+    model, *_ = training(kind, 0)
     sizes = tuple(b.numel() * b.element_size() for b in model.buffers())
-    changing = sum(sizes) if kind == "changing" else 0
-    counter = 8 if kind == "changing" else 0  # of batches: as on rank 0, so it is not sent
-    facts = replace(measured(kind), buffers=sizes, changing=changing - counter, broadcast=True)
+    facts = replace(facts, buffers=sizes, broadcast=True)
     found = predict(la.local_sgd(4), facts)
     assert found.bytes == pytest.approx(sent(kind, la.local_sgd(4), "broadcast"))
     far = replace(facts, rate=1e9, one_way=0.1)
@@ -114,12 +91,6 @@ def test_buffers_that_rank_0_shares_in_every_step_are_counted(kind: str) -> None
     more = predict(la.local_sgd(4), far).seconds - predict(la.local_sgd(4), alone).seconds
     messages = 4 if kind == "changing" else 1  # two of digests, and a broadcast in two
     assert more == pytest.approx(0.1 * messages, rel=1e-3)
-
-
-def test_it_is_measured_what_training_changes() -> None:
-    assert measured("changing").buffers == (CHANGING // 2,) * 2
-    assert measured("changing").changing == CHANGING
-    assert measured("constant").buffers == (MASK,) and measured("constant").changing == 0
 
 
 def test_messages_of_buffers_take_time_behind_those_in_flight() -> None:
@@ -136,33 +107,25 @@ def test_messages_of_buffers_take_time_behind_those_in_flight() -> None:
     assert more(la.local_sgd(4, delay=2)) == more(la.ddp()) == 0
 
 
-@pytest.mark.parametrize(
-    ("buffers", "sizes"),
-    [("average", (CHANGING // 2,) * 2), ("keep", ()), ("broadcast", (CHANGING // 2,) * 2 + (8,))],
-)
-def test_auto_counts_what_its_run_sends(
-    buffers: Literal["average", "keep", "broadcast"], sizes: tuple[int, ...]
-) -> None:
-    def worker(rank: int) -> Facts:
-        t = Training("changing", rank)
-        sync = la.attach(t.model, t.optimizer, la.auto(), buffers=buffers)
-        while not sync.choices:
-            t.step()
-        sync.detach()
-        return sync.choices[0].facts
+def test_auto_and_the_command_count_what_a_run_sends(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = (4 * FEATURES,) * 2
+    modes: dict[Mode, tuple[int, ...]] = {"average": numbers, "keep": ()}
+    for buffers, sizes in {**modes, "broadcast": (*numbers, 8)}.items():
 
-    facts = la.simulate(worker, 2)[0]
-    assert facts.buffers == sizes and facts.changing == sum(sizes)
-    assert facts.broadcast == (buffers == "broadcast")
+        def worker(rank: int, mode: Mode = buffers) -> Facts:
+            model, optimizer, step = training("changing", rank)
+            sync = la.attach(model, optimizer, la.auto(), buffers=mode)
+            while not sync.choices:
+                step()
+            return sync.choices[0].facts
 
-
-def test_the_command_is_told_how_many_numbers_change(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--params", "1M", "--step-time", "0.1s", "--bandwidth", "1gbit", "--latency", "1ms",
-               "--nodes", "2", "--recipe", "local_sgd(4)", "--json"]  # fmt: skip
-
-    def megabytes(*more: str) -> float:
-        assert main(["advise", *options, *more]) == 0
+        facts = la.simulate(worker, 2)[0]
+        assert facts.buffers == sizes and facts.changing == sum(sizes)
+        assert facts.broadcast == (buffers == "broadcast")
+    options = "advise --params 1M --step-time 0.1s --bandwidth 1gbit --latency 1ms --nodes 2 --json"
+    found = []
+    for more in ([], ["--buffers", "1M"]):
+        assert main([*options.split(), "--recipe", "local_sgd(4)", *more]) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
-        return next(float(r["megabytes"]) for r in rows if r["recipe"] == "local_sgd(4)")
-
-    assert megabytes("--buffers", "1M") == pytest.approx(2 * megabytes(), rel=1e-4)
+        found += [float(r["megabytes"]) for r in rows if r["recipe"] == "local_sgd(4)"]
+    assert found[1] == pytest.approx(2 * found[0], rel=1e-4)
