@@ -165,19 +165,8 @@ def test_a_slow_worker_rank_or_network_is_named_and_own_pace_is_compared() -> No
 
 # -- the command ----
 
-NUMBERS = [
-    "advise",
-    "--params",
-    "1.3B",
-    "--step-time",
-    "0.9s",
-    "--bandwidth",
-    "1gbit",
-    "--latency",
-    "60ms",
-    "--nodes",
-    "8",
-]
+NUMBERS = ["advise", "--params", "1.3B", "--step-time", "0.9s", "--bandwidth", "1gbit",
+           "--latency", "60ms", "--nodes", "8"]  # fmt: skip
 KNOWN = {"params": 1_300_000_000, "step_time": 0.9, "bandwidth": 1e9, "one_way": 0.03, "nodes": 8}
 
 

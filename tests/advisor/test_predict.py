@@ -14,9 +14,9 @@ import laconic as la
 from laconic.advisor import advice_on
 from laconic.advisor.numbers import facts_from
 from laconic.algorithms.parse import parse_recipe
-from laconic.algorithms.round import GradientRound, Recipe, Round
+from laconic.algorithms.round import Recipe
 from laconic.candidates import candidates
-from laconic.predict import Facts, Net, often, predict, work_key
+from laconic.predict import Facts, Net, predict, work_key
 
 FACTS = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
 WHOLE = 4.8
@@ -50,22 +50,18 @@ def test_work_of_a_round_is_waited_for_or_shares_the_processors() -> None:
     assert seconds(hidden, **known, contention=0.5) == pytest.approx(0.5 + 0.5 * 0.248 / 20)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "waits"),
-    [
-        (la.local_sgd(1), 0.1),
-        (la.local_sgd(16), 0.1 / 4),  # seldom: over sqrt(16) steps
-        (la.local_sgd(4), 0.05),
-        (la.slowmo(la.local_sgd(4), 8), 0.05),
-        (la.streaming_diloco(16, 4, 0, codec=None), 0.05),
-        (la.local_sgd(16, delay=15), 0.0),
-        (la.sgp(), 0.0),
-    ],
-    ids=str,
-)
-def test_who_meets_seldom_waits_less_for_the_slowest(recipe: Recipe, waits: float) -> None:
-    more = seconds(recipe, skew=0.1) - seconds(recipe)
-    assert more == pytest.approx(waits, rel=1e-3, abs=1e-9)
+def test_who_meets_seldom_waits_less_for_the_slowest() -> None:
+    """Over the square root of as many steps."""
+    for text, waits in (
+        ("local_sgd(1)", 0.1),
+        ("local_sgd(16)", 0.1 / 4),
+        ("slowmo(local_sgd(4), 8)", 0.05),
+        ("streaming_diloco(16, 4, 0, codec=None)", 0.05),
+        ("local_sgd(16, delay=15)", 0.0),
+        ("sgp()", 0.0),
+    ):
+        more = seconds(text, skew=0.1) - seconds(text)
+        assert more == pytest.approx(waits, rel=1e-3, abs=1e-9), text
 
 
 def test_what_a_round_sends_by_hand() -> None:
@@ -84,21 +80,6 @@ def test_what_a_round_sends_by_hand() -> None:
     for burst, saved in ((1e6, 0.1), (1e12, WHOLE)):
         nets = {"workers": Net(80e6, 0.0, burst=burst)}
         assert seconds(la.local_sgd(1), nets=nets) == pytest.approx(0.5 + WHOLE - saved)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "share"),
-    [
-        (la.local_sgd(10_000), 1e-4),
-        (la.post_local_sgd(100, 10_000), 1e-4),
-        (la.post_local_sgd(10_000, 16), 1 / 16),
-        (la.local_sgd(48), 1 / 48),
-    ],
-    ids=["rare", "rare in the end", "late", "usual"],
-)
-def test_the_long_run_counts(recipe: Recipe, share: float) -> None:
-    assert often(next(r for r in recipe if isinstance(r, Round))) == pytest.approx(share, rel=1e-3)
-    assert sum(often(r) for r in recipe if isinstance(r, GradientRound)) == 0
 
 
 def test_sums_travel_where_nothing_is_coded() -> None:
@@ -157,24 +138,22 @@ def test_bytes_of_gradients_are_those_that_leave_a_worker() -> None:
     assert found == pytest.approx(whole * 24 / 31, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("text", "models"),
-    [
-        ("local_sgd(4)", 0.0),
-        ("ddp()", 1.0),
-        ("ddp(codec='int4')", 1 + 1 + 1 / 4),
-        ("slowmo(local_sgd(4), 48)", 2 / 4),
-        ("slowmo(local_sgd(4), 48, sharded=False)", 2.0),
-        ("diloco(8, codec='int4')", 2 / 4 + 2 + 1 / 4),
-        ("local_sgd(8, delay=4)", 0.5 * 2),
-        ("sparse_loco(16)", 3.0),  # anchor, reference, residual; nothing is an owner's
-    ],
-)
-def test_what_rounds_keep_in_models(text: str, models: float) -> None:
+def test_what_rounds_keep_in_models() -> None:
     """Anchor and momentum with their owner, residual and reference on every worker, a gradient's
     bucket, and y and its message for half of the time."""
-    row = next(r for r in advice_on(FACTS, [text]).rows if r.recipe == text)
-    assert row.memory == pytest.approx(models * 32e6, rel=1e-3)
+    models = {
+        "local_sgd(4)": 0.0,
+        "ddp()": 1.0,
+        "ddp(codec='int4')": 1 + 1 + 1 / 4,
+        "slowmo(local_sgd(4), 48)": 2 / 4,
+        "slowmo(local_sgd(4), 48, sharded=False)": 2.0,
+        "diloco(8, codec='int4')": 2 / 4 + 2 + 1 / 4,
+        "local_sgd(8, delay=4)": 0.5 * 2,
+        "sparse_loco(16)": 3.0,  # anchor, reference, residual; nothing is an owner's
+    }
+    rows = {row.recipe: row for row in advice_on(FACTS, list(models)).rows}
+    for text, count in models.items():
+        assert rows[text].memory == pytest.approx(count * 32e6, rel=1e-3), text
 
 
 def test_the_guides_example() -> None:
@@ -206,27 +185,6 @@ def test_numbers_make_the_same_facts() -> None:
     shared = facts_from(**NUMBERS, nprocs_per_node=8)
     assert seconds(la.local_sgd(10), shared) == pytest.approx(0.5 + WHOLE / 10)
     assert seconds(la.ddp(), shared, backward=0.0) == pytest.approx(0.5 + 2 * 31 / 32 * 3.2)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"params": 0}, "params"),
-        ({"params": 10**30}, "params must be at most 1e[+]13"),
-        ({"step_time": 0.0}, "step-time"),
-        ({"bandwidth": 0.0}, "bandwidth"),
-        ({"one_way": -1.0}, "latency"),
-        ({"nodes": 1}, "nodes"),
-        ({"nprocs_per_node": 0}, "nprocs-per-node"),
-        ({"backward_share": 1.5}, "backward-share"),
-        ({"dtype": "int3"}, "'float32', 'bfloat16'"),
-        ({"local_bandwidth": 1e9}, "nprocs-per-node > 1"),
-        ({"local_bandwidth": 1e6, "nprocs_per_node": 2}, "count each rank as a node"),
-    ],
-)
-def test_numbers_at_odds_are_refused(wrong: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        facts_from(**{**NUMBERS, **wrong})
 
 
 # -- lost packets ----
@@ -305,17 +263,14 @@ def test_rank_0_carries_what_all_others_send() -> None:
 
 
 def test_a_better_network_is_never_slower() -> None:
+    better: dict[str, tuple[float, ...]] = {
+        "rate": (1e6, 1e7, 1e8, 1e10),
+        "one_way": (0.3, 0.1, 0.01, 0.0),
+        "loss": (0.05, 0.01, 1e-4, 0.0),
+        "workers": (16, 8, 4, 2),
+    }
+    base = replace(FACTS, one_way=0.01)
     for text in ("ddp()", "ddp(codec='int4')", "local_sgd(4)", "streaming_diloco(8)", "sgp()"):
-        for name, values in (
-            ("rate", (1e6, 1e7, 1e8, 1e10)),
-            ("one_way", (0.3, 0.1, 0.01, 0.0)),
-            ("loss", (0.05, 0.01, 1e-4, 0.0)),
-            ("workers", (16, 8, 4, 2)),
-        ):
-            base = replace(FACTS, one_way=0.01)
+        for name, values in better.items():
             found = [seconds(text, base, **{name: value}) for value in values]
-            assert all(a >= b * (1 - 1e-9) for a, b in itertools.pairwise(found)), (
-                text,
-                name,
-                found,
-            )
+            assert all(a >= b * (1 - 1e-9) for a, b in itertools.pairwise(found)), (text, name)

@@ -35,15 +35,6 @@ def task(length: Length, seeds: tuple[int, ...] = (0,), **options: object) -> Ta
 # -- what is tuned ----
 
 
-@pytest.mark.parametrize(
-    ("workers", "momentum"), [(1, 0.0), (3, 0.0), (4, 0.2), (8, 0.4), (15, 0.4), (16, 0.6)]
-)
-def test_slow_momentum_starts_at_the_grids_value_next_to_the_usual(
-    workers: int, momentum: float
-) -> None:
-    assert space_of("slowmo", {}, workers).start["momentum"] == momentum
-
-
 def test_free_names_are_tuned_and_always_lr() -> None:
     space = space_of("slowmo(local_sgd(12), outer, momentum=momentum)", {"outer": (48, 24)}, 4)
     assert space.grids == {
@@ -60,6 +51,8 @@ def test_free_names_are_tuned_and_always_lr() -> None:
         "    sync = laconic.attach(model, optimizer, "
         "laconic.slowmo(laconic.local_sgd(12), 24, momentum=0.1))",
     ]
+    for workers, momentum in ((1, 0.0), (4, 0.2), (8, 0.4), (16, 0.6)):
+        assert space_of("slowmo", {}, workers).start["momentum"] == momentum
     hierarchical = space_of("hierarchical(2, period)", {"lr": (1,)}, 4)
     (line,) = report.code(hierarchical, {"period": 4, "lr": 1}, 2)
     assert line.endswith("laconic.hierarchical(2, 4), group_size=2)")
@@ -239,68 +232,3 @@ def test_command_writes_table_picture_and_line_and_goes_on(
         assert main(options) == 2
     assert "another process is tuning" in capsys.readouterr().err
     assert journal.read_bytes() == content
-
-
-REFUSED = [
-    ("slomo", "no recipe 'slomo'"),
-    ("slowmo(", "cannot read the recipe"),
-    ("local_sgd(tau)", "no values for 'tau'"),
-    ("ddp --param period=4,8", "'period' is not free in 'ddp()'"),
-    ("diloco(12,lr=lr)", "rename it in"),
-    ("ddp --param lr", "--param must be NAME=VALUE"),
-    ("ddp --param lr=1,,2", "--param must be NAME=VALUE"),
-    ("ddp --param lr=1,1", "given twice"),
-    ("ddp --param lr=1 --param lr=2", "given twice"),
-    ("ddp --param lr=0,1", "lr must be a finite number greater than 0"),
-    ("slowmo --param momentum=2", "momentum must be"),
-    ("slowmo --param period=often", "period must be an integer"),
-    ("slowmo --param lr=" + ",".join(map(str, range(1, 3000))), "the maximum is 10000"),
-    ("auto", "nothing to tune"),
-    ("ddp --workload imagenet", "no workload 'imagenet'"),
-    ("ddp --bandwidth 100", "not a rate: '100'"),
-    ("ddp --latency 5", "not a latency: '5'"),
-    ("ddp --budget 10days", "not a duration: '10days'"),
-    ("ddp --trials 0", "trials must be"),
-    ("ddp --steps 3", "steps must be an integer of at least 8"),
-    ("ddp --seconds 0.0001 --compute 1ms", "is too little for ddp()"),
-    ("ddp --megabytes 1 --workers 1", "the recipe sends nothing"),
-    ("ddp --emulated --compute 1ms", "--compute is for predicted"),
-    ("ddp --emulated --repeat 2", "--repeat works with simulated"),
-    ("hierarchical(2,period)", "--group-size 2"),
-]
-
-
-@pytest.mark.parametrize(("options", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_mistakes_are_one_line(
-    options: str,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["tune", *options.split()]) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"dear diary\n",
-        b"dear diary",
-        b'{"loss": 3}\n',
-        b'{"op_code":0,"worker_id":"w","study_name":"mine","directions":[1]}\n',
-        bytes(range(256)),
-    ],
-    ids=["text", "no line's end", "json", "another study", "bytes"],
-)
-def test_a_file_that_is_not_ours_is_left_as_it_is(
-    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    journal = tmp_path / "journal.jsonl"
-    journal.write_bytes(content)
-    assert main(["tune", RECIPE, *SMALL, "--out", str(tmp_path)]) == 2
-    assert "is not a journal of laconic tune: choose another --out" in capsys.readouterr().err
-    assert journal.read_bytes() == content
-    assert list(tmp_path.iterdir()) == [journal]

@@ -22,73 +22,52 @@ from laconic.lab.race.report import NO_COMMUNICATION, Result, Row, read
 
 from tests.support.races import result, row
 
-CHOSE = (
-    "after step 4: a step computes for 40 ms; the network sends 97 Mbit/s and takes 0.5 ms per "
-    "message: ddp(codec='int4') takes 90 ms per step, 40% of the speed without communication",
-    "after step 68: a step computes for 41 ms; the network sends 97 Mbit/s and takes 0.5 ms per "
-    "message: streaming_diloco(8, delay=1, outer='muon') takes 42 ms per step, 97% of the speed",
-)
-
 
 def raced(*failed: str, **finals: float) -> Result:
     """A race in which each row falls from 5.5 to 3 in 10 s, and to its final loss in 30 s."""
     names = {"alone": NO_COMMUNICATION, "ddp": DDP, "auto": AUTO, "local": "local_sgd(24)"}
     steps = {"alone": 400, "ddp": 40, "auto": 380, "local": 300}
+    chose = tuple(
+        f"after step {step}: a step computes for 40 ms: {recipe} takes 90 ms per step, 40%"
+        for step, recipe in ((4, "ddp(codec='int4')"), (68, "streaming_diloco(8)"))
+    )
     rows = []
     for key, final in finals.items():
         n = steps[key]
         curve = ((0, 0.0, 5.5), (n // 3, 10.0, 3.0), (n, 30.0, final))
-        made = row(names[key], *curve, notes=CHOSE if key == "auto" else (), waiting=1 - n / 400)
+        made = row(names[key], *curve, notes=chose if key == "auto" else (), waiting=1 - n / 400)
         rows.append(replace(made, status="failed", error="it broke") if key in failed else made)
     return result(*rows)
 
 
-SAYS: dict[str, tuple[Result, list[str]]] = {
-    "as hoped for": (
-        raced(alone=2.5, ddp=2.9, local=2.4, auto=2.2),
-        ["ddp() waits for the network (100 Mbit/s per host) during 90% of its 30 s: it takes 40",
-         "auto() chose streaming_diloco(8, delay=1, outer='muon'), had that loss after 12.5 s (2.4",
-         "Hosts that never communicate end at 2.50", "all recipes but ddp() are ahead of them."],
-    ),
-    "behind": (
-        raced(alone=2.1, ddp=2.3, local=2.2, auto=2.4),
-        ["did not reach the loss of ddp(), and ended at 2.40, behind ddp() (2.30) and local_sgd(2",
-         "no recipe is ahead of them: communication has not paid here."],
-    ),
-    "equal as displayed": (
-        raced(alone=2.201, ddp=2.9, local=2.204, auto=2.199), ["ended at 2.20, level with local_s"]
-    ),
-    "as slow as ddp": (raced(alone=2.5, ddp=2.2, auto=2.19), ["had that loss after 29.8 s, and"]),
-    "no ddp": (
-        raced("ddp", alone=2.5, ddp=2.9, local=2.4, auto=2.2),
-        ["ddp() did not finish, so there is no loss to compare with.",
-         "; not counted: ddp() failed."],
-    ),
-    "neither auto nor silence": (
-        raced("auto", "alone", alone=2.5, ddp=2.9, local=2.4, auto=2.2),
-        ["auto() did not finish.", "Hosts that never communicate did not finish; not counted: no"],
-    ),
-    "none": (raced("auto", "ddp", alone=2.5, ddp=2.9, auto=2.2), ["no recipe finished; not count"]),
-}  # fmt: skip
+ALL = {"alone": 2.5, "ddp": 2.9, "local": 2.4, "auto": 2.2}
+SAYS: list[tuple[Result, list[str]]] = [
+    (raced(**ALL),
+     ["ddp() waits for the network (100 Mbit/s per host) during 90% of its 30 s",
+      "auto() chose streaming_diloco(8), had that loss after 12.5 s",
+      "Hosts that never communicate end at 2.50", "all recipes but ddp() are ahead of them."]),
+    (raced(alone=2.1, ddp=2.3, local=2.2, auto=2.4),
+     ["did not reach the loss of ddp(), and ended at 2.40, behind ddp() (2.30) and local_sgd(24)",
+      "no recipe is ahead of them: communication has not paid here."]),
+    (raced(alone=2.201, ddp=2.9, local=2.204, auto=2.199), ["ended at 2.20, level with local_s"]),
+    (raced("ddp", **ALL), ["ddp() did not finish", "; not counted: ddp() failed."]),
+    (raced("auto", "alone", **ALL),
+     ["auto() did not finish.", "Hosts that never communicate did not finish"]),
+    (raced("auto", "ddp", alone=2.5, ddp=2.9, auto=2.2), ["no recipe finished"]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAYS)
-def test_what_a_race_shows(name: str) -> None:
-    race, phrases = SAYS[name]
-    said = " ".join(outcome.sentences(race))
-    assert all(phrase in said for phrase in phrases), said
-    assert outcome.disturbed(race) is None
-
-
-def test_a_disturbed_run_is_told() -> None:
-    """More steps than without communication, or steps that compute far longer."""
-    race = raced(alone=2.5, ddp=2.9, auto=2.2)
-    alone, *others = race.rows
-    busy = replace(race, rows=(replace(alone, steps=200), *others))
-    assert "took more steps than hosts that never" in str(outcome.disturbed(busy))
-    slower = [replace(r, waiting=0.0) for r in others]
-    told = str(outcome.disturbed(replace(race, rows=(alone, *slower))))
-    assert "computed more than 1.5 times as long" in told
+def test_what_a_race_shows_and_whether_it_was_disturbed() -> None:
+    """By more steps than without communication, or steps that compute far longer."""
+    for race, phrases in SAYS:
+        said = " ".join(outcome.sentences(race))
+        assert all(phrase in said for phrase in phrases), said
+        assert outcome.disturbed(race) is None
+    alone, *others = raced(alone=2.5, ddp=2.9, auto=2.2).rows
+    told = outcome.disturbed(result(replace(alone, steps=200), *others))
+    assert "took more steps than hosts that never" in str(told)
+    told = outcome.disturbed(result(alone, *(replace(r, waiting=0.0) for r in others)))
+    assert "computed more than 1.5 times as long" in str(told)
 
 
 def test_the_command_ends_with_a_picture_and_three_sentences(
@@ -112,18 +91,14 @@ def test_the_command_ends_with_a_picture_and_three_sentences(
     monkeypatch.setattr(runner, "run", run)
     assert main(["demo", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr()
-    progress, end = " ".join(said.err.split()), " ".join(said.out.split())
-    assert "send 100 Mbit/s each" in progress and "6 ways, for 15 s each" in progress
-    for number, (name, text) in enumerate(EXPLAINED.items(), start=1):
-        assert f"{number}/6 {name}: {text}" in progress
+    for name, text in EXPLAINED.items():
+        assert f"{name}: {text}" in " ".join(said.err.split())
         assert name == NO_COMMUNICATION or parse_recipe(name)
-    assert all(f" {number}. " in end for number in (1, 2, 3))
+    assert all(f" {number}. " in " ".join(said.out.split()) for number in (1, 2, 3))
     assert {"demo.png", "report.html", "results.json"} <= {p.name for p in tmp_path.iterdir()}
     assert len(read(tmp_path).rows) == 6
     assert main(["demo", "--seconds", "1", "--out", str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert "failed: worker 2 did not answer" in said.err
-    assert "not counted: local_sgd(24) failed." in " ".join(said.out.split())
+    assert "failed: worker 2 did not answer" in capsys.readouterr().err
     assert seen[0].bandwidth == 100e6 and len(EXPLAINED) * (seen[0].seconds or 0) <= 180
 
 
@@ -134,7 +109,6 @@ def test_a_kill_is_watched_and_told(capsys: pytest.CaptureFixture[str]) -> None:
         line = json.dumps({"event": event, "time": time, **more}).encode()
         process = Process(f"host{host}/rank{host}", host, (), {})
         watch.printed(process, False, [line, b"other output"])
-        watch.printed(process, True, [line])
 
     watch.started(None)
     for host in range(4):
@@ -151,13 +125,12 @@ def test_a_kill_is_watched_and_told(capsys: pytest.CaptureFixture[str]) -> None:
         say(host, "end", 120.0, step=500, digest="0123456789abcdef")
     loss, replacement, models = kill.sentences(watch.record)
     assert "host2 was killed, and 0.4 s later the others had completed their next round" in loss
-    assert "received 20.8 MB" in replacement and "took part 2.0 s after it had asked" in replacement
-    assert models == "After 500 steps, the models of all 4 workers are equal in every bit."
-    assert "step 99: now 3 workers take part" in capsys.readouterr().out
+    assert "received 20.8 MB" in replacement and "took part 2.0 s after" in replacement
+    assert "After 500 steps, the models of all 4 workers are equal" in models
+    assert "now 3 workers take part" in capsys.readouterr().out
     differs = replace(watch.record, digests={**watch.record.digests, 3: "f"})
     assert "NOT equal" in kill.sentences(differs)[2] and not differs.equal
     gone = replace(watch.record, round=None, joined=None, digests={0: "0", 1: "0"})
-    assert kill.sentences(gone)[:2] == [
-        "host2 was killed, and the others did not go on.", "No replacement has taken part."
-    ]  # fmt: skip
-    assert kill.sentences(gone)[2] == "Only host0 and host1 finished."
+    loss, replacement, models = kill.sentences(gone)
+    assert "the others did not go on" in loss and "No replacement" in replacement
+    assert models == "Only host0 and host1 finished."

@@ -27,7 +27,7 @@ from laconic.lab.doctor import (
     network_findings,
     outlook,
     probes,
-)
+)  # fmt: skip
 from laconic.lab.doctor.finding import Finding
 from laconic.lab.doctor.host_checks import Interface
 from laconic.lab.doctor.network_checks import Rendezvous, check_network
@@ -38,80 +38,75 @@ from laconic.predict import predict
 
 from tests.support.gloo import free_port
 
-LO = Interface(True, ("127.0.0.1", "::1"))
-ETH = Interface(True, ("10.0.0.5",))
 CARDS = {
-    "lo": LO,
-    "eth0": ETH,
+    "lo": Interface(True, ("127.0.0.1", "::1")),
+    "eth0": Interface(True, ("10.0.0.5",)),
     "eth1": Interface(True, ("10.9.0.5",)),
     "wlan0": Interface(True, ()),
 }
 
 
-def texts(findings: list[Finding], level: str) -> list[str]:
-    return [f.text for f in findings if f.level == level]
+def texts(findings: list[Finding], level: str) -> str:
+    return "\n".join(f.text for f in findings if f.level == level)
 
 
 # -- one host ----
 
-
-@pytest.fixture
-def routed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every remote host is reached through eth0, and names do not resolve."""
-
-    def toward(host: str) -> str | None:
-        if host == "localhost" or host.startswith("127."):
-            return "127.0.0.1"
-        return ETH.addresses[0] if host[0].isdigit() else None
-
-    monkeypatch.setattr(host_checks, "address_toward", toward)
+MASTER, IFNAME = "MASTER_ADDR", "GLOO_SOCKET_IFNAME"
 
 
 @pytest.mark.parametrize(
-    ("environ", "names", "level", "said", "remedy"),
+    ("environ", "name", "level", "said", "remedy"),
     [
-        ({}, ["10.0.0.5"], "ok", "host name", ""),
-        ({}, ["127.0.1.1"], "warning", "resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
-        ({}, [], "warning", "does not resolve", "GLOO_SOCKET_IFNAME=eth0"),
-        ({"MASTER_ADDR": "10.0.0.1"}, ["127.0.1.1"], "problem", "no other host reaches", "export"),
-        ({"MASTER_ADDR": "127.0.0.1"}, ["127.0.1.1"], "warning", "a single host works", "export"),
-        ({"MASTER_ADDR": "10.0.0.1"}, ["10.0.0.5"], "ok", "reached from 10.0.0.5, eth0", ""),
-        ({"MASTER_ADDR": "head"}, ["10.0.0.5"], "problem", "does not resolve", "/etc/hosts"),
-        ({"GLOO_SOCKET_IFNAME": "eth0"}, ["127.0.1.1"], "ok", "interfaces", ""),
-        ({"GLOO_SOCKET_IFNAME": "eth7"}, [], "problem", "eth7 does not exist", "lo, eth0, eth1"),
-        ({"GLOO_SOCKET_IFNAME": "wlan0"}, [], "problem", "wlan0 has no address", "set it to"),
-        ({"GLOO_SOCKET_IFNAME": "eth1", "MASTER_ADDR": "10.0.0.1"}, [], "warning",
-         "but GLOO_SOCKET_IFNAME=eth1", "set GLOO_SOCKET_IFNAME=eth0"),
+        ({}, "10.0.0.5", "ok", "host name", ""),
+        ({}, "127.0.1.1", "warning", "resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
+        ({}, "", "warning", "does not resolve", "GLOO_SOCKET_IFNAME=eth0"),
+        ({MASTER: "10.0.0.1"}, "127.0.1.1", "problem", "no other host reaches", "export"),
+        ({MASTER: "127.0.0.1"}, "127.0.1.1", "warning", "a single host works", "export"),
+        ({MASTER: "10.0.0.1"}, "10.0.0.5", "ok", "reached from 10.0.0.5, eth0", ""),
+        ({MASTER: "head"}, "10.0.0.5", "problem", "does not resolve", "/etc/hosts"),
+        ({IFNAME: "eth0"}, "127.0.1.1", "ok", "interfaces", ""),
+        ({IFNAME: "eth7"}, "", "problem", "eth7 does not exist", "lo, eth0, eth1"),
+        ({IFNAME: "wlan0"}, "", "problem", "wlan0 has no address", "set it to"),
+        ({IFNAME: "eth1", MASTER: "10.0.0.1"}, "", "warning", "but GLOO_SOCKET_IFNAME=eth1",
+         "set GLOO_SOCKET_IFNAME=eth0"),
     ],
 )  # fmt: skip
-def test_the_network(
-    routed: None, environ: dict[str, str], names: list[str], level: str, said: str, remedy: str
+def test_the_network_of_a_host(
+    environ: dict[str, str],
+    name: str,
+    level: str,
+    said: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = host_checks.network(environ, CARDS, names)
+    def toward(host: str) -> str | None:
+        """Every remote host is reached through eth0, and names do not resolve."""
+        if host == "localhost" or host.startswith("127."):
+            return "127.0.0.1"
+        return "10.0.0.5" if host[0].isdigit() else None
+
+    monkeypatch.setattr(host_checks, "address_toward", toward)
+    found = host_checks.network(environ, CARDS, [name] if name else [])
     worst = [f for f in found if f.level != "ok"] or found
-    assert {f.level for f in worst} == {level}
-    assert any(said in f.text for f in worst)
+    assert {f.level for f in worst} == {level} and any(said in f.text for f in worst)
     assert remedy in " ".join(f.remedy for f in found)
     assert all(f.remedy for f in worst if level != "ok")
-    alone = host_checks.network({"GLOO_SOCKET_IFNAME": "lo"}, {"lo": LO})
-    assert "no other host can be reached" in texts(alone, "warning")[0]
 
 
-def test_a_kernel_that_refuses_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lab_and_connections_of_this_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise NamespacesUnavailable("no network namespaces: not here")
 
     monkeypatch.setattr(host_checks, "Cluster", refuse)
-    (found,) = (f for f in host_checks.lab() if f.level == "warning")
-    assert found.text == "no network namespaces: not here" and "root" in found.remedy
-
-
-def test_the_connections_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (warning,) = (f for f in host_checks.lab() if f.level == "warning")
+    assert warning.text == "no network namespaces: not here" and "root" in warning.remedy
     names = ("LACONIC_TLS", "LACONIC_SECRET_FILE", "LACONIC_CONGESTION")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     assert connections.settings() == {"TLS": "off", "secret": "none", "LACONIC_CONGESTION": ""}
-    assert connections.security().text.startswith("TLS is off")
     path = tmp_path / "secret"
     path.write_bytes(b"s" * 32)
     monkeypatch.setenv("LACONIC_SECRET_FILE", str(path))
@@ -120,7 +115,7 @@ def test_the_connections_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "s" * 8 not in found and connections.settings()["secret"] not in (found, "none")
     for name in names:
         monkeypatch.setenv(name, "/nothing")
-    assert set(connections.settings().values()) == {"invalid"}
+    assert {*connections.settings().values()} == {"invalid"}
     assert connections.security().level == connections.congestion_control().level == "problem"
 
 
@@ -128,9 +123,8 @@ def test_the_connections_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def gather(
+    ranks: list[int],
     world: int,
-    *,
-    ranks: list[int] | None = None,
     timeout: float = 20.0,
     options: Mapping[int, dict[str, Any]] | None = None,
     own: Mapping[int, list[Finding]] | None = None,
@@ -144,7 +138,6 @@ def gather(
         more = (options or {}).get(index, {})
         met[index] = check_network(place, (own or {}).get(rank, []), timeout=timeout, **more)
 
-    ranks = list(range(world)) if ranks is None else ranks
     threads = [threading.Thread(target=attend, args=pair) for pair in enumerate(ranks)]
     for thread in threads:
         thread.start()
@@ -157,19 +150,17 @@ def gather(
 def test_hosts_that_are_well_find_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "SEND_SECONDS", 0.2)
     monkeypatch.setattr(network_checks, "GRACE_SECONDS", 60.0)
-    met = gather(3)
-    assert all(texts(m.findings, "problem") == [] for m in met.values())
-    told = " ".join(texts(met[0].findings, "ok"))
-    assert "6 of 6 connections" in told
-    assert "3 hosts, all with the same python, torch and laconic" in told
+    met = gather([0, 1, 2], 3)
+    assert all(texts(m.findings, "problem") == "" for m in met.values())
+    told = texts(met[0].findings, "ok")
+    assert "6 of 6 connections" in told and "3 hosts, all with the same" in told
     assert len({(p.source, p.target) for p in met[0].pairs if p.latency > 0}) == 6
     assert [(r.source, r.target) for r in met[0].rates if r.rate > 0] == [(0, 1), (1, 2), (2, 0)]
     seen = json.loads(json.dumps(met[0].numbers()))["outlook"]
     assert seen["rate"] == min(r.rate for r in met[0].rates)
     assert seen["round_trip"] == max(p.latency for p in met[0].pairs)
     assert f"auto() would choose {seen['recipe']}" in told
-    assert "outlook" not in met[1].numbers()
-    assert any(text.startswith("rank 0 reports") for text in texts(met[1].findings, "ok"))
+    assert "rank 0 reports" in texts(met[1].findings, "ok")
 
 
 def test_what_differs_between_hosts() -> None:
@@ -183,24 +174,23 @@ def test_what_differs_between_hosts() -> None:
         2: {"clock": lambda: time.time() + 7.5},
     }
     warning = Finding("warning", "machine", "1.0 GiB memory available", "add memory")
-    met = gather(3, options=options, own={1: [warning, Finding("ok", "machine", "2 cores")]})
-    problems = "\n".join(texts(met[0].findings, "problem"))
+    met = gather([0, 1, 2], 3, options=options, own={1: [warning]})
+    problems, warnings = (texts(met[0].findings, level) for level in ("problem", "warning"))
     assert "TLS is off on ranks 0, 2; TLS is on on rank 1" in problems
     assert f"torch differs: {ours['torch']} on ranks 0, 2; 2.6.0 on rank 1" in problems
     assert re.search(r"rank 1 \(.*cannot be reached at port .*by ranks (0, 2|2, 0)", problems)
-    warnings = "\n".join(texts(met[0].findings, "warning"))
     assert "python differs" in warnings and "3.10.1 on rank 1" in warnings
-    assert "the clock of rank 2 is 7.5 s ahead of rank 0's (±" in warnings
-    assert f"rank 1 ({socket.gethostname()}, 240.0.0.1): 1.0 GiB memory available" in warnings
+    assert "the clock of rank 2 is 7.5 s ahead of rank 0's" in warnings
+    assert re.search(r"rank 1 \(.*240.0.0.1\): 1.0 GiB memory available", warnings)
     assert "torch differs" in str(met[1].findings)
 
 
 def test_a_host_that_is_not_there_comes_twice_or_goes_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    met = gather(3, ranks=[0, 1, 1], timeout=3)
+    met = gather([0, 1, 1], 3, timeout=3)
     assert sum("already joined as rank 1" in str(m.findings) for m in met.values()) == 1
-    assert texts(met[0].findings, "problem") == ["rank 2 of 3 did not join within 3 s"]
+    assert texts(met[0].findings, "problem") == "rank 2 of 3 did not join within 3 s"
     monkeypatch.setattr(network_checks, "GRACE_SECONDS", 0.5)
     port, went = free_port(), []
     place = Rendezvous(0, 2, "127.0.0.1", port)
@@ -210,8 +200,7 @@ def test_a_host_that_is_not_there_comes_twice_or_goes_away(
     card = {"rank": 1, "host": "beta", "address": "127.0.0.1", "port": free_port(), "versions": {}}
     PrefixStore("laconic doctor", store).set("host/1", json.dumps(card))
     thread.join(200)
-    problems = texts(went[0].findings, "problem")
-    assert "rank 1 (beta, 127.0.0.1) stopped answering during the tests" in problems
+    assert "rank 1 (beta, 127.0.0.1) stopped answering" in texts(went[0].findings, "problem")
 
 
 def test_a_master_that_is_silent_absent_elsewhere_or_no_store(
@@ -235,26 +224,28 @@ def test_a_master_that_is_silent_absent_elsewhere_or_no_store(
     assert said(0, "192.0.2.77", 29500).startswith("192.0.2.77 is not an address of this host")
 
 
-def sent(
-    *names: str, trip: float = 0.08, lost: float | None = None, named: str = ""
-) -> NetworkReport:
+# -- given measurements ----
+
+
+def host(rank: int, **settings: str) -> probes.HostInfo:
+    return probes.HostInfo(rank, f"host{rank}", "127.0.0.1", 1, {}, settings)
+
+
+def sent(*names: str, trip: float = 0.08, lost: float | None = None) -> NetworkReport:
     """The report of a ring whose hosts used these congestion controls."""
-    world = len(names)
-    settings = {"LACONIC_CONGESTION": named}
-    return NetworkReport(
-        hosts=[probes.HostInfo(r, f"host{r}", "127.0.0.1", 1, {}, settings) for r in range(world)],
-        pairs=[probes.Pair(0, r, trip) for r in range(1, world)],
-        rates=[
-            probes.Rate(r, (r + 1) % world, 1e8, lost=lost and lost * (r + 1), congestion=name)
-            for r, name in enumerate(names)
-        ],
-    )
+    world = range(len(names))
+    rates = [
+        probes.Rate(r, (r + 1) % len(names), 1e8, lost=lost and lost * (r + 1), congestion=names[r])
+        for r in world
+    ]
+    hosts = [host(r, LACONIC_CONGESTION="") for r in world]
+    return NetworkReport([], hosts, [probes.Pair(0, r, trip) for r in world[1:]], rates)
 
 
-def test_rates_losses_and_congestion_control_of_given_measurements() -> None:
+def test_rates_losses_congestion_control_and_settings() -> None:
     rates = [probes.Rate(r, (r + 1) % 4, 1e9 if r != 2 else 1e8) for r in range(4)]
     (found,) = network_findings.rate_findings(NetworkReport(rates=rates))
-    assert found.level == "warning" and "100 Mbit/s (rank 2 to 3) or more; median 1" in found.text
+    assert found.level == "warning" and "100 Mbit/s (rank 2 to 3)" in found.text
     failed = NetworkReport(rates=[probes.Rate(0, 1, 0.0, "no answer")])
     (found,) = network_findings.rate_findings(failed)
     assert "sending from rank 0 to rank 1 failed: no answer" in found.text
@@ -271,19 +262,15 @@ def test_rates_losses_and_congestion_control_of_given_measurements() -> None:
         assert said in found.text
     assert network_findings.loss_findings(sent("", "")) == [], "the system does not report it"
 
+    def security(*secrets: str) -> list[Finding]:
+        tls = [{"TLS": "off" if s == "none" else "on", "secret": s} for s in secrets]
+        return network_findings.security_findings([host(r, **s) for r, s in enumerate(tls)])
 
-def test_hosts_with_other_settings_are_told_before_their_workers_refuse_each_other() -> None:
-    def found(*settings: dict[str, str]) -> list[Finding]:
-        return network_findings.security_findings(
-            [probes.HostInfo(r, f"host{r}", "127.0.0.1", 1, {}, s) for r, s in enumerate(settings)]
-        )
-
-    on, off = {"TLS": "on", "secret": "ab"}, {"TLS": "off", "secret": "none"}
-    assert [f.level for f in found(on, on) + found(off, off)] == ["ok", "ok"]
-    mixed, secret = found(on, off, off)
+    assert {f.level for f in security("ab", "ab") + security("none", "none")} == {"ok"}
+    mixed, secret = security("ab", "none", "none")
     assert mixed.level == secret.level == "problem" and mixed.remedy and secret.remedy
-    assert "TLS is on on rank 0; TLS is off on ranks 1, 2: workers refuse" in mixed.text
-    (secret,) = found(on, {**on, "secret": "cd"})
+    assert "TLS is on on rank 0; TLS is off on ranks 1, 2" in mixed.text
+    (secret,) = security("ab", "cd")
     assert "secret 1 on rank 0; secret 2 on rank 1" in secret.text and "ab" not in secret.text
 
 
@@ -293,33 +280,24 @@ def test_the_outlook_is_what_auto_and_advise_would_say(capsys: pytest.CaptureFix
     facts = facts_from(params=10_000_000, step_time=0.5, bandwidth=50e6, one_way=0.04, nodes=4)
     assert found.recipe == choose(Auto(), facts, None, {})[0] == advice_on(facts).recommendation
     assert found.ddp == predict(laconic.ddp(), facts).seconds > 10 * found.seconds
-    assert outlook.outlook(2, 100e9, 1e-5, Task(1_000_000, 1.0)).recipe == "ddp()"
     _, *arguments, whole = outlook.command(found).split()
     assert whole == "--all" and main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recommendation"] == found.recipe
     example, hint = (f.text for f in outlook.outlook_findings(found, stated=False))
-    assert example.startswith("for example, with 10,000,000 parameters") and found.recipe in example
+    assert "with 10,000,000 parameters" in example and found.recipe in example
     assert "--params and --step-time" in hint and outlook.command(found) in hint
 
 
-# -- the command ----
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_and_meets_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    found = [Finding("ok", "software", "all well"), Finding("warning", "machine", "hm", "mend it")]
-    monkeypatch.setattr(host_checks, "examine", lambda: list(found))
-
-
-def test_the_command_reports_and_meets_others(
-    alone: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    warning = Finding("warning", "machine", "hm", "mend it")
+    monkeypatch.setattr(host_checks, "examine", lambda: [warning])
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"machine\n +warning +hm\n +-> mend it\n", said)
-    assert said.endswith("0 problems, 1 warning, 1 ok\n")
+    assert re.search(r"warning +hm\n +-> mend it\n", said) and "0 problems, 1 warning" in said
     master = ["--master", f"127.0.0.1:{free_port()}", "--world", "2", "--timeout", "1"]
     assert main(["doctor", "--json", *master, "--rank", "0"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -329,24 +307,3 @@ def test_the_command_reports_and_meets_others(
     monkeypatch.setattr(host_checks, "examine", lambda: [bad])
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"findings": [asdict(bad)]}
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--master h:1 --rank 0", "--master, --rank and --world belong together"),
-        ("--master h --rank 0 --world 2", "--master must be HOST:PORT"),
-        ("--master h:0 --rank 0 --world 2", "a port from 1 to 65535"),
-        ("--master h:1 --rank 2 --world 2", "rank must be from 0 to world - 1"),
-        ("--timeout 0", "timeout must be"),
-        ("--params 1M", "--params and --step-time belong together"),
-        ("--params 1M --step-time 1s", "are for several hosts"),
-        ("--params many --step-time 1s", "not a count: 'many'"),
-    ],
-)
-def test_mistakes_are_one_line(
-    alone: None, capsys: pytest.CaptureFixture[str], options: str, said: str
-) -> None:
-    assert main(["doctor", *options.split()]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("laconic: ") and said in line

@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from benchmarks import stress
 
 from laconic.algorithms.parse import parse_recipe
 from laconic.cli import main
@@ -48,9 +47,7 @@ def law(recipe: str, steps: int, hosts: int) -> float:
     return rounds / steps * 2 * (hosts - 1) / hosts * padded
 
 
-def test_a_race_of_steps_counts_bytes_by_the_law_and_on_the_interface(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_race_of_steps_counts_bytes_by_the_law_and_on_the_interface(tmp_path: Path) -> None:
     hosts, steps = 3, 24
     recipes = ("ddp", "slowmo(local_sgd(4), period=12)", "sgp")
     options = ["--hosts", "3", "--steps", "24", "--bandwidth", "50mbit", "--workload", "digits"]
@@ -75,8 +72,6 @@ def test_a_race_of_steps_counts_bytes_by_the_law_and_on_the_interface(
             assert row.interface_bytes_per_step is not None
             ratio = row.interface_bytes_per_step / row.ledger_bytes_per_step
             assert 0.95 <= ratio <= 1.05 + 1500 / expected
-    said = " ".join(capsys.readouterr().out.split())
-    assert "3 hosts × 1 process, 50 Mbit/s" in said and "After 24 steps per recipe on" in said
 
 
 @with_namespaces
@@ -87,9 +82,8 @@ def test_a_race_goes_on_after_a_recipe_that_diverges(
     wild, own = "diloco(1, lr=1e30, momentum=0.0)", "slowmo(sign_pull(4, size=0.02), period=8)"
     options = ["--hosts", "2", "--steps", "16", "--repeat", "7,3", "--rules", str(RULES)]
     unlike = ["--bandwidth-host", "1=20mbit", "--slow-host", "0=1.5"]
-    race = compare(
-        tmp_path / "out", wild, own, *options, *unlike, "--workload", str(WORKLOAD), code=1
-    )
+    unlike += ["--workload", str(WORKLOAD)]
+    race = compare(tmp_path / "out", wild, own, *options, *unlike, code=1)
     said = " ".join(capsys.readouterr().out.split())
     rows = {(row.seed, row.recipe): row for row in race.rows}
     assert list(rows) == [(s, n) for s in (7, 3) for n in (NO_COMMUNICATION, wild, own)]
@@ -97,14 +91,11 @@ def test_a_race_goes_on_after_a_recipe_that_diverges(
     assert rows[7, own].status == rows[3, own].status == "ok"
     assert rows[7, own].loss != rows[3, own].loss
     assert race.settings["host_bandwidth"] == {"1": 20e6}
-    assert "host 1: 20 Mbit/s, host 0 computes 1.5 times as long" in said
     assert f"not counted: {wild} diverged" in said and "2 runs each, seeds 7, 3" in said
 
 
 @with_namespaces
-def test_other_libraries_and_quorums_beside_the_recipes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_libraries_and_quorums_beside_the_recipes(tmp_path: Path) -> None:
     """Those that are installed train as well as laconic's; the others say what to install."""
     options = ["--workload", str(WORKLOAD), "--hosts", "2", "--steps", "16"]
     peers = ["torch-ddp", "accelerate(4)", "torchft(4)"]
@@ -132,22 +123,14 @@ def test_other_libraries_and_quorums_beside_the_recipes(
 def test_an_interrupted_race_keeps_what_there_is(tmp_path: Path) -> None:
     recipes = ["local_sgd(4)", "--hosts", "2", "--bandwidth", "2mbit", "--steps", "100000"]
     command = ["compare", *recipes, "--workload", "digits", "--out", str(tmp_path)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "laconic", *command], stderr=subprocess.PIPE, text=True
-    ) as process:
+    argv = [sys.executable, "-m", "laconic", *command]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
         until(lambda: any("local_sgd" in line for line in of_launcher(process.pid)), 250)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=200)
     assert process.returncode == 130 and said.endswith("laconic: interrupted\n")
     assert "Traceback" not in said and not of_launcher(process.pid)
     assert [row.recipe for row in read(tmp_path).rows] == [NO_COMMUNICATION]
-
-
-@with_namespaces
-@pytest.mark.parametrize("way", stress.WAYS)
-def test_every_way_out_of_a_lab_leaves_nothing(way: str, tmp_path: Path) -> None:
-    """One of each; ``make stress`` does 200. Where its keeper was killed, ``clean`` ends it."""
-    assert stress.start_and_end(way, str(tmp_path)) == []
 
 
 @with_namespaces

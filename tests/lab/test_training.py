@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,6 +13,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.lab.race import rivals
 from laconic.lab.race.plan import Kind, Schedule, first_steps, kind_of, outermost, steps_within
 from laconic.lab.race.result import Rounds
 from laconic.lab.race.timeline import RecordedLink, Recorder
@@ -39,13 +39,9 @@ def test_a_workload_is_determined_by_worker_and_seed_and_learns(workload: Worklo
         return [torch.cat([t.flatten() for t in b]) for b in islice(
             workload.batches(worker, 4, seed), 3)]  # fmt: skip
 
-    def same(a: list[Tensor], b: list[Tensor]) -> bool:
-        return all(map(torch.equal, a, b))
-
-    assert same(batches(1, 7), batches(1, 7))
-    assert not same(batches(1, 7), batches(2, 7)) and not same(batches(1, 7), batches(1, 8))
-    with pytest.raises(ValueError, match="worker must be from 0 to"):
-        workload.batches(2, 2, 0)
+    one, again, worker, seed = (batches(*given) for given in ((1, 7), (1, 7), (2, 7), (1, 8)))
+    assert all(map(torch.equal, one, again))
+    assert not any(all(map(torch.equal, one, other)) for other in (worker, seed))
     assert len({len(inputs) for inputs, _ in workload.validation}) == 1
     torch.manual_seed(0)
     model = workload.model()
@@ -65,9 +61,8 @@ def test_a_workload_is_determined_by_worker_and_seed_and_learns(workload: Worklo
             assert bytes([*inputs[0].tolist(), int(targets[0, -1])]) in TEXT[: len(TEXT) * 9 // 10]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_digits_are_dealt_out_without_loss_or_overlap(workers: int) -> None:
-    digits = load("digits")
+def test_digits_are_dealt_out_without_loss_or_overlap() -> None:
+    digits, workers = load("digits"), 3
 
     def key(x: Tensor, y: Tensor) -> tuple[float, ...]:
         return (*x.tolist(), float(y))
@@ -75,12 +70,8 @@ def test_digits_are_dealt_out_without_loss_or_overlap(workers: int) -> None:
     seen: list[tuple[float, ...]] = []
     for worker in range(workers):
         share = len(range(worker, 1797 - 360, workers))
-        stream = (
-            key(x, y)
-            for batch in digits.batches(worker, workers, 0)
-            for x, y in zip(*batch, strict=True)
-        )
-        epoch = list(islice(stream, share))
+        stream = (zip(*batch, strict=True) for batch in digits.batches(worker, workers, 0))
+        epoch = list(islice((key(x, y) for batch in stream for x, y in batch), share))
         assert len(set(epoch)) == share  # each once before any comes again
         seen += epoch
     held_out = {key(x, y) for batch in digits.validation for x, y in zip(*batch, strict=True)}
@@ -93,8 +84,6 @@ def test_the_learning_rate_rises_then_falls_along_a_cosine() -> None:
     for step, factor in ((1, 0.1), (5, 0.5), (10, 1.0), (55, 0.6), (100, 0.2), (101, 0.2)):
         assert lr_factor(step, 100, schedule) == pytest.approx(factor)
     assert lr_factor(12.5, 50.0, schedule) == lr_factor(25, 100, schedule)
-    with pytest.raises(ValueError, match="must be positive"):
-        lr_factor(0, 10, schedule)
 
 
 # -- how long a race runs, against doing the sums step by step ----
@@ -108,13 +97,6 @@ RECIPES: dict[str, tuple[la.Recipe, Callable[[int], bool]]] = {
     "switch": (la.post_local_sgd(20, 8), lambda t: t <= 20 or t % 8 == 0),
 }
 """Recipes, and the steps after which each is at rest."""
-
-
-@functools.cache
-def costs_of(recipe: la.Recipe) -> dict[Kind, float]:
-    """Seconds that no two kinds share, and whose sums meet no round number."""
-    kinds = enumerate(first_steps(recipe))
-    return {kind: 0.0101 + 0.0307 * sum(kind) + 0.0013 * i for i, kind in kinds}
 
 
 def run(
@@ -137,7 +119,9 @@ def run(
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_race_runs_as_long_as_it_should(name: str) -> None:
     recipe, fresh = RECIPES[name]
-    costs = costs_of(recipe)
+    # seconds that no two kinds share, and whose sums meet no round number
+    kinds = enumerate(first_steps(recipe))
+    costs = {kind: 0.0101 + 0.0307 * sum(kind) + 0.0013 * i for i, kind in kinds}
     assert [outermost(recipe, t) for t in range(1, 200)] == [fresh(t) for t in range(1, 200)]
     clock = [*accumulate(costs[kind_of(recipe, step)] for step in range(1, 1000))]
     for seconds in (1.0, 3.3, 8.0):
@@ -222,3 +206,14 @@ def test_bytes_are_booked_to_the_round_that_sends_them(
         assert sent == dict.fromkeys(steps, payload)
         first_step = 8 * 2 + cost.gather(24, 3).bytes  # its call, and the ranks' fingerprints
         assert ledger - sum(sent.values()) == first_step
+
+
+def test_every_adapter_is_found_and_pinned() -> None:
+    """What a row says to install is what make peers installs."""
+    pinned = (rivals.ADAPTERS / "requirements.txt").read_text().splitlines()
+    assert not any(line.startswith("torch==") for line in pinned)
+    for name in ("accelerate", "fairscale", "torch-ddp", "torch-postlocal", "torchft"):
+        peer = rivals.find(name)
+        assert (peer.package in pinned or peer.package == "torch") and peer.rounds
+    (streaming,) = rivals.find("torchft(12, outer=True, fragments=2, delay=2)").rounds
+    assert [s for s in range(1, 25) if streaming.when(s)] == [4, 10, 16, 22], "when they send"
