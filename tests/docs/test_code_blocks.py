@@ -6,13 +6,9 @@ The tutorial and migration.md have tests of their own.
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import inspect
 import itertools
 import json
 import os
-import pkgutil
 import re
 import shlex
 import subprocess
@@ -32,10 +28,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import laconic
-from laconic import cli
 from laconic.algorithms.recipes import RECIPES
 from laconic.attach import attach, synchronizer_of
 from laconic.buckets import parameters
+from laconic.cli import COMMANDS, parsers
 from laconic.lab.emulation.cluster import Cluster
 
 from tests.support import gloo
@@ -57,23 +53,10 @@ def own(page: Path) -> bool:
     return not any(name in page.parts or name == page.stem for name in ELSEWHERE)
 
 
-def signatures() -> list[str]:
-    """The recipes' signatures, as pages write them; another test compares them."""
-    found = []
-    functions: list[Any] = [*RECIPES.values(), laconic.auto, laconic.muon]
-    for function in functions:
-        plain = [
-            p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()
-        ]
-        found.append(f"{function.__name__}{inspect.Signature(plain)}".replace("'", '"'))
-    return found
-
-
 def is_signature(code: str) -> bool:
-    rest = " ".join(code.split())
-    for each in sorted(signatures(), key=len, reverse=True):
-        rest = rest.replace(each, "").strip()
-    return not rest
+    """Whether it is of a recipe, as pages show them; another test compares them."""
+    name = code.partition("(")[0]
+    return name in RECIPES or name in ("auto", "muon")
 
 
 CODE = {page.relative_to(ROOT).as_posix(): blocks(page, "python") for page in PAGES if own(page)}
@@ -81,10 +64,6 @@ CODE = {page: found for page, found in CODE.items() if found}
 
 
 # -- what the reader brings ----
-
-
-def small() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 class Batch(NamedTuple):
@@ -104,7 +83,7 @@ def brought(rank: int) -> dict[str, Any]:
     names |= {name: getattr(laconic, name) for name in laconic.__all__}
     names |= {name: getattr(laconic.updates, name) for name in laconic.updates.__all__}
     names |= {name: getattr(laconic.exchanges, name) for name in laconic.exchanges.__all__}
-    model = small()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data = [(each.x[0], each.y[0]) for each in (batch() for _ in range(64))]
 
@@ -119,32 +98,17 @@ def brought(rank: int) -> dict[str, Any]:
             one.step()
 
     names |= {
-        "model": model,
-        "optimizer": optimizer,
-        "criterion": nn.MSELoss(),
-        "loader": [batch() for _ in range(8)],
-        "batches": [batch() for _ in range(4)],
-        "dataset": data,
-        "data": data,
-        "validate": lambda model: model(torch.randn(2, 4)),
-        "recipe": laconic.local_sgd(2),
+        "model": model, "optimizer": optimizer, "criterion": nn.MSELoss(), "rank": rank,
+        "loader": [batch() for _ in range(8)], "batches": [batch() for _ in range(4)],
+        "dataset": data, "data": data, "validate": lambda model: model(torch.randn(2, 4)),
+        "recipe": laconic.local_sgd(2), "sampler": laconic.ElasticSampler(data, seed=1),
         "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
-        "sampler": laconic.ElasticSampler(data, seed=1),
-        "elastic": laconic.Elastic(others={}),
-        "steps": 8,
-        "rank": rank,
+        "elastic": laconic.Elastic(others={}), "steps": 8, "end": 8, "path": "checkpoint",
         "time": SimpleNamespace(monotonic=itertools.count().__next__),  # the same on each worker
-        "end": 8,
-        "step_fn": step,
-        "path": "checkpoint",
-        "parameters": parameters,
-        "forward": forward,
-        "take_step": step,
-        "DataLoader": DataLoader,
-        "dataclass": dataclass,
-        "AveragedModel": AveragedModel,
+        "step_fn": step, "take_step": step, "forward": forward, "parameters": parameters,
+        "DataLoader": DataLoader, "dataclass": dataclass, "AveragedModel": AveragedModel,
         "get_ema_multi_avg_fn": get_ema_multi_avg_fn,
-    }
+    }  # fmt: skip
     return names
 
 
@@ -272,12 +236,7 @@ def shard(rank: int, page: str, code: str, more: list[str], where: str) -> list[
 
     os.chdir(where)
     names = brought(rank)
-    names |= {
-        "dcp": dcp,
-        "fully_shard": fully_shard,
-        "init_device_mesh": init_device_mesh,
-        "rank": rank,
-    }
+    names |= {"dcp": dcp, "fully_shard": fully_shard, "init_device_mesh": init_device_mesh}
     execute(page, code, names)
     names["take_step"]()
     exported: list[str] = []
@@ -294,7 +253,7 @@ def test_a_block_for_sharded_models_runs(
     more = [c for c in CODE[page] if "fully_shard" not in c and any(n in c for n in SHARDED)]
     first, *_ = pool.run(shard, page, code, more, str(tmp_path), ranks=4)
     if more:
-        assert [*small().state_dict()] == first[:-1] and first[-1] == "model"
+        assert first == ["0.weight", "0.bias", "2.weight", "2.bias", "model"]
         assert (tmp_path / "model.pt").is_file() or (tmp_path / "model").is_dir()
 
 
@@ -381,18 +340,10 @@ def test_a_block_for_trainers_runs(before: str, code: str, tmp_path: Path) -> No
 # -- what blocks must be ----
 
 
-def test_python_stands_in_fences_and_the_examples_of_compare_in_their_files() -> None:
-    """So that the tests above find it."""
-    code = re.compile(r"^ +(import|from) \w+|^ +[\w, ]*= ?laconic\.", re.MULTILINE)
-    for page in filter(own, PAGES):
-        for block in INDENTED.findall(BLOCK.sub("", page.read_text())):
-            assert not code.search(block), f"{page}: {block}"
+def test_the_examples_of_compare_stand_in_their_files() -> None:
     files = [(ROOT / f"examples/my_{name}.py").read_text() for name in ("workload", "rules")]
     for part in (part for code in CODE["docs/compare.md"] for part in code.split("\n\n\n")):
         assert part.strip() in "".join(files)
-
-
-# -- two pages that print what they show ----
 
 
 def test_the_plan_in_steps_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,52 +352,29 @@ def test_the_plan_in_steps_runs(capsys: pytest.CaptureFixture[str]) -> None:
     calm, rough, one = capsys.readouterr().out.splitlines()
     assert calm.startswith("0 kills") and "None" not in calm
     assert int(rough.split()[0]) == rough.count("None") > 2
-    losses = one.partition("[")[2].rstrip("]").split(", ")
-    assert [loss == "None" for loss in losses] == [False, False, True, False, False]
-    assert len({*losses}) == 2, "the workers that are left end with one model"
+    assert one.count("None") == 1
 
 
 OWN = ROOT / "docs" / "own_algorithm.md"
 LINE = re.compile(r"^ *loss (\d\.\d+), (\d+\.\d+) MB sent by each worker$", re.MULTILINE)
 
 
-def run_own(*parts: str) -> dict[str, Any]:
-    names: dict[str, Any] = {"__name__": "page"}
-    for part in parts:
-        exec(compile(part, OWN.name, "exec", dont_inherit=True), names)
-    return names
-
-
 @pytest.mark.slow
 def test_the_page_on_an_algorithm_of_ones_own_prints_what_it_shows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run_own(*blocks(OWN, "python"))
+    names: dict[str, Any] = {"__name__": "page"}
+    update, check, *more = blocks(OWN, "python")
+    wrong = update.replace('state["e"].copy_(d - q)', 'state["e"].copy_(q)')
+    with pytest.raises(AssertionError):  # the page's check notices a wrong line
+        exec(compile(wrong + check, OWN.name, "exec", dont_inherit=True), dict(names))
+    for code in (update, check, *more):
+        exec(compile(code, OWN.name, "exec", dont_inherit=True), names)
     printed, shown = LINE.findall(capsys.readouterr().out), LINE.findall(OWN.read_text())
     assert len(printed) == 6
     for (loss, sent), (expected, megabytes) in zip(printed, shown, strict=True):
         assert float(loss) == pytest.approx(float(expected), rel=0.1)  # processors differ
         assert sent == megabytes
-
-
-@pytest.mark.parametrize(
-    ("line", "wrong"),
-    [
-        ("", ""),
-        ('state["a"] - x + state["e"]', 'state["a"] - x'),
-        ('state["e"].copy_(d - q)', 'state["e"].copy_(q)'),
-        ('state["a"].sub_(received)', 'state["a"].add_(received)'),
-        ("d.bfloat16()", "d.half()"),
-    ],
-)
-def test_that_pages_check_finds_a_wrong_line(line: str, wrong: str) -> None:
-    update, check, *_ = blocks(OWN, "python")
-    if not line:
-        run_own(update, check)
-        return
-    assert update.count(line) == 1
-    with pytest.raises(AssertionError):
-        run_own(update.replace(line, wrong), check)
 
 
 # -- commands ----
@@ -461,45 +389,28 @@ def commands(page: Path) -> Iterator[str]:
         yield line.partition(" #")[0].strip().removeprefix("$ ").removeprefix("nice -n 19 ")
 
 
-COMMANDS = sorted(
+LINES = sorted(
     {(page.stem, line) for page in PAGES if "tutorial" not in page.parts for line in commands(page)}
-)
-LACONIC = [(page, line) for page, line in COMMANDS if re.match(r"laconic \w", line)]
-OTHER = [(page, line) for page, line in COMMANDS if re.match(r"make \w|(torchrun|python) ", line)]
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line's, without running anything."""
-    top = argparse.ArgumentParser(prog="laconic")
-    added = top.add_subparsers(dest="command_name")
-    for name in NAMES:
-        importlib.import_module(f"{cli.__name__}.{name}").add(added)
-    return top
-
-
-NAMES = sorted(
-    module.name
-    for module in pkgutil.iter_modules(cli.__path__)
-    if "add_parser" in inspect.getsource(importlib.import_module(f"{cli.__name__}.{module.name}"))
 )
 
 
 def test_every_command_of_a_page_is_one_with_these_options() -> None:
-    known = parser()
-    assert len(LACONIC) > 20
-    for page, line in LACONIC:
+    lines = [each for each in LINES if re.match(r"laconic \w", each[1])]
+    assert len(lines) > 20
+    for page, line in lines:
         words = shlex.split(line.removesuffix(" &").partition(" -- ")[0])[1:]
+        known, _ = parsers(COMMANDS)  # each anew: options are given once
         try:
             known.parse_args(["0" if word in ("R", "PID") else word for word in words])
         except SystemExit:
             raise AssertionError(f"{page}: {line}") from None
     text = (ROOT / "docs" / "cli.md").read_text()
-    assert sorted(re.findall(r"^<!-- help: (\w+) -->$", text, re.MULTILINE)) == NAMES
+    assert {*re.findall(r"^<!-- help: (\w+) -->$", text, re.MULTILINE)} == {*COMMANDS}
 
 
 def test_every_program_of_a_page_exists() -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for page, line in OTHER:
+    for page, line in LINES:
         if line.startswith("make "):
             for target in re.findall(r"(?<= )[a-z][\w-]*(?= |$)", line.partition('"')[0]):
                 assert target in targets, f"{page}: {line}"
