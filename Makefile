@@ -115,7 +115,7 @@ look: $(READY)            ## pictures of the demo's report, with Chromium
 	$(BIN)/python -m tests.look
 
 look-docs: docs           ## search and pictures of the docs site, with Chromium
-	$(BIN)/python -m tests.look_docs
+	$(BIN)/python -m tests.look docs
 
 docs: $(DOCS)             ## build the docs site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict

@@ -1,10 +1,12 @@
-"""Look at a report in headless Chromium: pictures of it for both themes, on a desk and on a phone,
-folded and with all details open, and how it prints.
+"""Look at a report, or at the docs site, in headless Chromium: pictures for both themes, on a desk
+and on a phone; of a report also with all details open, and how it prints.
 
     python -m tests.look [DIR/report.html [WHERE]]
+    python -m tests.look docs [WHERE]                  after make docs
 
-Fails where there is no Chromium, where the page's script says anything on the console, or where a
-chart stays empty. Not part of `make test`, which needs no browser.
+Fails where there is no Chromium, where a page's script says anything on the console, where a chart
+stays empty, or where the site's search, from files, finds nothing. Not part of `make test`, which
+needs no browser.
 """
 
 from __future__ import annotations
@@ -22,55 +24,55 @@ QUIET = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--hide-scrollbars", "--virtual-time-budget=2000", "--enable-logging=stderr", "--v=0",
 )  # fmt: skip
-SIZES = {  # a window cannot be narrower than 500
-    "desk": ("", 1280, 1500),
-    "desk-open": ("#all", 1280, 3600),
-    "phone": ("", 500, 1900),
-    "phone-open": ("#all", 500, 5600),
-}
-THEMES = {"dark": 0, "light": 1}
+SITE = Path(__file__).parents[1] / "build" / "site"
+PAGES = ("index", "quickstart", "choose", "spot", "algorithms/streaming_diloco", "api/attach")
 
 
-def chromium(browser: str, *options: str) -> str:
+def chromium(*options: str) -> str:
     """What it prints; fails if the page's script complains."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        sys.exit(f"none of {', '.join(BROWSERS)} is installed")
     with tempfile.TemporaryDirectory() as profile:
-        ended = subprocess.run(
-            [browser, *QUIET, f"--user-data-dir={profile}", *options],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
+        argv = [browser, *QUIET, f"--user-data-dir={profile}", *options]
+        ended = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
     said = [line for line in ended.stderr.splitlines() if "CONSOLE" in line]
     assert not said, said
     return ended.stdout
 
 
+def pictures(page: Path, where: Path, name: str, anchor: str, desk: int, phone: int) -> None:
+    """Of these heights; a window cannot be narrower than 500."""
+    for size in (f"1280,{desk}", f"500,{phone}"):
+        for theme, number in {"dark": 0, "light": 1}.items():
+            picture = where / f"{name}-{size.partition(',')[0]}-{theme}.png"
+            options = (f"--window-size={size}", f"--screenshot={picture}")
+            scheme = f"--blink-settings=preferredColorScheme={number}"
+            chromium(*options, scheme, page.as_uri() + anchor)
+            print(picture)
+
+
 def main() -> None:
-    arguments = sys.argv[1:]
-    page = Path(arguments[0] if arguments else "laconic-demo/report.html").resolve()
-    where = Path(arguments[1]).resolve() if len(arguments) > 1 else page.parent
+    what = sys.argv[1] if len(sys.argv) > 1 else "laconic-demo/report.html"
+    page = SITE / "algorithms" / "ddp.html" if what == "docs" else Path(what).resolve()
+    if not page.exists():
+        sys.exit(f"no {page}")
+    where = SITE.parent / "look" if what == "docs" else page.parent
+    where = Path(sys.argv[2]).resolve() if len(sys.argv) > 2 else where
     where.mkdir(parents=True, exist_ok=True)
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None or not page.exists():
-        sys.exit(f"no {page}" if browser else f"none of {', '.join(BROWSERS)} is installed")
-    drawn = chromium(browser, "--dump-dom", f"{page.as_uri()}#all")
+    if what == "docs":
+        found = chromium("--dump-dom", f"{page.as_uri()}?q=anchor")
+        assert re.search(r"\d+ matching documents", found), "the search, from files, finds nothing"
+        for name in PAGES:
+            pictures(SITE / f"{name}.html", where, name.replace("/", "_"), "", 1600, 1600)
+        return
+    drawn = chromium("--dump-dom", f"{page.as_uri()}#all")
     for chart in re.findall(r'<svg class="chart".*?</svg>', drawn, re.DOTALL):
         assert "<path" in chart, f"an empty chart: {chart[:300]}"
     printed = where / "report.pdf"
-    chromium(browser, "--no-pdf-header-footer", f"--print-to-pdf={printed}", page.as_uri())
-    print(printed)
-    for size, (anchor, width, height) in SIZES.items():
-        for theme, number in THEMES.items():
-            picture = where / f"report-{size}-{theme}.png"
-            chromium(
-                browser,
-                f"--window-size={width},{height}",
-                f"--blink-settings=preferredColorScheme={number}",
-                f"--screenshot={picture}",
-                page.as_uri() + anchor,
-            )
-            print(picture)
+    chromium("--no-pdf-header-footer", f"--print-to-pdf={printed}", page.as_uri())
+    pictures(page, where, "report", "", 1500, 1900)
+    pictures(page, where, "report-open", "#all", 3600, 5600)
 
 
 if __name__ == "__main__":

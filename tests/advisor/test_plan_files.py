@@ -76,8 +76,6 @@ def test_a_change_that_helps_helps() -> None:
     whats = [change.what for change in made.changes]
     assert "uplinks twice as fast" in whats and "instead" in whats[0]
     assert made.changes[0].free and all(change.gain >= 0.05 for change in made.changes)
-    moneys = [round(change.money, 6) for change in made.changes]
-    assert moneys == sorted(moneys)
     fast = replace(cluster, sites=tuple(replace(s, uplink=2e8) for s in sites))
     faster = plan(fast, ["ddp()"], steps=200, seeds=1, changes=False).best.seconds.median
     gain = next(c.gain for c in made.changes if c.what == "uplinks twice as fast")
@@ -123,7 +121,6 @@ def test_the_law_agrees_with_what_the_paper_trained_and_has_a_domain() -> None:
         *((text, 10**9, 4, 20, "") for text in (
             "local_sgd(30)", "streaming_diloco(30)", "diloco(30, codec='int4')",
             "diloco(30, quorum=3)", "ddp(codec='int4')", "diloco(30, outer='muon')",
-            "diloco(30, delay=4)", "power_sgd(2)",
         )),
     ]  # fmt: skip
     for text, size, workers, ratio, why in outside:

@@ -26,12 +26,9 @@ PUBLIC = {
     if name != "Recipe" and not inspect.ismodule(value := getattr(laconic, name))
 }
 METHODS = {
-    f"{owner.__name__}.{name}": getattr(owner, name)
-    for owner, name in (
-        (laconic.Faults, "random"),
-        (laconic.Synchronizer, "consensus"),
-        (laconic.Synchronizer, "finish"),
-    )
+    "Faults.random": laconic.Faults.random,
+    "Synchronizer.consensus": laconic.Synchronizer.consensus,
+    "Synchronizer.finish": laconic.Synchronizer.finish,
 }
 
 WITHOUT_ARGUMENTS = (

@@ -257,35 +257,15 @@ def test_a_block_for_sharded_models_runs(
         assert (tmp_path / "model.pt").is_file() or (tmp_path / "model").is_dir()
 
 
-TRAINERS = {
-    "LaconicTrainer(": """
-from transformers import TrainingArguments
-class Model(torch.nn.Linear):
-    def forward(self, x, labels):
-        return {"loss": (super().forward(x) - labels).square().mean()}
-model = Model(4, 1)
-data = [{"x": torch.randn(4), "labels": torch.zeros(1)} for _ in range(16)]
-arguments = TrainingArguments(
-    "out", max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
-)
-""",
-    "LaconicMixin": """
-from transformers import Trainer as SFTTrainer
-from laconic.integrations.transformers import LaconicMixin
-""",
-    "accelerator.prepare": """
+BEFORE = """
+import torch
+import laconic
 from accelerate import Accelerator
-accelerator = Accelerator(cpu=True)
-loader = torch.utils.data.DataLoader([torch.randn(4) for _ in range(8)], batch_size=4)
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-def take_step():
-    optimizer.zero_grad()
-    accelerator.backward(model(torch.randn(4, 4)).square().mean())
-    optimizer.step()
-""",
-    "LaconicStrategy(": """
+from laconic.integrations.transformers import LaconicMixin
 from lightning import LightningModule, Trainer
-class Model(LightningModule):
+from transformers import Trainer as SFTTrainer, TrainingArguments
+
+class Lightning(LightningModule):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
@@ -293,47 +273,47 @@ class Model(LightningModule):
         return self.layer(batch).square().mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-model = Model()
-data = torch.utils.data.DataLoader([torch.randn(4) for _ in range(8)], batch_size=4)
-""",
-    "prepare_model": """
-laconic.init()
-prepare_model = lambda model, parallel_strategy: model  # Ray's own is for its workers
-""",
-}
-"""What a block of trainers.md is told from, and what stands before it in its program."""
-BEFORE = """
-import torch
-import laconic
-model = torch.nn.Linear(4, 1)
+
+class Model(torch.nn.Linear):
+    def forward(self, x, labels=None):
+        y = super().forward(x)
+        return y if labels is None else {"loss": (y - labels).square().mean()}
+
+def take_step():
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.randn(4, 4)).square().mean())
+    optimizer.step()
+
+model = Lightning() if LIGHTNING else Model(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+data = [{"x": torch.randn(4), "labels": torch.zeros(1)} for _ in range(16)]
+loader = torch.utils.data.DataLoader([torch.randn(4) for _ in range(8)], batch_size=4)
+data = loader if LIGHTNING else data
+arguments = TrainingArguments(
+    "out", max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+)
+accelerator = ACCELERATE and Accelerator(cpu=True)
+prepare_model = lambda model, parallel_strategy: model  # Ray's own is for its workers
+if RAY:
+    laconic.init()
 """
+MARKS = {"RAY": "prepare_model", "LIGHTNING": "LaconicStrategy(", "ACCELERATE": "accelerator."}
 LARGE = (
     'accelerator="gpu", devices=8, num_nodes=4',
     'accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False',
 )
-FOR_TRAINERS = [
-    (before, code)
-    for mark, before in TRAINERS.items()
-    for code in CODE["docs/trainers.md"]
-    if mark in code
-]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "code"), FOR_TRAINERS, ids=TRAINERS)
-def test_a_block_for_trainers_runs(before: str, code: str, tmp_path: Path) -> None:
-    assert [code for _, code in FOR_TRAINERS] == CODE["docs/trainers.md"], "each has a program"
-    program = tmp_path / "page.py"
-    program.write_text(BEFORE + before + runnable(code).replace(*LARGE))
+@pytest.mark.parametrize("code", CODE["docs/trainers.md"])
+def test_a_block_for_trainers_runs(code: str, tmp_path: Path) -> None:
+    kind = "".join(f"{name} = {mark in code}\n" for name, mark in MARKS.items())
+    (tmp_path / "page.py").write_text(kind + BEFORE + runnable(code).replace(*LARGE))
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", str(program)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "page.py"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
 
 

@@ -114,11 +114,10 @@ def test_a_kill_is_watched_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     for host in range(4):
         say(host, "begin", 11.0, workers=4, bytes=10**7)
     watch.happened(Happened(25.0, "host2", KILLED, 100.0))
-    common = {"step": 99, "workers": 3, "loss": 3.0}
-    say(0, "step", 100.05, **common, round=True)  # begun before
-    say(0, "view", 100.1, step=99, workers=3)
-    say(0, "step", 100.2, **common, round=False)
-    say(0, "step", 100.4, **common, round=True)
+    for at, closed in ((100.05, True), (100.2, False), (100.4, True)):  # the first was begun before
+        say(0, "step", at, step=99, workers=3, loss=3.0, round=closed)
+        if at == 100.05:
+            say(0, "view", 100.1, step=99, workers=3)
     say(2, "attach", 106.0)
     say(2, "begin", 108.0, workers=4, bytes=20_800_000)
     for host in range(4):

@@ -4,19 +4,19 @@ the files, and ``laconic report``."""
 from __future__ import annotations
 
 import csv
+import html
 import json
 import math
 import re
 import webbrowser
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from laconic.cli import main
 from laconic.lab.race import report
-from laconic.lab.race.result import NO_COMMUNICATION, Result, Rounds, Row
+from laconic.lab.race.result import NO_COMMUNICATION, Result, Rounds, Row, Span
 
 from tests.support.races import DDP, DIVERGED, FAILED, FULL, LOCAL, SILENT, rendered, result, row
 
@@ -37,8 +37,6 @@ def test_losses_are_compared_where_the_first_row_ended() -> None:
     }
     times = report.equal_time(FULL)  # half a second late: counted with what it ended with
     assert times == {NO_COMMUNICATION: 2.9, "ddp()": 2.45, "local_sgd(12)": 2.01}
-    late = row("late()", (0, 0, 5.5), (10, 20, 3.0), (20, 40, 2.0))
-    assert report.equal_time(result(DDP, late))["late()"] == pytest.approx(2.5)
     # the row without communication does not hold back a race over steps
     silent = row(NO_COMMUNICATION, (0, 0, 5.5), (100, 5, 3.0))
     slow = row("ddp()", (0, 0, 5.5), (100, 50, 2.0))
@@ -105,19 +103,9 @@ VERDICTS: dict[str, tuple[Result, list[str]]] = {
     "a tie": (
         result(LOCAL, replace(LOCAL, recipe="twin()")), ["local_sgd(12) and twin() are tied at"]
     ),
-    "one recipe": (result(LOCAL, FAILED), ["local_sgd(12) reached a val", "no other recipe fini"]),
-    "none": (result(SILENT, FAILED), ["No recipe finished on this 100 Mbit/s network"]),
     "less than the spread": (
         result(*runs("ddp()", 2.3, 2.4), *runs("local_sgd(12)", 2.3, 2.5)),
         ["ddp() and local_sgd(12) are tied at a validation loss of 2.35", "means of 2 runs"],
-    ),
-    "more than the spread": (
-        result(*runs("ddp()", 2.3, 2.4), *runs("local_sgd(12)", 2.8, 2.9)),
-        ["ddp() reached the lowest validation loss (2.35)"],
-    ),
-    "a run of two that diverged": (
-        result(DDP, LOCAL, *runs("wild", 1.0), row("wild", status="diverged", seed=1)),
-        ["local_sgd(12) reached the lowest", "not counted: wild diverged"],
     ),
 }  # fmt: skip
 
@@ -149,15 +137,11 @@ def test_the_table_shows_figures_notes_networks_peers_and_spreads() -> None:
         "torch-ddp", (0, 0, 5.0), (100, 30, 2.0), peer=True, interface_bytes_per_step=3.21e6,
         ledger_bytes_per_step=math.nan, waiting=math.nan, notes=("a [red] note",),
     )  # fmt: skip
-    network = {"latency": 0.08, "host_latency": {"2": 0.2}, "loss": 0.001, "jitter": 0.01}
-    race = result(SILENT, *runs("ddp()", 2.3, 2.5), peer, network="throttled", **network)
-    text = rendered(race)
+    text = rendered(result(SILENT, *runs("ddp()", 2.3, 2.5), peer, latency=0.08, loss=0.001))
     assert re.search(r"^torch-ddp‡ .*\b3\.21 +– *$", text, re.MULTILINE)
     assert "torch-ddp: a [red] note" in text, "markup is text"
     assert re.search(r"^ddp\(\) .*\b2\.40\b", text, re.MULTILINE) and "±0.14" in text
-    words = " ".join(text.split())
-    assert "80 ms latency, host 2: 200 ms latency, 10 ms jitter, 0.1% loss" in words
-    assert "throttled link: this system does not allow network namespaces" in words
+    assert "80 ms latency, 0.1% loss" in " ".join(text.split())
 
 
 FLAT = row("flat()", (0, 0, 2.0), (1, 1, 2.0)), row("x()", (0, 0, 1e9), (9, 9, 0.01))
@@ -175,61 +159,30 @@ def test_any_result_has_a_report(rows: tuple[Row, ...], tmp_path: Path) -> None:
 
 # -- the page ----
 
-VOID = {"meta", "link", "br", "img", "input", "hr"}
-
-
-class Parsed(HTMLParser):
-    """What a browser would see: the texts by tag, and attributes; tags must match."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.texts: dict[str, list[str]] = {}
-        self.attributes: list[tuple[str, str]] = []
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-        self.attributes += [(key, value or "") for key, value in attrs]
-        self.texts.setdefault(tag, []).append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open:
-            self.texts[self.open[-1]][-1] += data
-
 
 def test_the_page_says_what_the_terminal_says_and_needs_nothing_else() -> None:
-    spans = ((0.0, 0.4, "compute"), (0.4, 1.0, "wait"), (0.41, 0.93, "send"))
     odd = row("</script><b>&{{data}}</b>", (0, 0, 3.0), (9, 9, 2.0), notes=("<i>a note</i>",))
-    recorded = replace(DDP, timeline=(spans, spans), rounds=(Rounds(1, 75, 1, 2_000_000),))  # type: ignore[arg-type]
+    spans: tuple[Span, ...] = ((0.0, 0.4, "compute"), (0.4, 1.0, "wait"))
+    recorded = replace(DDP, timeline=(spans, spans), rounds=(Rounds(1, 75, 1, 2_000_000),))
     race = result(SILENT, recorded, LOCAL, FAILED, odd, row("mine(3)"))
     race = replace(race, command="laconic compare '<script>'")
-    html = report.write(race, Path("out"))[0].read_text()
-    seen = Parsed(html)
-    (data,) = (json.loads(t) for t in seen.texts["script"] if t.strip().startswith("{"))
+    page = report.write(race, Path("out"))[0].read_text()
+    (embedded,) = re.findall(r'<script[^>]* id="data"[^>]*>(.*?)</script>', page, re.S)
+    data = json.loads(embedded, parse_constant=pytest.fail)
     assert data["result"] == json.loads(race.to_json())
     for curve, run in zip(data["curves"], race.rows, strict=True):
-        assert curve["name"] == run.recipe
-        assert [p[:4] for p in curve["points"]] == [
-            [p.step, p.seconds, p.megabytes, p.loss] for p in run.curve
-        ]
-    assert " ".join(seen.texts["p"][:2]) == report.verdict(race)
-    assert seen.texts["pre"] == ["laconic compare '<script>'"]
+        points = [[p.step, p.seconds, p.megabytes, p.loss] for p in run.curve]
+        assert (curve["name"], [p[:4] for p in curve["points"]]) == (run.recipe, points)
+    text = html.unescape(re.sub("<[^>]*>", " ", page))
+    assert report.verdict(race) in " ".join(text.split())
     # names are text and never markup
-    assert "b" not in seen.texts and html.count("</script>") == 2
-    assert "</script><b>&{{data}}</b>: <i>a note</i>" in seen.texts["p"]
+    assert "<b>" not in page and "<i>" not in page and page.count("</script>") == 2
+    assert "laconic compare '<script>'" in text and "&{{data}}</b>: <i>a note</i>" in text
     # nothing from elsewhere, and every place that the script fills is there
-    for key, value in seen.attributes:
-        assert key not in ("src", "action", "srcset") and (key != "href" or value == "data:,")
-    assert {*re.findall(r"\w+://[^\s\"')]+", html)} == {"http://www.w3.org/2000/svg"}
-    assert "@import" not in html and "fetch(" not in html
-    ids = {value for key, value in seen.attributes if key == "id"}
-    assert {*re.findall(r'byId\("([\w-]+)"\)', html)} <= ids
+    assert not re.search(r'<[^>]* (src|action|srcset)=|href="(?!data:,)|@import|fetch\(', page)
+    assert {*re.findall(r"\w+://[^\s\"')]+", page)} == {"http://www.w3.org/2000/svg"}
+    ids = {*re.findall(r' id="([\w-]+)"', page)}
+    assert {*re.findall(r'byId\("([\w-]+)"\)', page)} <= ids
 
 
 # -- the command ----
