@@ -174,18 +174,6 @@ def test_what_may_follow(words: str, found: str) -> None:
     assert [line.partition("\t")[0] for line in given] == found.split()
 
 
-def test_commands_and_options_are_offered_with_their_help_and_once() -> None:
-    lines = [line.split("\t") for line in candidates([""])]
-    assert {name: text for name, text in lines if not name.startswith("-")} == {
-        name: command.help for name, command in COMMANDS.items()
-    }
-    for name in COMMANDS:
-        found = [line.split("\t") for line in candidates([name, "-"])]
-        assert all(text and "%(" not in text and "%%" not in text for _, text in found)
-    again = [line.partition("\t")[0] for line in candidates(["compare", "--hosts=3", "--"])]
-    assert "--hosts" not in again and "--peer" in again
-
-
 @pytest.mark.slow
 def test_the_script_of_a_shell_completes(tmp_path: Path) -> None:
     command = tmp_path / "laconic"
