@@ -93,20 +93,6 @@ def test_as_many_bytes_are_predicted_as_are_sent(kind: str) -> None:
     assert more == pytest.approx(0.1 * messages, rel=1e-3)
 
 
-def test_messages_of_buffers_take_time_behind_those_in_flight() -> None:
-    """80 ms for the model, of two messages with 1 ms each; with 10 MB of buffers, whose digests
-    travel first, 80 ms more."""
-    facts = Facts(2, ((2_500_000,),), 4, 0.1, 1e9, 1e-3)
-    large = replace(facts, buffers=(10**7,), changing=10**7)
-
-    def more(recipe: la.Recipe) -> float:
-        return predict(recipe, large).exposed - predict(recipe, facts).exposed
-
-    assert more(la.local_sgd(4)) == pytest.approx(0.084 / 4, rel=1e-3)
-    assert more(la.local_sgd(4, delay=1)) == pytest.approx((0.082 + 0.084 - 0.1) / 4, rel=1e-3)
-    assert more(la.local_sgd(4, delay=2)) == more(la.ddp()) == 0
-
-
 def test_auto_and_the_command_count_what_a_run_sends(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = (4 * FEATURES,) * 2
     modes: dict[Mode, tuple[int, ...]] = {"average": numbers, "keep": ()}

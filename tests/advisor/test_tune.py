@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,21 +148,6 @@ def test_a_run_is_the_same_every_time_and_depends_on_lr_and_seeds() -> None:
         for seeds in ((1,), (0, 1))
     )
     assert one != first.loss and both == pytest.approx((first.loss + one) / 2, rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.hosts
-def test_emulated_hosts_train_as_simulated_workers_do() -> None:
-    here = task(Length("steps", 24))
-    hosts = replace(here, emulated=True, race=replace(here.race, hosts=2, per_host=1))
-    told: list[tuple[int, int]] = []
-    real = hosts.run("local_sgd(3)", 2.0, lambda step, steps, _: told.append((step, steps)))
-    assert real.loss == pytest.approx(here.run("local_sgd(3)", 2.0, lambda *_: None).loss, rel=1e-4)
-    assert told == [(step, 24) for step in range(3, 25, 3)]
-    lost = replace(hosts, length=Length("steps", 16)).run(
-        "local_sgd(2, codec='int4')", 1e30, lambda *_: None
-    )
-    assert lost.loss == math.inf
 
 
 # -- the command ----

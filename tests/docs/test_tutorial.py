@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import jupytext  # type: ignore[import-untyped]
-import nbformat
 import pytest
 
 from tutorial import __main__ as command
-from tutorial import checks, notebooks, pages
+from tutorial import checks, pages
 from tutorial.checks import CHECKS, verdict
 
 ROOT = Path(__file__).parents[2]
@@ -68,22 +67,6 @@ def test_a_page_has_the_chapters_prose_code_and_source(chapter: Path) -> None:
         assert pages.run(cell, names).rstrip() in page
     if "folder" in names:  # a chapter's temporary directory, which its last cell removes
         names["folder"].cleanup()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_notebook_is_valid_and_one_with_changes_is_kept(
-    number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written = nbformat.read(notebooks.write(number, tmp_path), as_version=4)
-    nbformat.validate(written)
-    solutions = [c for c in written.cells if "solution" in c.metadata.get("tags", [])]
-    assert len(solutions) >= 3
-    assert all(cell.metadata["jupyter"] == notebooks.FOLDED for cell in solutions)
-    path = tmp_path / f"chapter{number}.ipynb"
-    path.write_text("mine")
-    notebooks.main([number, "--to", str(tmp_path)])
-    assert path.read_text() == "mine" and "(kept as it is)" in capsys.readouterr().out
 
 
 # -- exercises ----

@@ -1,29 +1,45 @@
-"""A tiny run of each benchmark works, and what is not run goes on where it was."""
+"""The tables of the docs are those of the committed journals, and a race goes on where it was."""
 
 from __future__ import annotations
 
 import contextlib
-import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.evidence.runs import Job, journal, train
-from benchmarks.factors import ROWS, STEPS, factor
+from benchmarks.cuda import page as cuda
+from benchmarks.cuda.__main__ import RESULTS
+from benchmarks.evidence import page as evidence
+from benchmarks.evidence import signals
+from benchmarks.evidence.runs import journal as evidence_journal
 from benchmarks.race import __main__ as race
+from benchmarks.validate.__main__ import main as validate
 
-from laconic.algorithms.parse import parse_recipe
 from laconic.lab.race import runner
 from laconic.lab.race.result import NO_COMMUNICATION, Result
 
 from tests.support.races import result, row
 
+DOCS = Path(__file__).parents[2] / "docs"
 
-def test_a_factor_is_steps_over_those_of_ddp_at_the_same_loss() -> None:
-    ddp = {STEPS // 4: 2.4, STEPS // 2: 2.2, STEPS: 1.8}
-    for loss, expected in ((1.8, 1.0), (2.2, 2.0), (2.0, math.sqrt(2)), (1.5, 1.0), (9.0, 4.0)):
-        assert factor(loss, ddp) == pytest.approx(expected)
-    assert all(parse_recipe(text) for text in ROWS)
+
+def test_the_gpu() -> None:
+    assert cuda.PAGE.read_text() == cuda.rendered(cuda.PAGE.read_text(), cuda.read(RESULTS))
+
+
+@pytest.mark.slow
+def test_tables_are_those_of_the_journals(tmp_path: Path) -> None:
+    for name in ("race", "validation", "evidence"):
+        shutil.copy(DOCS / f"{name}.md", tmp_path)
+    words = ["--journal", str(DOCS / "race.jsonl"), "--page", str(tmp_path / "race.md")]
+    assert race.main(["table", *words, "--key", "f1fc677f"]) == 0
+    words = [word.replace("race", "validation") for word in words]
+    assert validate(["--table", *words]) == 1, "one prediction misses its bound"
+    evidence.write(tmp_path, evidence_journal().load())
+    evidence.write_signals(tmp_path, signals.lines(signals.journal().load()))
+    for page in tmp_path.glob("*.md"):
+        assert page.read_text() == (DOCS / page.name).read_text(), page.name
 
 
 def test_a_race_that_was_killed_goes_on_and_tries_again_what_failed(
@@ -56,11 +72,3 @@ def test_a_race_that_was_killed_goes_on_and_tries_again_what_failed(
     assert ran == ["torch-ddp", "ddp()", "torch-ddp"]
     path.write_text(path.read_text() + '{"key": "cut')
     assert race.main(said) == 0 and len(ran) == 3, "a line that was cut off is dropped"
-
-
-@pytest.mark.slow
-def test_trainings_of_benchmarks(tmp_path: Path) -> None:
-    job = Job("images, small", "diloco(5, momentum=0.6)", "adamw", 8e-3, 2, 12, 4, 7)
-    first = train(job)
-    assert journal(tmp_path / "runs.jsonl").outcomes([job], 1) == {job: first}
-    assert journal(tmp_path / "runs.jsonl").load() == {job: first}
