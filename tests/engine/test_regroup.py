@@ -1,13 +1,17 @@
-"""A checkpoint goes on with another number of workers, or without the files of some of them."""
+"""Runs go on with another number of workers: from a checkpoint, or when workers come and go."""
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import warnings
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,13 +20,186 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import laconic as la
+from laconic.algorithms.update import Clock, Slot, State, Update
+from laconic.codecs import TopK
 
 from tests.support import gloo
 from tests.support.all_recipes import ROWS, Run
+from tests.support.loops import close, data, flat, network, sgd, train
 from tests.support.recipes import Row
 
 SAVED_AT, END = 7, 13
 """No outer step of the recipes falls on the first, and messages are in flight then."""
+
+
+# -- workers that are alike, whose number must not show ----
+
+ALIKE: dict[str, la.Recipe] = {
+    "ddp": la.ddp(),
+    "power_sgd": la.power_sgd(2),
+    "local_sgd": la.local_sgd(3, delay=2),
+    "post_local_sgd": la.post_local_sgd(3, 2),
+    "slowmo": la.slowmo(la.local_sgd(2), 5, 0.5),
+    "slowmo, unsharded": la.slowmo(None, 4, 0.5, sharded=False),
+    "diloco": la.diloco(3),
+    "diloco, own optimizer": la.diloco(3, outer=lambda x: torch.optim.SGD(x, 0.5, 0.9)),
+    "streaming": la.streaming_diloco(4, 2, 1, codec=None),
+    "sgp": la.sgp(delay=1),
+}
+ELASTIC = [name for name in ALIKE if name != "power_sgd"]
+same_batches = pytest.mark.filterwarnings("ignore:the first gradients are identical")
+
+
+class Counted(Update):
+    """x <- sum(x)/n, by the numbers of workers that `combine` and `fold` are told."""
+
+    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+        return mean * clock.workers
+
+    def fold(
+        self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
+    ) -> Tensor:
+        return received / clock.workers
+
+
+def alike(
+    number: int, recipe: la.Recipe, end: int, folder: Path | None = None, load: bool = False
+) -> Tensor:
+    """Every worker trains on the same batch, up to step ``end``; then it saves."""
+    model = network(0)
+    optimizer = sgd(model, momentum=0.9)
+    sync = la.attach(model, optimizer, recipe)
+    if folder and load:
+        la.load(folder, model, optimizer)
+    while sync.step < end:
+        train(model, optimizer, data()[0][:1])
+    if folder and not load:
+        la.save(folder, model, optimizer)
+    return flat(model)
+
+
+@same_batches
+@pytest.mark.parametrize("name", ELASTIC)
+def test_a_mean_is_of_the_workers_that_are_left(name: str) -> None:
+    """Their number counts as of each round: one that was read a moment too early would scale what
+    is averaged."""
+    run = partial(alike, recipe=ALIKE[name], end=20)
+    (alone,) = la.simulate(run, workers=1)
+    runs = la.simulate(run, faults=la.Faults(5, kill=((0, 4), (2, 6), (4, 9))))
+    left = [x for x in runs if x is not None]
+    assert len(left) == 2 and all(close(x, alone, 1e-9) for x in left)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_an_update_is_told_how_many_take_part(delay: int) -> None:
+    """As of its round, whoever comes and goes before and after it: here x stays 1."""
+
+    def run(number: int) -> set[float]:
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer, seen = sgd(model, 0.0), set[float]()
+        round = la.Round(la.every(2), Counted(), la.exchanges.Mean(), delay=delay)
+        sync = la.attach(model, optimizer, (round,))
+        while sync.step < 20:
+            model(torch.full((1, 3), 1.0 + number)).sum().backward()
+            optimizer.step()
+            seen.update(model.weight.flatten().tolist())
+        return seen
+
+    # a newcomer folds what is in flight by its own number
+    faults = la.Faults(4, kill=((0, 4), (2, 7), (1, 10)), join=() if delay else (5, 9, 14))
+    left = [seen for seen in la.simulate(run, faults=faults) if seen is not None]
+    assert left == [{1.0}] * (1 if delay else 4)
+
+
+@same_batches
+@pytest.mark.parametrize(
+    ("name", "workers"), [(n, (1, 3, 6)[k % 3]) for k, n in enumerate(ALIKE) if n != "streaming"]
+)
+def test_outer_state_is_cut_anew_for_another_number_of_workers(
+    name: str, workers: int, tmp_path: Path
+) -> None:
+    run = partial(alike, recipe=ALIKE[name], folder=tmp_path)
+    (alone,) = la.simulate(partial(alike, recipe=ALIKE[name], end=20), workers=1)
+    la.simulate(partial(run, end=8), workers=4)
+    for x in la.simulate(partial(run, end=20, load=True), workers=workers):
+        assert close(x, alone, 1e-9)
+
+
+# -- what each worker holds ----
+
+
+class Holding(Update):
+    """Each worker's state is 10 times its number; SEEN is what a round finds."""
+
+    slots: ClassVar[dict[str, Slot]] = {"own": "private", "pool": "pooled", "all": "everywhere"}
+
+    def init(self, x: Tensor) -> State:
+        return {name: torch.zeros_like(x) for name in self.slots}
+
+    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        if clock.executed == 0:
+            state["own"].fill_(10 * clock.worker)
+            state["pool"].fill_(10 * clock.worker)
+            state["all"].fill_(7)
+        SEEN[clock.workers, clock.executed].append({k: float(v[0]) for k, v in state.items()})
+        return x
+
+
+SEEN: dict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)
+
+
+@same_batches
+@pytest.mark.parametrize("workers", [2, 3, 6])
+def test_private_state_is_averaged_and_of_pooled_state_the_mean_stays(
+    workers: int, tmp_path: Path
+) -> None:
+    """Each worker keeps its own of pooled state, as far as the mean allows."""
+    SEEN.clear()
+    recipe = (la.Round(la.every(3), Holding(), la.exchanges.Mean()),)
+    run = partial(alike, recipe=recipe, folder=tmp_path)
+    la.simulate(partial(run, end=4), workers=4)
+    la.simulate(partial(run, end=6, load=True), workers=workers)
+    found = SEEN[workers, 1]
+    assert [each["own"] for each in found] == [15.0] * workers
+    assert [each["all"] for each in found] == [7.0] * workers
+    pools = sorted(each["pool"] for each in found)
+    assert pools == {2: [10, 20], 3: [5, 15, 25], 6: [0, 10, 15, 15, 20, 30]}[workers]
+
+
+def test_residuals_count_as_much_as_before(tmp_path: Path) -> None:
+    """A worker leaves, and another one takes over what its messages have left out: a gradient so
+    small that a code of the largest elements does not have it."""
+    for worker in "abc":
+        own = {"a": [{"from": "c", "step": 10}], "c": [{"left": 10}]}.get(worker, [])
+        events = [*own, {"unit": 1, "workers": ["a", "b", "c"]}]
+        if worker != "c":
+            events.append({"unit": 18, "workers": ["a", "b"]})  # of step 11
+        (tmp_path / f"{worker}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+
+    def run(number: int, codec: Any) -> Tensor:
+        model = nn.Linear(16, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = sgd(model, 1.0)
+        sync = la.attach(model, optimizer, la.ddp(codec=codec))
+        x = torch.zeros(1, 16)
+        x[0, 3], x[0, 8:] = 0.01 * (number == 2), 1.0 + number
+        with suppress(SystemExit):  # it leaves
+            while sync.step < 20:
+                optimizer.zero_grad()
+                model(x * (sync.step < 10)).sum().backward()
+                optimizer.step()
+        return flat(model)
+
+    plain, coded = (
+        la.simulate(partial(run, codec=codec), faults=la.Trace(tmp_path))[:2]
+        for codec in (None, TopK(k=4, chunk=16))
+    )
+    assert torch.equal(*coded)
+    assert [float(x[3]) for x in (*plain, *coded)] == pytest.approx([-0.1 / 3] * 4, rel=1e-5)
+
+
+# -- from a checkpoint ----
 
 
 @dataclass(frozen=True)
@@ -30,9 +207,7 @@ class Saved:
     """What a rank had when it saved, and after it had gone on."""
 
     x: Tensor
-    consensus: Tensor
-    momenta: Tensor
-    rounds: list[Any]
+    state: Any
     after: list[Tensor]
 
 
@@ -40,14 +215,13 @@ def folder_of(base: Path, rank: int, shared: bool) -> Path:
     return base / ("all" if shared else f"host{rank}")
 
 
-def saved_runs(row: Row, ranks: int, base: Path, *, shared: bool) -> list[Saved]:
+def saved_runs(row: Row, ranks: int, base: Path, *, shared: bool = True) -> list[Saved]:
     def run(rank: int) -> Saved:
         own = Run(row, ranks, rank)
         own.go(SAVED_AT)
         own.save(folder_of(base, rank, shared))
-        rounds = own.sync.state_dict()["rounds"]
-        before = own.flat(), own.consensus(), own.momenta().clone(), rounds
-        return Saved(*before, own.go(END))
+        state = own.sync.state_dict()["rounds"][0]["state"][0]
+        return Saved(own.flat(), state, own.go(END))
 
     return la.simulate(run, workers=ranks)
 
@@ -55,26 +229,27 @@ def saved_runs(row: Row, ranks: int, base: Path, *, shared: bool) -> list[Saved]
 def test_the_weights_of_gossip_count_in_what_is_left(tmp_path: Path) -> None:
     """The push weights of lost workers are missing from the sum that the others' are divided by."""
     row = ROWS["sgp, bipartite"]
-    saved = saved_runs(row, 5, tmp_path, shared=True)
+    saved = saved_runs(row, 5, tmp_path)
     next((tmp_path / "all").glob("rank-2-*.pt")).unlink()
 
-    def run(rank: int) -> tuple[Tensor, float]:
+    def run(rank: int) -> Tensor:
         own = Run(row, 5, rank)
         own.load(tmp_path / "all")
-        (state,) = own.sync.state_dict()["rounds"][0]["state"]
-        return own.flat(), float(state["w"])
+        return own.flat()
 
-    weights = torch.tensor([float(one.rounds[0]["state"][0]["w"]) for one in saved]).double()
+    weights = torch.tensor([float(one.state["w"]) for one in saved]).double()
     assert float(weights.std()) > 0.1, "they are worth a test"
     kept = [0, 1, 3, 4]
     mean = torch.stack([weights[r] * saved[r].x for r in kept]).sum(0) / weights[kept].sum()
-    for x, w in la.simulate(run, workers=5):
-        assert float((x - mean).abs().max()) < 1e-12 and w == 1.0
+    assert all(close(x, mean) for x in la.simulate(run, workers=5))
 
 
-def test_a_lost_slice_of_outer_state_begins_anew(tmp_path: Path) -> None:
+def test_a_lost_slice_of_outer_state_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so."""
     row = ROWS["diloco"]
-    saved = saved_runs(row, 4, tmp_path, shared=True)
+    saved = saved_runs(row, 4, tmp_path)
     next((tmp_path / "all").glob("rank-2-*.pt")).unlink()
 
     def run(rank: int) -> tuple[Tensor, Any]:
@@ -82,16 +257,20 @@ def test_a_lost_slice_of_outer_state_begins_anew(tmp_path: Path) -> None:
         own.load(tmp_path / "all")
         return own.flat(), own.sync.state_dict()["rounds"][0]
 
-    for rank, (x, loaded) in enumerate(la.simulate(run, workers=4)):
+    with caplog.at_level(logging.WARNING, "laconic"):
+        runs = la.simulate(run, workers=4)
+    (said,) = [record.getMessage() for record in caplog.records]
+    for text in ("4 workers (4 ranks)", "the files of rank 2 are lost", "step 7"):
+        assert text in said
+    for rank, (x, loaded) in enumerate(runs):
         state, start = loaded["state"][0], loaded["starts"][0]
         if rank == 2:
             stop = min(start + state["anchor"].numel(), x.numel())
             assert torch.equal(state["anchor"][: stop - start], x[start:stop])
             assert not state["m"].any()
         else:
-            before = saved[rank].rounds[0]["state"][0]
-            assert torch.equal(state["anchor"], before["anchor"])
-            assert torch.equal(state["m"], before["m"]) and before["m"].any()
+            assert all(torch.equal(state[k], saved[rank].state[k]) for k in ("anchor", "m"))
+            assert state["m"].any()
 
 
 def test_ranks_that_changed_hosts_go_on_bit_for_bit(tmp_path: Path) -> None:
@@ -109,58 +288,11 @@ def test_ranks_that_changed_hosts_go_on_bit_for_bit(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/received-*")), "what was sent is deleted"
 
 
-def test_one_line_says_what_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved_runs(ROWS["local_sgd"], 4, tmp_path, shared=True)
-    next((tmp_path / "all").glob("rank-2-*.pt")).unlink()
-    with caplog.at_level(logging.WARNING, "laconic"):
-        la.simulate(lambda r: Run(ROWS["local_sgd"], 3, r).load(tmp_path / "all"), workers=3)
-    (record,) = caplog.records
-    said = record.getMessage()
-    for text in ("4 workers (4 ranks)", "the files of rank 2 are lost", "3 workers (3", "step 7"):
-        assert text in said
-
-
-def test_nothing_left_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    saved_runs(ROWS["local_sgd"], 2, tmp_path, shared=True)
-    for file in (tmp_path / "all").glob("*.pt"):
-        file.unlink()
-
-    def run(rank: int) -> str:
-        own = Run(ROWS["local_sgd"], 2, rank)
-        before = own.flat()
-        with pytest.raises(ValueError) as caught:
-            own.load(tmp_path / "all")
-        assert torch.equal(before, own.flat())
-        return str(caught.value)
-
-    found = la.simulate(run, workers=2)
-    assert found[0] == found[1] and "the files of ranks 0, 1 are lost" in found[0]
-
-
-def test_a_state_that_is_refused_leaves_the_model_as_it_was() -> None:
-    row = ROWS["sgp, late"]
-
-    def save(rank: int) -> Any:
-        own = Run(row, 3, rank)
-        own.go(SAVED_AT)
-        return own.sync.state_dict()
-
-    saved = la.simulate(save, workers=3)
-    del saved[2]["rounds"][0]["state"]
-
-    def run(rank: int) -> bool:
-        own = Run(row, 2, rank)
-        before = own.flat()
-        with pytest.raises(ValueError, match="not what"):
-            own.sync.load_state_dict(saved)
-        return torch.equal(before, own.flat())
-
-    assert all(la.simulate(run, workers=2))
-
-
 @pytest.mark.parametrize("buffers", ["average", "keep"])
 def test_what_finish_does_not_average_stays_the_ranks_own(buffers: Any, tmp_path: Path) -> None:
-    """Buffers are averaged over all ranks, or kept; a personal layer is nobody else's."""
+    """Buffers are averaged over all ranks, or kept; a personal layer is nobody else's; the infinite
+    numbers of a mask stay infinite."""
+    mask = nn.Transformer.generate_square_subsequent_mask(3)
 
     class Both(Run):
         def __init__(self, rank: int, ranks: int) -> None:
@@ -174,18 +306,18 @@ def test_what_finish_does_not_average_stays_the_ranks_own(buffers: Any, tmp_path
             return {k: v.clone() for k, v in both.items()}
 
         def steps(self, end: int) -> None:
+            self.model.register_buffer("mask", mask.clone())
+            self.model.register_buffer("other", mask.clone(), persistent=False)
             while self.sync.step < end:
                 self.optimizer.zero_grad()
                 x = torch.randn(4, 8, dtype=torch.float64) + self.rank
                 (self.model(x).sum() + self.head(x).square().sum()).backward()
                 self.optimizer.step()
 
-    others = lambda own: {"head": own.head}  # noqa: E731
-
     def save(rank: int) -> dict[str, Tensor]:
         own = Both(rank, 6)
         own.steps(SAVED_AT)
-        la.save(tmp_path, own.model, own.optimizer, others=others(own))
+        la.save(tmp_path, own.model, own.optimizer, others={"head": own.head})
         before = own.every()
         own.sync.finish()
         kept = ("head.0.running_mean", "head.1.bias")
@@ -193,69 +325,46 @@ def test_what_finish_does_not_average_stays_the_ranks_own(buffers: Any, tmp_path
 
     def load(rank: int) -> dict[str, Tensor]:
         own = Both(rank, 4)
-        la.load(tmp_path, own.model, own.optimizer, others=others(own))
-        return own.every()
+        own.steps(0)
+        la.load(tmp_path, own.model, own.optimizer, others={"head": own.head})
+        return {**own.every(), "other": own.model.get_buffer("other")}
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saved, loaded = la.simulate(save, workers=6), la.simulate(load, workers=4)
     for rank, found in enumerate(loaded):
         for key, value in found.items():
-            assert torch.allclose(value, saved[rank][key], rtol=0, atol=1e-12), key
+            expected = mask if key == "other" else saved[rank][key]
+            assert torch.allclose(value, expected, rtol=0, atol=1e-12), key
     assert not torch.equal(saved[0]["head.0.running_mean"], saved[1]["head.0.running_mean"])
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-def test_infinities_of_a_buffer_stay_infinite(persistent: bool, tmp_path: Path) -> None:
-    """As in a causal mask, whose differences between workers are not numbers."""
-    mask = nn.Transformer.generate_square_subsequent_mask(3)
-
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1)
-        model.register_buffer("mask", mask.clone(), persistent=persistent)
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def save(rank: int) -> None:
-        model, optimizer = made()
-        la.attach(model, optimizer, la.local_sgd(2))
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.full((2, 3), 1.0 + rank)).square().sum().backward()
-            optimizer.step()
-        la.save(tmp_path, model, optimizer)
-
-    def load(rank: int) -> Tensor:
-        model, optimizer = made()
-        la.attach(model, optimizer, la.local_sgd(2))
-        la.load(tmp_path, model, optimizer)
-        return model.get_buffer("mask").clone()
-
-    la.simulate(save, workers=3)
-    for workers in (1, 2):
-        for found in la.simulate(load, workers=workers):
-            assert torch.equal(found, mask)
-
-
 def test_a_first_attempt_finds_no_checkpoint(tmp_path: Path) -> None:
-    """Nor does one whose first save was cut short, or on a host that is new."""
+    """Nor does one whose first save was cut short, or on a host that is new. Where all files are
+    lost, that is an error, which changes nothing."""
     (tmp_path / "host0").mkdir()
     (tmp_path / "host0" / "rank-0-of-2.1-0123456789abcdef.pt").write_bytes(b"half")
 
-    def first(rank: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+    def first(rank: int) -> None:
         own = Run(ROWS["local_sgd"], 2, rank)
         folder = folder_of(tmp_path, rank, False)
-        nothing = la.load(folder, own.model, own.optimizer, missing_ok=True)
+        assert la.load(folder, own.model, own.optimizer, missing_ok=True) == {}
         with pytest.raises(ValueError, match=r"there is no laconic.json"):
             own.load(folder)
         own.go(SAVED_AT)
         own.save(folder)
         if rank == 0:
             shutil.rmtree(tmp_path / "host1", ignore_errors=True)
-        return nothing, la.load(folder, own.model, own.optimizer, missing_ok=True), own.sync.step
+        found = la.load(folder, own.model, own.optimizer, missing_ok=True)
+        assert found["step"] == own.sync.step == SAVED_AT
+        before = own.go(9)[-1]
+        for file in folder.glob("*.pt"):
+            file.unlink()
+        with pytest.raises(ValueError, match="the files of ranks 0, 1 are lost"):
+            own.load(folder)
+        assert torch.equal(before, own.flat()) and own.sync.step == 9
 
-    for nothing, found, step in la.simulate(first, workers=2):
-        assert nothing == {} and found["step"] == step == SAVED_AT
+    la.simulate(first, workers=2)
 
 
 # -- models sharded inside each worker ----
