@@ -13,23 +13,15 @@ from torch.optim import Optimizer
 
 import laconic as la
 
+from tests.support.loops import flat, refusal
 from tests.support.training import Job, build, same_bits, simulated, values
 
 RECIPES: dict[str, la.Recipe] = {
-    "ddp": la.ddp(),
     "ddp, int8": la.ddp(codec="int8"),
-    "local_sgd": la.local_sgd(4),
-    "local_sgd, averaged state": la.local_sgd(4, optimizer_state="average"),
-    "local_sgd, reset state": la.local_sgd(4, optimizer_state="reset"),
-    "local_sgd, delay": la.local_sgd(4, delay=2),
-    "slowmo": la.slowmo(la.local_sgd(2), 4, 0.5),
-    "slowmo over sgp": la.slowmo(la.sgp(delay=2), 4, 0.5),
-    "diloco": la.diloco(4),
-    "streaming": la.streaming_diloco(6, 2, 2),
-    "easgd": la.easgd(4, 0.9),
-    "downpour": la.downpour(3),
-    "lsgd": la.lsgd(4, local_period=0),
     "power_sgd": la.power_sgd(2),
+    "local_sgd": la.local_sgd(4, delay=2, optimizer_state="average"),
+    "slowmo": la.slowmo(la.sgp(delay=2), 4, 0.5),
+    "lsgd": la.lsgd(4, local_period=0),
 }
 
 
@@ -62,8 +54,8 @@ def train_jointly(job: Job, rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("optimizer", ["nesterov", "adamw"])
-def test_a_list_of_optimizers_equals_one_with_as_many_groups(recipe: str, optimizer: str) -> None:
+def test_a_list_of_optimizers_equals_one_with_as_many_groups(recipe: str) -> None:
+    optimizer = "adamw" if recipe in ("power_sgd", "local_sgd") else "nesterov"
     job = Job(RECIPES[recipe], 3, optimizer=optimizer)
     runs = la.simulate(lambda rank: train_jointly(job, rank), workers=3)
     assert same_bits(runs, simulated(job))
@@ -100,36 +92,24 @@ class Task:
         return trace
 
 
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-
-
-@pytest.mark.parametrize("recipe", ["local_sgd, delay", "slowmo", "streaming", "power_sgd"])
+@pytest.mark.parametrize("recipe", ["local_sgd", "power_sgd"])
 def test_a_saved_list_goes_on_bit_for_bit(recipe: str, tmp_path: Path) -> None:
-    def run(rank: int) -> tuple[list[Tensor], list[Tensor], list[str]]:
-        task = Task(rank, RECIPES[recipe])
+    def run(rank: int) -> None:
+        task, again = Task(rank, RECIPES[recipe]), Task(rank + 9, RECIPES[recipe])
         task.steps(1, 5)
         la.save(tmp_path / "saved", task.model, task.optimizers)
-        expected = task.steps(6, 12)
-        again = Task(rank + 9, RECIPES[recipe])
         wrong: list[Any] = [again.optimizers[::-1], again.optimizers[0], again.optimizers[:1]]
-        said = [refusal(again, optimizer, tmp_path / "saved") for optimizer in wrong]
+        for given in wrong:
+            with pytest.raises(ValueError, match="in the same order"):
+                la.load(tmp_path / "saved", again.model, given)
         la.load(tmp_path / "saved", again.model, again.optimizers)
         again.rank = rank
-        return again.steps(6, 12), expected, said
+        assert all(map(torch.equal, again.steps(6, 12), task.steps(6, 12)))
 
-    for resumed, expected, said in la.simulate(run, workers=2):
-        assert all(torch.equal(a, b) for a, b in zip(resumed, expected, strict=True))
-        assert all("in the same order" in text for text in said)
+    la.simulate(run, workers=2)
 
 
-def refusal(task: Task, optimizer: Any, path: Path) -> str:
-    with pytest.raises(ValueError) as caught:
-        la.load(path, task.model, optimizer)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2), la.slowmo(la.local_sgd(1), 3)])
+@pytest.mark.parametrize("recipe", [la.ddp(), la.slowmo(la.local_sgd(2), 3)])
 def test_steps_that_a_scaler_skips_are_counted_once(recipe: la.Recipe) -> None:
     """Of one optimizer, of the other, and of both: on one rank where gradients differ."""
 
@@ -185,46 +165,34 @@ def test_groups_added_later() -> None:
 
 
 def test_mistakes_name_the_remedy() -> None:
-    def run(rank: int) -> list[str]:
+    def run(rank: int) -> None:
         model = nn.Linear(2, 2)
         weight = torch.optim.SGD([model.weight], 0.1)
         bias = torch.optim.AdamW([model.bias], 0.1)
-        said = []
-        wrong: list[Any] = [[], [weight, "AdamW"], [weight, torch.optim.SGD(model.parameters())]]
-        for optimizers in wrong:
-            with pytest.raises(ValueError) as caught:
-                la.attach(model, optimizers, la.local_sgd(2))
-            said.append(str(caught.value))
-        sync = la.attach(model, [weight, bias], la.local_sgd(2))
-        with pytest.raises(ValueError) as caught:
-            la.attach(model, bias, la.local_sgd(2))
-        said.append(str(caught.value))
+        both: Any = torch.optim.SGD(model.parameters())
+
+        def attach(optimizers: Any) -> la.Synchronizer:
+            return la.attach(model, optimizers, la.local_sgd(2))
+
+        assert "a list of optimizers: []" in refusal(lambda: attach([]))
+        assert "AdamW" in refusal(lambda: attach([weight, "AdamW"]))
+        said = refusal(lambda: attach([weight, both]))
+        assert "a parameter is in two of the optimizers (SGD, SGD)" in said
+        sync = attach([weight, bias])
+        assert "attached already" in refusal(lambda: attach(bias))
         model(torch.ones(2) + rank).sum().backward()
         weight.step()
-        with pytest.raises(ValueError) as caught:
-            weight.step()
-        said.append(str(caught.value))
-        with pytest.raises(ValueError) as caught:
-            bias.step(lambda: model(torch.ones(2)).sum())
-        said.append(str(caught.value))
-        assert sync.step == 0
+        said = refusal(weight.step)
+        assert "SGD stepped twice before AdamW did" in said and "call step() once" in said
+        said = refusal(lambda: bias.step(lambda: model(torch.ones(2)).sum()))
+        assert "closures work with one optimizer only" in said and sync.step == 0
         bias.step()
         assert sync.step == 1
         sync.detach()
         weight.step()
         weight.step()  # the optimizers are free again
-        return said
 
-    words = [
-        "a list of optimizers: []",
-        "AdamW",
-        "a parameter is in two of the optimizers (SGD, SGD)",
-        "attached already",
-        "SGD stepped twice before AdamW did: in each training step call step() once",
-        "closures work with one optimizer only",
-    ]
-    for said in la.simulate(run, workers=2):
-        assert all(word in text for word, text in zip(words, said, strict=True)), said
+    la.simulate(run, workers=2)
 
 
 @pytest.mark.parametrize("first", [0, 1])
