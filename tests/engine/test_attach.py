@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,41 +26,31 @@ CHOICES = "'keep', 'average', 'reset'"
 CALLS = [
     *((f"local_sgd({p})", f"period must be an integer of at least 1, not {p}") for p in (0, 2.0)),
     *((f"{name}(True)", "period must be") for name in ("local_sgd", "easgd", "downpour", "lsgd")),
-    ("slowmo(None, '4')", "period must be an integer of at least 1, not '4'"),
-    ("every(0)", "period must be an integer of at least 1, not 0"),
     ("after(-1, la.every(1))", "start must be an integer of at least 0"),
     ("until(1.5, la.every(1))", "end must be an integer of at least 0"),
     ("local_sgd(2, delay=-1)", "delay must be an integer of at least 0"),
     ("hierarchical(0, 4)", "group_period must be an integer of at least 1, not 0"),
     ("sgp('circle')", "graph must be one of 'exponential', .*'ring'.*'circle'"),
-    ("sgp(peers=1.5)", "peers must be an integer of at least 1, not 1.5"),
     ("easgd(4, 0.0)", "beta must be .* greater than 0 and at most 1, not 0.0"),
     ("easgd(4, float('nan'))", "beta must be a finite number"),
     ("easgd(4, pull=1)", "pull must be .* at least 0 and below 1, not 1"),
     ("lsgd(4, drift='0.1')", "drift must be .*, not '0.1'"),
-    ("lsgd(4, window=0)", "window must be an integer of at least 1, not 0"),
     ("local_sgd(2, optimizer_state='drop')", CHOICES),
-    ("slowmo(None, 4, 1.0)", "momentum must be .* at least 0 and below 1"),
     ("slowmo(None, 4, 0.5, 0.0)", "lr must be .* greater than 0"),
-    ("diloco(4, True)", "lr must be a finite number"),
     ("slowmo(la.local_sgd)", r"base must be .*local_sgd\(12\)"),
     ("slowmo(None, 4, sharded='no')", "sharded must be True or False"),
     ("diloco(4, outer=0.7)", "outer"),
     ("auto(1.5)", "target"),
-    ("auto('fast')", "target"),
     ("slowmo(la.auto())", "base must be a recipe"),
-    (
-        "Round(la.every(1), la.updates.Average(), la.local_sgd(2)[0].exchange, over='all')",
-        "over.*'workers'",
-    ),
+    ("Round(la.every(1), la.updates.Average(), la.exchanges.Mean(), over='all')", "'workers'"),
     ("simulate(print, workers=0)", "workers must be an integer of at least 1"),
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), CALLS)
-def test_a_bad_argument_is_a_value_error_that_names_what_is_allowed(call: str, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        eval(f"la.{call}")
+def test_a_bad_argument_is_a_value_error_that_names_what_is_allowed() -> None:
+    for call, text in CALLS:
+        with pytest.raises(ValueError, match=text):
+            eval(f"la.{call}")
 
 
 GROUPS = la.lsgd(4, local_period=1)
@@ -69,18 +60,15 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"recipe": GROUPS}, r"attach\(\.\.\., group_size=4\)"),
     ({"recipe": GROUPS, "group_size": 3}, "3 does not divide 4"),
     ({"recipe": GROUPS, "group_size": 4, "nprocs_per_node": 2}, "4 does not divide 2"),
-    ({"recipe": GROUPS, "group_size": 0}, "group_size must be an integer of at least 1, not 0"),
     ({"seed": -1}, "seed must be"),
     ({"buffers": "mean"}, "'average', 'keep', 'broadcast', not 'mean'"),
     ({"nprocs_per_node": 3}, "divide .* 4 ranks"),
-    ({"nprocs_per_node": 8}, "divide .* 4 ranks"),
-    ({"nprocs_per_node": True}, "integer of at least 1, not True"),
     ({"nprocs_per_node": "auto"}, "'env'"),
     ({"timeout": 0}, "timeout must be .* greater than 0"),
-    ({"timeout": "5"}, "timeout must be .*, not '5'"),
     ({"scaler": True}, "scaler must be .*GradScaler"),
     ({"metrics": 3}, "metrics must be"),
     ({"recipe": la.slowmo(None, 2, quorum=1), "buffers": "broadcast"}, "rounds have a quorum"),
+    ({"buffers": "broadcast", "elastic": la.Elastic()}, "'broadcast' .*workers come and go"),
 ]
 
 
@@ -119,12 +107,6 @@ def test_what_an_elastic_run_cannot_follow_is_refused(
         la.attach(model, sgd(model), recipe, timeout=0.1, **option)
 
 
-def test_buffers_are_broadcast_only_where_all_workers_meet() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"'broadcast' .*workers come and go"):
-        la.attach(model, sgd(model), la.ddp(), buffers="broadcast", elastic=la.Elastic())
-
-
 @pytest.mark.parametrize(
     ("recipe", "warned"),
     [
@@ -150,9 +132,7 @@ def test_groups_that_no_round_is_about_are_warned_of(recipe: Any, warned: bool) 
 
 UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
     "recipe": lambda rank: {"recipe": la.local_sgd(2 + (rank == 1))},
-    "kind of recipe": lambda rank: {"recipe": la.ddp() if rank == 1 else la.local_sgd(2)},
     "momentum": lambda rank: {"recipe": la.slowmo(None, 4, 0.5 + 0.1 * (rank == 1))},
-    "graph": lambda rank: {"recipe": la.sgp("ring" if rank == 1 else "exponential")},
     "seed": lambda rank: {"recipe": la.sgp("random"), "seed": rank},
     "buffers": lambda rank: {"buffers": "keep" if rank == 1 else "average"},
     "shapes": lambda rank: {"width": 3 + (rank == 1)},
@@ -171,11 +151,11 @@ def attach_unlike(rank: int, what: str) -> str:
     return refusal(lambda: la.attach(model, sgd(model), recipe, timeout=60, **options))
 
 
-@pytest.mark.parametrize("what", UNLIKE)
-def test_ranks_that_attach_unlike_things_are_told_so_on_every_rank(what: str) -> None:
-    for text in la.simulate(partial(attach_unlike, what=what), workers=2):
-        assert "must be the same" in text
-        assert "[1]" in text or what in ("nprocs_per_node", "group_size")
+def test_ranks_that_attach_unlike_things_are_told_so_on_every_rank() -> None:
+    for what in UNLIKE:
+        for text in la.simulate(partial(attach_unlike, what=what), workers=2):
+            assert "must be the same" in text, what
+            assert "[1]" in text or what in ("nprocs_per_node", "group_size")
 
 
 WRONG_ON_ONE: dict[str, tuple[dict[str, Any], str]] = {
@@ -183,7 +163,6 @@ WRONG_ON_ONE: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"recipe": GROUPS}, "give the number of workers in a group"),
     "buffers": ({"buffers": "mean"}, "'average', 'keep'"),
     "timeout": ({"timeout": 0.0}, "timeout must be"),
-    "metrics": ({"metrics": 3}, "metrics must be"),
     "nprocs_per_node": ({"nprocs_per_node": 0}, "nprocs_per_node"),
     "no parameter": ({"other": True}, "has no parameter of the model"),
     "mesh": ({"mesh": 3}, "AttributeError"),
@@ -208,22 +187,17 @@ def attach_wrong(rank: int, what: str) -> tuple[str, int]:
     return said, len(groups) - before
 
 
-@pytest.mark.parametrize("what", WRONG_ON_ONE)
-def test_what_is_wrong_on_one_rank_is_an_error_on_all(what: str) -> None:
-    (first, _), (second, _), (third, _) = la.simulate(partial(attach_wrong, what=what), workers=3)
-    assert WRONG_ON_ONE[what][1] in second
-    assert first == third == f"rank 1: {second}"
-
-
-def test_processes_are_told_and_keep_no_process_group(pool: gloo.Pool) -> None:
-    for what in ("recipe", "timeout", "nprocs_per_node"):
-        answers = pool.run(attach_wrong, what, ranks=4)
-        (first, _), (second, _), *_ = answers
-        assert first == f"rank 1: {second}" and WRONG_ON_ONE[what][1] in second
-        assert [left for _, left in answers] == [0] * 4
-    for what in ("recipe", "shapes"):
-        for text in pool.run(attach_unlike, what, ranks=4):
-            assert "must be the same" in text and "ranks [1]" in text
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(pool: gloo.Pool) -> None:
+    """In threads, and in processes, where no process group is left."""
+    runs = [(what, la.simulate(partial(attach_wrong, what=what), 3)) for what in WRONG_ON_ONE]
+    runs += [(what, pool.run(attach_wrong, what, ranks=4)) for what in ("recipe", "timeout")]
+    for what, found in runs:
+        (first, _), (second, _), *_ = found
+        assert WRONG_ON_ONE[what][1] in second
+        assert [text for text, _ in found].count(f"rank 1: {second}") == len(found) - 1, first
+        assert [left for _, left in found] == [0] * len(found)
+    for text in pool.run(attach_unlike, "shapes", ranks=4):
+        assert "must be the same" in text and "ranks [1]" in text
 
 
 # -- optimizers and tensors ----
@@ -300,37 +274,34 @@ def test_unusual_optimizers_are_refused_by_name(mistake: Any, said: str) -> None
     la.simulate(run, workers=2)
 
 
-class Counting(torch.optim.SGD):
-    """Counts its steps; the number is no tensor."""
+class Warming(torch.optim.SGD):
+    """Its rate rises by itself, in its settings; its number of steps is no tensor."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         (p,) = self.param_groups[0]["params"]
         self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
-
-
-class Warming(torch.optim.SGD):
-    """Its rate rises by itself, in its settings."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
         self.param_groups[0]["lr"] *= 1.1
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Counting, "seen"), (Warming, "lr")])
-def test_an_outer_optimizer_that_keeps_numbers_is_refused(kind: Any, name: str) -> None:
+def test_an_outer_optimizer_that_keeps_numbers_is_refused() -> None:
     """They would begin anew in every round."""
 
     def run(rank: int) -> str:
-        model, optimizer, _ = attached(rank, la.diloco(2, outer=lambda x: kind(x, lr=0.5)))
+        model, optimizer, _ = attached(rank, la.diloco(2, outer=lambda x: Warming(x, lr=0.5)))
         return refusal(lambda: train(model, optimizer, data()[rank][:2]))
 
     (said,) = set(la.simulate(run, workers=3))
-    assert f"outer= stores ['{name}'] as Python numbers" in said
+    assert re.search(r"outer= stores \[.*'seen'.*\] as Python numbers", said), said
 
 
-@pytest.mark.parametrize("recipe", [la.sgp(), la.sgp(delay=2), la.demo()])
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        *((la.sgp(), torch.complex64), (la.sgp(delay=2), torch.complex128)),
+        (la.demo(), torch.complex64),
+    ],
+)
 @pytest.mark.fault("complex parameters under sgp() and demo() failed in the middle of a step")
 def test_complex_parameters_are_trained_or_refused(recipe: la.Recipe, dtype: torch.dtype) -> None:
     def run(rank: int) -> Tensor | str:
@@ -433,7 +404,7 @@ def beside(
 @pytest.mark.parametrize(
     ("recipe", "use"),
     [
-        *((la.local_sgd(4), use) for use in ("before", "after", "used before")),
+        *((la.local_sgd(4), use) for use in ("after", "used before")),
         (la.ddp(codec="int8"), "before"),
     ],
 )
@@ -446,9 +417,13 @@ def test_training_through_ddp_is_found_at_the_first_step(
     assert not any(run[1] for run in runs), "no word of identical batches"
 
 
-@pytest.mark.parametrize("recipe", [la.local_sgd(4), la.ddp()])
 @pytest.mark.parametrize(
-    ("use", "bare"), [("used before", True), ("no_sync", False), ("dropped", True)]
+    ("recipe", "use", "bare"),
+    [
+        (la.local_sgd(4), "used before", True),
+        (la.local_sgd(4), "no_sync", False),
+        (la.ddp(), "dropped", True),
+    ],
 )
 def test_a_wrapper_that_averages_nothing_is_none_of_laconics_business(
     pool: gloo.Pool, recipe: la.Recipe, use: str, bare: bool
