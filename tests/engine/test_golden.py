@@ -116,12 +116,3 @@ def test_a_changed_formula_is_noticed(
     assert not any("ledger" in line or "local_sgd, 2 workers: params" in line for line in said)
     assert said[-1].startswith("2 cases, ")
     assert said[-1].endswith(f", {len(said) - 1} differences")
-
-
-def test_what_was_recorded_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case = ["--simulated", "--file", str(tmp_path / "file.json"), "--only", "nothing"]
-    assert golden.main(["record", *case]) == 0
-    assert golden.main(["compare", *case]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == said[1]
-    assert said[1].startswith("1 cases, ") and said[1].endswith(" digests, all equal")

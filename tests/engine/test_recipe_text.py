@@ -31,12 +31,11 @@ TEXTS: dict[str, la.Recipe] = {
 }
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_recipe_prints_as_its_call(text: str) -> None:
-    recipe = TEXTS[text]
-    assert repr(recipe) == str(recipe) == text and parse_recipe(text) == recipe
-    for same in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe), copy.copy(recipe)):
-        assert same == recipe and repr(same) == text
+def test_a_recipe_prints_as_its_call() -> None:
+    for text, recipe in TEXTS.items():
+        assert repr(recipe) == str(recipe) == text and parse_recipe(text) == recipe
+        for same in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe), copy.copy(recipe)):
+            assert same == recipe and repr(same) == text
 
 
 def test_recipes_are_alike_by_their_rounds_and_not_by_their_text() -> None:
@@ -61,7 +60,7 @@ def test_recipes_are_alike_by_their_rounds_and_not_by_their_text() -> None:
     assert "sync.switch(" in said
 
 
-@pytest.mark.parametrize(("workers", "momentum"), [(3, 0.0), (4, 0.2), (8, 0.5)])
+@pytest.mark.parametrize(("workers", "momentum"), [(3, 0.0), (8, 0.5)])
 def test_slow_momentum_is_that_of_the_workers_of_the_run(workers: int, momentum: float) -> None:
     def run(rank: int, **options: Any) -> Tensor:
         model, optimizer, _ = attached(rank, la.slowmo(la.local_sgd(1), 3, **options))
@@ -86,7 +85,7 @@ MISSPELLED: list[tuple[Callable[[], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "said"), MISSPELLED)
-def test_what_was_meant_is_named(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        call()
+def test_what_was_meant_is_named() -> None:
+    for call, said in MISSPELLED:
+        with pytest.raises(ValueError, match=re.escape(said)):
+            call()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -31,11 +30,7 @@ def attached(rank: int, recipe: Any, **options: Any) -> tuple[nn.Sequential, Any
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(*pair, marks=[pytest.mark.slow] * (k % 7 % 3 > 0))
-        for k, pair in enumerate(itertools.product(RECIPES, RECIPES))
-    ],
+    ("before", "after"), [*zip(RECIPES, [*[*RECIPES][2:], *RECIPES], strict=False)]
 )
 def test_switching_starts_all_workers_from_the_consensus(before: str, after: str) -> None:
     """Alike in x and in the optimizer's state; and what the recipe before would have ended with."""
@@ -59,30 +54,7 @@ def test_switching_starts_all_workers_from_the_consensus(before: str, after: str
     assert torch.equal(runs[0][0], finished[0][0])
 
 
-def owed(sync: la.Synchronizer) -> Tensor:
-    """What a worker has not sent, its share as an owner included, n = 2 times."""
-    (state,) = sync.state_dict()["gradients"]
-    found = []
-    for kept, first, size in zip(state["carried"], state["starts"], state["sizes"], strict=True):
-        total = kept["residual"].clone()
-        total[first : first + len(kept["lag"])] += 2 * kept["lag"]
-        found.append(total[:size])
-    return torch.cat(found)
-
-
-def test_gradients_not_sent_yet_are_sent_after_a_switch() -> None:
-    def run(rank: int) -> tuple[Tensor, Tensor]:
-        model, optimizer, sync = attached(rank, la.ddp(codec="int4"))
-        train(model, optimizer, data()[rank][:4])
-        before = owed(sync)
-        sync.switch(la.ddp(codec="int8"))
-        return before, owed(sync)
-
-    before, after = (torch.stack(found).mean(0) for found in zip(*la.simulate(run, 2), strict=True))
-    assert torch.allclose(before, after, atol=1e-9) and float(before.abs().max()) > 0
-
-
-@pytest.mark.parametrize("first", [la.ddp(codec="int4"), la.auto(), la.diloco(2, codec="int4")])
+@pytest.mark.parametrize("first", [la.auto(), la.diloco(2, codec="int4")])
 def test_a_refused_switch_leaves_the_rounds_at_work(first: Any) -> None:
     """All start from the consensus, whatever one rank does wrong, and nothing is owed twice."""
 
@@ -119,13 +91,13 @@ def test_switching_keeps_the_layout() -> None:
     assert torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["before the update", "after it"])
-@pytest.mark.parametrize("when", [2, 5], ids=["before", "in the last step"])
+@pytest.mark.parametrize(("when", "inside"), [(2, False), (5, True)])
 def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(
     when: int, inside: bool
 ) -> None:
     """AdamW's steps, the scale, and moments of a parameter that one rank did not use: or gradients
-    that are alike would move the workers differently, unseen."""
+    that are alike would move the workers differently, unseen. ``inside``: the switch comes before
+    the scaler's update."""
 
     def run(rank: int) -> tuple[Tensor, float, list[float]]:
         model = network(dtype=torch.float32)
@@ -152,20 +124,6 @@ def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(
     first, *others = la.simulate(run, workers=3)
     for x, scale, counts in others:
         assert torch.equal(x, first[0]) and (scale, counts) == first[1:]
-
-
-def test_groups_added_right_before_a_switch_start_from_rank_0() -> None:
-    def run(rank: int) -> Tensor:
-        model, optimizer, sync = attached(rank, la.ddp())
-        train(model, optimizer, data()[rank][:1])
-        head = nn.Parameter(torch.full((5,), float(rank)))
-        optimizer.add_param_group({"params": [head]})
-        sync.switch(la.ddp(codec="int4"))
-        head.grad = torch.ones(5)
-        optimizer.step()
-        return head.detach().clone()
-
-    assert equal(la.simulate(run, workers=2))
 
 
 def test_what_was_chosen_is_told_after_a_switch_by_hand() -> None:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic as la
 from laconic import buckets
-from laconic.buckets import Bucket, bucketize
 from laconic.engine import gradient_rounds
 
 from tests.support.loops import sgd
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -38,62 +32,6 @@ def sliced(x: Tensor) -> Tensor:
 
 def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.clone()
-
-
-# -- buckets ----
-
-MAKES: list[Callable[[Tensor], Tensor]] = [Tensor.clone, transposed, sliced, channels_last]
-SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
-ONE = st.tuples(SHAPES, st.sampled_from(DTYPES), st.sampled_from(MAKES))
-GROUPS = st.lists(st.lists(ONE, max_size=5), min_size=1, max_size=4)
-
-
-def packed(bucket: Bucket) -> Tensor:
-    """The bucket packed into room that was not clean."""
-    out = bucket.empty()
-    out.fill_(99)
-    return bucket.pack(out)
-
-
-@settings(deadline=None, max_examples=100)
-@given(GROUPS, st.integers(1, 5), st.integers(1, 64), st.none() | st.integers(1, 64))
-def test_every_element_is_in_exactly_one_bucket(
-    specs: list[Any], n: int, most: int, first: int | None
-) -> None:
-    """In order; what is packed and unpacked is the same. Buckets are padded, and no larger than
-    they may be, but for strided tensors, which are not cut."""
-    groups: list[list[Tensor]] = []
-    for spec in specs:
-        values = [torch.arange(1, 1 + math.prod(s)).to(d).reshape(s) for s, d, _ in spec]
-        groups.append([make(v) for v, (*_, make) in zip(values, spec, strict=True)])
-    before = [[t.clone() for t in group] for group in groups]
-    layouts = [[(t.stride(), t.data_ptr()) for t in group] for group in groups]
-    found = bucketize(groups, n, most_bytes=most, first_bytes=first)
-    reached: dict[int, int] = {}
-    kinds = set()
-    for bucket in found:
-        assert bucket.length % n == 0 and 0 <= bucket.length - bucket.numel < n
-        flat = packed(bucket)
-        assert not flat[bucket.numel :].any(), "padding is zero"
-        assert torch.equal(torch.cat([s.view() for s in bucket.segments]), flat[: bucket.numel])
-        for segment in bucket.segments:
-            assert any(t is segment.tensor for t in groups[bucket.group]), "of another group"
-            assert segment.tensor.dtype == bucket.dtype
-            assert reached.get(id(segment.tensor), 0) == segment.start < segment.stop
-            reached[id(segment.tensor)] = segment.stop
-        kind = (bucket.group, bucket.dtype)
-        limit = first if first is not None and kind not in kinds else most
-        kinds.add(kind)
-        if all(s.tensor.is_contiguous() for s in bucket.segments):
-            assert bucket.numel <= max(limit // bucket.dtype.itemsize, 1)
-    assert all(reached.get(id(t), 0) == t.numel() for group in groups for t in group)
-    flats = [packed(bucket) for bucket in found]
-    for tensor in (t for group in groups for t in group):
-        tensor.fill_(0)
-    for bucket, flat in reversed(list(zip(found, flats, strict=True))):
-        bucket.unpack(flat)
-    assert all(all(map(torch.equal, a, b)) for a, b in zip(groups, before, strict=True))
-    assert layouts == [[(t.stride(), t.data_ptr()) for t in group] for group in groups]
 
 
 # -- through a run ----
