@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,10 @@ from tests.support.loops import close, data, equal, joined, loss_of, refusal, tr
 RECIPES: dict[str, la.Recipe] = {
     "ddp": la.ddp(),
     "ddp, coded": la.ddp(codec="int8"),
-    "local_sgd": la.local_sgd(4),
-    "local_sgd, late": la.local_sgd(4, delay=2),
-    "local_sgd, average": la.local_sgd(4, optimizer_state="average"),
+    "local_sgd, late": la.local_sgd(4, delay=2, optimizer_state="average"),
     "slowmo over sgp": la.slowmo(la.sgp(delay=2), 5, momentum=0.5),
     "diloco": la.diloco(4),
     "diloco, unsharded": la.diloco(4, sharded=False),
-    "easgd": la.easgd(2, 0.5, pull=0.3),
 }
 
 
@@ -133,31 +129,8 @@ def test_a_mesh_of_workers_is_nprocs_per_node(pool: gloo.Pool) -> None:
     assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
 
 
-def moved(rank: int) -> list[float]:
-    """Parameters after a round before which FSDP has moved a shard to another place, as it does
-    in some versions of torch to pad it."""
-    model = nn.Linear(1, 5, bias=False)
-    mesh = mesh_of()
-    fully_shard(model, mesh=mesh["shards"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with la.attach(model, optimizer, la.local_sgd(1), mesh=mesh):
-        for _ in range(2):
-            model(torch.full((1, 1), 1.0 + rank // 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            weight: Any = model.weight
-            weight._local_tensor = weight._local_tensor.detach().clone()
-    return full(model).tolist()
-
-
-def test_shards_that_move_are_still_averaged(pool: gloo.Pool) -> None:
-    runs = pool.run(moved, ranks=4)
-    assert runs == [runs[0]] * 4
-
-
-def states(rank: int, folder: str) -> tuple[bool, float, list[float]]:
-    """Whether a sharded run that was saved goes on bit for bit, what its shard is, and each rank's
-    anchor before and after all states but one were loaded."""
+def states(rank: int, folder: str) -> tuple[bool, float]:
+    """Whether a sharded run that was saved goes on bit for bit, and what its shard is."""
     recipe = la.slowmo(la.local_sgd(4, delay=3), 6, momentum=0.5)
     model, optimizer, sync = sharded(recipe)
     for x in data(4)[rank][:5]:
@@ -175,52 +148,14 @@ def states(rank: int, folder: str) -> tuple[bool, float, list[float]]:
     model, optimizer, sync = sharded(recipe, 2)
     la.load(folder, model, optimizer)
     again = tail()
-    sync.finish()
     sync.detach()
-    sync = la.attach(model, optimizer, la.diloco(2), mesh=mesh_of())
-    for x in data(4)[rank][:3]:
-        train_one(model, optimizer, x)
-    sync.finish()
-    gathered: list[Any] = [None] * 4
-    torch.distributed.all_gather_object(gathered, sync.state_dict())
-
-    def anchor(state: Any) -> float:
-        return float(sum(each["anchor"].abs().sum() for each in state["rounds"][0]["state"]))
-
-    found = [anchor(gathered[rank])]
-    gathered[3] = None
-    sync.load_state_dict(gathered)
-    found.append(anchor(sync.state_dict()))
-    sync.detach()
-    return torch.equal(expected, again), float(expected.sum()), found
+    return torch.equal(expected, again), float(expected.sum())
 
 
-def test_a_sharded_run_goes_on_bit_for_bit_and_each_rank_gets_its_own_shard(
-    pool: gloo.Pool, tmp_path: Path
-) -> None:
+def test_a_sharded_run_goes_on_bit_for_bit(pool: gloo.Pool, tmp_path: Path) -> None:
     runs = pool.run(states, str(tmp_path), ranks=4)
-    assert all(same for same, _, _ in runs)
-    assert len({end for _, end, _ in runs}) == 4, "the shards are not apart"
-    for _, _, (before, after) in runs[:3]:  # their slices of the outer state are all there
-        assert after == pytest.approx(before, rel=1e-6)
-
-
-def lags(rank: int) -> list[float]:
-    """What the owners' codes left out of the step before, by step."""
-    model, optimizer, sync = sharded(la.ddp(codec="int4"))
-    found = []
-    for x in data(4)[rank][:3]:
-        train_one(model, optimizer, x)
-        (saved,) = sync.state_dict()["gradients"]
-        found.append(max(float(state["lag"].abs().max()) for state in saved["carried"]))
-    sync.detach()
-    return found
-
-
-def test_buckets_stay_as_they_are_in_a_backward_pass_of_nested_shards(pool: gloo.Pool) -> None:
-    """Or what owners have left over would be given back, and bases of low rank begin anew."""
-    runs = pool.run(lags, ranks=4)
-    assert all(lag > 0 for lag in runs[0] + runs[1])
+    assert all(same for same, _ in runs)
+    assert len({end for _, end in runs}) == 4, "the shards are not apart"
 
 
 def poisoned(rank: int, recipe: la.Recipe, closure: bool) -> str:
@@ -253,9 +188,7 @@ def poisoned(rank: int, recipe: la.Recipe, closure: bool) -> str:
 @pytest.mark.parametrize(
     ("recipe", "closure", "last"),
     [
-        (la.ddp(codec="int8"), False, 1),
         (la.ddp(codec="int8"), True, 1),
-        (la.local_sgd(2, codec="int8"), False, 1),
         (la.local_sgd(2, delay=1, codec="int8"), True, 2),
         (la.diloco(2, codec="top64"), False, 1),
     ],
@@ -278,33 +211,25 @@ class Matrices(Update):
     whole = True
 
 
-def mistaken(rank: int) -> list[str]:
+def mistaken(rank: int) -> None:
     mesh, model = mesh_of(), nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = [
-        refusal(partial(la.attach, model, optimizer, la.local_sgd(2), **options))
-        for options in (
-            {"mesh": init_device_mesh("cpu", (1, 2, 2))},
-            {"mesh": mesh, "nprocs_per_node": 2},
-            {"mesh": mesh, "group_size": 3},
-        )
-    ]
+
+    def said(recipe: la.Recipe, **options: Any) -> str:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return refusal(lambda: la.attach(model, optimizer, recipe, **options))
+
+    local = la.local_sgd(2)
+    assert "one or two axes" in said(local, mesh=init_device_mesh("cpu", (1, 2, 2)))
+    assert "either mesh or nprocs_per_node" in said(local, mesh=mesh, nprocs_per_node=2)
+    assert "group_size must" in said(local, mesh=mesh, group_size=3)
     fully_shard(model, mesh=mesh["shards"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said.append(refusal(lambda: la.attach(model, optimizer, la.local_sgd(2))))
+    assert "mesh=" in said(local)
     whole = (la.Round(la.every(2), Matrices(), Mean()),)
-    said.append(refusal(lambda: la.attach(model, optimizer, whole, mesh=mesh)))
-    return said
+    assert "Matrices needs whole tensors" in said(whole, mesh=mesh)
 
 
-def test_mistakes_are_told_alike(pool: gloo.Pool) -> None:
-    said = pool.run(mistaken, ranks=4)
-    assert said == [said[0]] * 4
-    words = [
-        *("one or two axes", "either mesh or nprocs_per_node", "group_size must", "mesh="),
-        "Matrices needs whole tensors",
-    ]
-    assert all(word in text for word, text in zip(words, said[0], strict=True))
+def test_mistakes_are_told(pool: gloo.Pool) -> None:
+    pool.run(mistaken, ranks=4)
 
 
 SHARDS = {
@@ -329,8 +254,6 @@ def missharded(rank: int, shards: str, given: str) -> str:
     ("shards", "given", "words"),
     [
         ("hsdp", "none", "over a mesh of 2 dimensions"),
-        ("hsdp", "grid", "over a mesh of 2 dimensions"),
-        ("all", "line", "over 4 ranks, which are not the ranks of one worker"),
         ("all", "grid", "over 4 ranks, which are not the ranks of one worker"),
         ("columns", "grid", "over 2 ranks, which are not the ranks of one worker"),
         ("rows", "line", "over 2 ranks, which are not the ranks of one worker"),
