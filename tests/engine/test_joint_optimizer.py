@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,30 +137,6 @@ def test_steps_that_a_scaler_skips_are_counted_once(recipe: la.Recipe) -> None:
     runs = la.simulate(run, workers=2)
     assert [counts for counts, _ in runs] == [list(range(1, 9))] * 2
     assert torch.equal(runs[0][1], runs[1][1]) and bool(runs[0][1].isfinite().all())
-
-
-def test_groups_added_later() -> None:
-    """To the first optimizer: they come last."""
-
-    def run(rank: int, jointly: bool) -> Tensor:
-        torch.manual_seed(rank)
-        params = [nn.Parameter(torch.randn(3)) for _ in range(3)]
-        model = nn.ParameterList(params)
-        both = torch.optim.SGD([{"params": [p]} for p in params[:2]], lr=0.1, momentum=0.9)
-        optimizers: Sequence[Optimizer] = separate(both) if jointly else [both]
-        sync = la.attach(model, optimizers, la.slowmo(la.local_sgd(1), 2, 0.5))
-        for t in range(7):
-            if t == 3:
-                optimizers[0].add_param_group({"params": [params[2]], "lr": 0.1, "momentum": 0.9})
-            for p in params[: 3 if t >= 3 else 2]:
-                p.grad = p.detach() + rank
-            for optimizer in optimizers:
-                optimizer.step()
-        sync.finish()
-        return flat(model)
-
-    one, other = (la.simulate(lambda r, j=j: run(r, j), workers=2) for j in (False, True))  # type: ignore[misc]
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_mistakes_name_the_remedy() -> None:

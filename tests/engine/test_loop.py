@@ -216,41 +216,6 @@ def test_a_parameter_group_that_is_added_later(recipe: str) -> None:
     assert equal(befores) == averaged_last, "it trains on each worker's own batches"
 
 
-@pytest.mark.parametrize(
-    ("how", "codec"),
-    [("step", None), ("closure", "int8"), ("pass", "int8"), ("no pass on rank 0", None)],
-)
-def test_a_parameter_that_is_frozen_gets_the_mean_of_what_came_before(
-    how: str, codec: str | None
-) -> None:
-    """Of gradients of this step; from the next one on it stays."""
-
-    def run(rank: int) -> tuple[Tensor, Tensor]:
-        model = network()
-        optimizer = sgd(model)
-        x = data()[rank]
-        with la.attach(model, optimizer, la.ddp(codec=codec)) as sync:
-            if how == "no pass on rank 0":
-                train(model, optimizer, x[:1])
-                optimizer.zero_grad()
-            else:
-                with sync.no_sync():
-                    loss_of(model, x[0]).backward()
-            model[0].weight.requires_grad_(False)
-            if how == "pass" or (how == "no pass on rank 0" and rank > 0):
-                loss_of(model, x[1]).backward()
-            closure = (lambda: loss_of(model, x[4]).backward()) if how == "closure" else None
-            optimizer.step(closure)
-            frozen = flat(model)
-            train(model, optimizer, x[1:4])
-            return frozen, flat(model)
-
-    frozen, ends = zip(*la.simulate(run, workers=WORKERS), strict=True)
-    assert equal(frozen) and equal(ends)
-    assert not torch.equal(frozen[0][:35], flat(network())[:35])
-    assert torch.equal(ends[0][:35], frozen[0][:35]) and not torch.equal(ends[0], frozen[0])
-
-
 def test_parameters_outside_the_optimizer_are_broadcast_once() -> None:
     def run(rank: int) -> tuple[Tensor, Tensor]:
         model = network(rank)
