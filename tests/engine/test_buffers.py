@@ -52,14 +52,6 @@ def test_buffers_are_averaged_at_rounds(recipe: str) -> None:
         assert close(after, mean, 1e-14) and counter == steps + 100 * rank
 
 
-@pytest.mark.parametrize(("buffers", "steps"), [("keep", 3), ("keep", 4), ("average", 4)])
-def test_buffers_are_left_alone_between_rounds_and_where_kept(buffers: str, steps: int) -> None:
-    run = partial(norm_run, recipe=la.local_sgd(3), buffers=buffers, steps=steps)
-    runs = la.simulate(run, workers=WORKERS)
-    assert all(torch.equal(before, after) for before, after, _ in runs)
-    assert not equal([after for _, after, _ in runs])
-
-
 @pytest.mark.parametrize("name", ["ddp", "overlapped sgp", "lsgd"])
 @pytest.mark.parametrize("inner", [1, 2])
 def test_finish_leaves_equal_buffers_and_consensus_gives_them_back(name: str, inner: int) -> None:

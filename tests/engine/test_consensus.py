@@ -195,33 +195,34 @@ def test_evaluating_in_another_mode_changes_no_training(recipe: la.Recipe, swaps
         torch.manual_seed(0)
         model = nn.Linear(3, 2).double()
         optimizers = [ScheduleFree([p], swaps) for p in model.parameters()]
+
+        def into(mode: str) -> None:
+            for each in optimizers:
+                getattr(each, mode)()
+
         sync = la.attach(model, optimizers, recipe)
         draw = torch.Generator().manual_seed(rank)
         for step in range(6):
-            for each in optimizers:
-                each.train()
-                each.zero_grad()
+            into("train")
+            model.zero_grad()
             model(torch.randn(4, 3, generator=draw).double()).square().mean().backward()
             for each in optimizers:
                 each.step()
             if evaluating and step % 2:
                 with sync.consensus():
-                    for each in optimizers:
-                        each.eval()
+                    into("eval")
                     for each in optimizers[: step // 2]:
                         each.train()
         trained, found = flat(model), []
         if not evaluating:
             return trained, []
         for mode in ("train", "eval"):
-            for each in optimizers:
-                getattr(each, mode)()
+            into(mode)
             with sync.consensus():
                 found.append(flat(model))
         sync.finish()
         for mode in ("train", "eval"):
-            for each in optimizers:
-                getattr(each, mode)()
+            into(mode)
             found.append(flat(model))
         return trained, found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import signal
 import time
@@ -114,11 +113,6 @@ def test_a_rank_that_hangs(context: Any, name: str) -> None:
     assert any("does not answer" in text for text in said)
 
 
-@pytest.mark.parametrize("name", ["ddp", pytest.param("slowmo", marks=SLOW)])
-def test_a_rank_that_raises_in_its_loop(context: Any, name: str) -> None:
-    check_lost(context, name, 1, None)
-
-
 # -- a rank that lives on, elsewhere ----
 
 
@@ -129,8 +123,7 @@ def tell(rank: int, name: str, deed: str) -> str:
         model = nn.Sequential(model, nn.Linear(3, 100_000), nn.Linear(100_000, 2))
         optimizer = sgd(model)
     try:
-        recipe = copy.deepcopy(RECIPES[name][0])  # which may be broken
-        with la.attach(model, optimizer, recipe, timeout=60) as sync:
+        with la.attach(model, optimizer, RECIPES[name][0], timeout=60) as sync:
             for t in range(1, AT + 20):
                 if (rank, t) != (1, AT):
                     step(model, optimizer)
@@ -152,9 +145,6 @@ def act(deed: str, model: Any, optimizer: Any, sync: la.Synchronizer) -> bool:
     if deed == "raises in backward":
         model[0].weight.register_hook(trouble)
     backward(model, optimizer)
-    if deed == "breaks in a message":  # while the others are in this round
-        for round in sync.recipe:
-            object.__setattr__(round.exchange, "run", trouble)
     if deed == "finishes":
         sync.finish()
     if deed == "asks for a mean":
@@ -169,7 +159,6 @@ LEAVING = [
     ("ddp", "raises", "rank 1: [^;]* and has left.*gradient round"),
     ("delayed", "raises", "rank 1: [^;]* and has left.*Average round"),
     ("ddp", "raises in backward", f"rank 1: gradients after [{AT - 2}{AT - 1}] steps"),
-    ("local_sgd", "breaks in a message", "has left"),
 ]
 
 

@@ -216,23 +216,6 @@ def test_a_parameter_group_that_is_added_later(recipe: str) -> None:
     assert equal(befores) == averaged_last, "it trains on each worker's own batches"
 
 
-def test_parameters_outside_the_optimizer_are_broadcast_once() -> None:
-    def run(rank: int) -> tuple[Tensor, Tensor]:
-        model = network(rank)
-        optimizer = sgd(model[2])
-        la.attach(model, optimizer, la.local_sgd(2))
-        start = flat(model[0])
-        with torch.no_grad():
-            for p in model[0].parameters():
-                p.add_(rank)
-        train(model, optimizer, data()[rank][:4])
-        return start, flat(model[0])
-
-    starts, ends = zip(*la.simulate(run, workers=WORKERS), strict=True)
-    assert equal(starts) and torch.equal(starts[0], flat(network(0)[0]))
-    assert close(ends[2] - ends[0], torch.full_like(ends[0], 2.0))
-
-
 class Checkpointed(nn.Module):
     """Blocks whose activations are computed anew in the backward pass; ``around`` says where there
     are parameters outside them."""

@@ -77,20 +77,6 @@ def test_a_refused_switch_leaves_the_rounds_at_work(first: Any) -> None:
     assert equal(la.simulate(run, workers=2))
 
 
-def test_switching_keeps_the_layout() -> None:
-    """The ranks of a worker go on averaging their gradients."""
-
-    def run(rank: int) -> Tensor:
-        model, optimizer, sync = attached(rank, la.ddp(), nprocs_per_node=2)
-        train(model, optimizer, data(4)[rank][:1])
-        sync.switch(la.local_sgd(100))
-        train(model, optimizer, data(4)[rank][1:4])
-        return flat(model)
-
-    a, b, c, d = la.simulate(run, workers=4)
-    assert torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
-
-
 @pytest.mark.parametrize(("when", "inside"), [(2, False), (5, True)])
 def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(
     when: int, inside: bool
@@ -124,15 +110,3 @@ def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(
     first, *others = la.simulate(run, workers=3)
     for x, scale, counts in others:
         assert torch.equal(x, first[0]) and (scale, counts) == first[1:]
-
-
-def test_what_was_chosen_is_told_after_a_switch_by_hand() -> None:
-    def run(rank: int) -> tuple[Any, Any]:
-        model, optimizer, sync = attached(rank, la.auto())
-        train(model, optimizer, data(steps=12)[rank])
-        before = sync.choices
-        sync.switch(la.local_sgd(3))
-        return before, sync.choices
-
-    for before, after in la.simulate(run, workers=2):
-        assert before and before == after
