@@ -67,16 +67,6 @@ def test_the_slower_the_network_the_less_is_sent() -> None:
     assert "outer='muon'" in chosen(replace(MUON, rate=1e7))
 
 
-def test_a_target_is_reached_or_the_fastest_taken() -> None:
-    slow, hopeless = replace(TEXT, rate=3e7), replace(TEXT, rate=100.0)
-    for target in (0.5, 0.9, 1.0):
-        best = predict(recipe_of(chosen(slow, target)), slow)
-        assert slow.compute >= target * best.seconds
-    seconds = [predict(c.recipe, hopeless).seconds for c in candidates(hopeless)]
-    assert predict(recipe_of(chosen(hopeless, 1.0)), hopeless).seconds == min(seconds)
-    assert parse_recipe("auto(0.9)") == la.auto(0.9)
-
-
 def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
     close, slow = replace(TEXT, rate=1e9), replace(TEXT, rate=1e7)
     best = chosen(close)
@@ -102,26 +92,6 @@ def test_a_change_has_to_pay_for_itself() -> None:
     assert chosen(after) != now.text
     assert auto.choose(la.auto(), after, now, {}, seconds / 654)[0] == now.text
     assert auto.choose(la.auto(), after, now, {}, seconds / 100_000)[0] != now.text
-
-
-# -- what is measured ----
-
-
-def test_it_names_the_worker_or_the_network_that_the_others_wait_for() -> None:
-    said = auto.slow_worker(torch.tensor([1.0, 1.0, 3.0, 1.0]))
-    assert "rank 2 computes 3 times as long" in said and "2.5 times as many steps" in said
-    for slow in (0, 1):
-        seconds = [0.1, 0.1]
-        seconds[slow] = 0.3
-        said = auto.slow_worker(torch.tensor(seconds))
-        assert f"rank {slow} computes 3 times as long as rank {1 - slow}" in said
-    for even in ([1.0, 1.1, 1.2, 1.0], [0.0] * 4, [0.002, 0.0099]):  # a few ms are not compared
-        assert auto.slow_worker(torch.tensor(even)) == ""
-    speeds = 1e8 * (1 - torch.eye(4, dtype=torch.float64))
-    assert probe.slow_host(speeds) == probe.slow_host(torch.ones(2, 3)) == ""
-    speeds[:, 1] /= 10
-    assert "the network of rank 1 is 10 times slower" in probe.slow_host(speeds)
-    assert probe.slow_host(speeds[:2, :2]) == "", "either of two may be the slow one"
 
 
 # -- in training ----

@@ -145,24 +145,17 @@ def test_nothing_that_changes_weights_is_done_inside(recipe: la.Recipe) -> None:
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free SGD (arXiv 2405.15682): parameters hold y in train mode, and x in eval mode.
-    ``swaps``: x is in the state meanwhile, and not computed from y and z."""
+    """Schedule-free SGD (arXiv 2405.15682): parameters hold y in train mode, and x in eval mode."""
 
-    def __init__(self, params: Any, swaps: bool) -> None:
+    def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05, "train_mode": False, "steps": 0})
-        self.swaps = swaps
 
     def _go(self, mode: bool, weight: float) -> None:
         for group in self.param_groups:
             if group["train_mode"] != mode:
                 group["train_mode"] = mode
                 for p in (p for p in group["params"] if self.state[p]):
-                    z = self.state[p]["nested"]["z"]
-                    other = self.state[p].setdefault("other", p.detach().clone())
-                    if self.swaps:
-                        p.data, self.state[p]["other"] = other, p.detach().clone()
-                    else:
-                        p.data.lerp_(z, weight)
+                    p.data.lerp_(self.state[p]["nested"]["z"], weight)
 
     def train(self) -> None:
         self._go(True, 1 - 0.9)
@@ -184,17 +177,16 @@ class ScheduleFree(torch.optim.Optimizer):
                 z.sub_(p.grad, alpha=group["lr"])
 
 
-@pytest.mark.parametrize("swaps", [False, True])
 @pytest.mark.parametrize("recipe", [la.ddp(), la.diloco(4), la.sgp()])
 @pytest.mark.fault("evaluating in an optimizer's eval mode, as schedule-free ones need, trained on")
-def test_evaluating_in_another_mode_changes_no_training(recipe: la.Recipe, swaps: bool) -> None:
+def test_evaluating_in_another_mode_changes_no_training(recipe: la.Recipe) -> None:
     """A consensus is the mean of what one evaluates, whatever the mode when it begins; and a
     finished model is one in both modes."""
 
     def run(rank: int, evaluating: bool) -> tuple[Tensor, list[Tensor]]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2).double()
-        optimizers = [ScheduleFree([p], swaps) for p in model.parameters()]
+        optimizers = [ScheduleFree([p]) for p in model.parameters()]
 
         def into(mode: str) -> None:
             for each in optimizers:

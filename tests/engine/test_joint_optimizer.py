@@ -108,37 +108,6 @@ def test_a_saved_list_goes_on_bit_for_bit(recipe: str, tmp_path: Path) -> None:
     la.simulate(run, workers=2)
 
 
-@pytest.mark.parametrize("recipe", [la.ddp(), la.slowmo(la.local_sgd(2), 3)])
-def test_steps_that_a_scaler_skips_are_counted_once(recipe: la.Recipe) -> None:
-    """Of one optimizer, of the other, and of both: on one rank where gradients differ."""
-
-    def run(rank: int) -> tuple[list[int], Tensor]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        task = Task(rank, recipe, scaler=scaler)
-        counts = []
-        for t in range(1, 9):
-            for optimizer in task.optimizers:
-                optimizer.zero_grad()
-            scaler.scale(task.loss(t)).backward()
-            for number, dim in ((2, 2), (3, 1), (5, 2), (5, 1)):
-                for p in task.model.parameters() if t == number and here(rank) else ():
-                    if p.dim() == dim and p.grad is not None:
-                        p.grad.fill_(float("inf"))
-            for optimizer in task.optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-            counts.append(task.sync.step)
-        task.sync.finish()
-        return counts, flat(task.model)
-
-    def here(rank: int) -> bool:
-        return rank == 1 or isinstance(recipe[0], la.GradientRound)
-
-    runs = la.simulate(run, workers=2)
-    assert [counts for counts, _ in runs] == [list(range(1, 9))] * 2
-    assert torch.equal(runs[0][1], runs[1][1]) and bool(runs[0][1].isfinite().all())
-
-
 def test_mistakes_name_the_remedy() -> None:
     def run(rank: int) -> None:
         model = nn.Linear(2, 2)

@@ -10,13 +10,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import laconic as la
 from laconic.algorithms.parse import parse_recipe
 
-from tests.support.loops import attached, data, refusal, train
+from tests.support.loops import attached, refusal
 
 LOOSE: Any = la
 """The library without its types: what is passed here is wrong on purpose."""
@@ -58,19 +56,6 @@ def test_recipes_are_alike_by_their_rounds_and_not_by_their_text() -> None:
     said = refusal(lambda: la.simulate(lambda r: run(r, la.local_sgd(12), la.local_sgd(24)), 1))
     assert "saved under local_sgd(12), and this run follows local_sgd(24)" in said
     assert "sync.switch(" in said
-
-
-@pytest.mark.parametrize(("workers", "momentum"), [(3, 0.0), (8, 0.5)])
-def test_slow_momentum_is_that_of_the_workers_of_the_run(workers: int, momentum: float) -> None:
-    def run(rank: int, **options: Any) -> Tensor:
-        model, optimizer, _ = attached(rank, la.slowmo(la.local_sgd(1), 3, **options))
-        return train(model, optimizer, data(workers)[rank])[-1]
-
-    cases: list[dict[str, Any]] = [{}, {"momentum": momentum}, {"momentum": 0.3}]
-    found, same, other = (
-        la.simulate(partial(run, **options), workers=workers)[0] for options in cases
-    )
-    assert torch.equal(found, same) and not torch.equal(found, other)
 
 
 MISSPELLED: list[tuple[Callable[[], object], str]] = [

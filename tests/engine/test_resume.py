@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import laconic as la
 
@@ -79,43 +79,6 @@ def test_finished_and_saved_and_resumed() -> None:
         return all(map(torch.equal, go(job, rank, parts, STEPS), go(job, rank, fresh, STEPS)))
 
     assert la.simulate(run, workers=3) == [True] * 3
-
-
-@pytest.mark.parametrize("recipe", [la.local_sgd(2, delay=5), la.sgp(delay=3)])
-def test_resume_with_messages_older_than_a_parameter_group(recipe: la.Recipe) -> None:
-    """In flight, for fewer parameters than there are by now."""
-    job = Job(recipe, 2, 12)
-
-    def run(rank: int) -> bool:
-        def made(joined: bool) -> Parts:
-            model, optimizer = build(job, rank)
-            whole = nn.Sequential(model, nn.Linear(1, 3).double())
-            if joined:
-                optimizer.add_param_group({"params": whole[1].parameters(), "lr": 0.1})
-            return whole, optimizer, la.attach(whole, optimizer, recipe)
-
-        def go_on(parts: Parts, end: int) -> list[Tensor]:
-            (model, late), optimizer, sync = parts
-            trace = []
-            while sync.step < end:
-                if sync.step == 3:
-                    optimizer.add_param_group({"params": late.parameters(), "lr": 0.1})
-                x, y = (torch.from_numpy(a) for a in job.data()[rank][sync.step])
-                optimizer.zero_grad()
-                loss = nn.functional.mse_loss(model(x), y)
-                (loss + (late.weight - rank).square().sum()).backward()
-                optimizer.step()
-                trace.append(training.flat(parts[0]).clone())
-            return trace
-
-        parts = made(False)
-        go_on(parts, 4)
-        fresh = made(True)
-        for part, state in zip(fresh, saved(parts), strict=True):
-            part.load_state_dict(state)
-        return all(map(torch.equal, go_on(parts, 12), go_on(fresh, 12)))
-
-    assert la.simulate(run, workers=2) == [True, True]
 
 
 # -- what cannot be loaded ----
