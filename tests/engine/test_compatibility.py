@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -126,23 +126,18 @@ def test_tied_weights_are_averaged_once_and_stay_tied() -> None:
     runs = together(build, adamw, la.ddp())
     assert torch.equal(*runs) and largest(runs[0], alone(build, adamw)) < 1e-12
 
-    def run(rank: int) -> tuple[bool, float, int]:
+    def run(rank: int) -> int:
         model = build()
         optimizer = adamw(model)
         with la.attach(model, optimizer, la.diloco(3)) as sync:
             before = sync.stats().bytes_sent
             train(model, optimizer, [rank])
             sent = sync.stats().bytes_sent - before
-            shipped = sync.consensus_state_dict()
-        fresh = build()
-        fresh.load_state_dict(shipped)
-        tied = model.output.weight is model.embedding.weight
-        return tied, largest(flat(fresh), flat(model)), sent
+        assert model.output.weight is model.embedding.weight
+        return sent
 
     once = sum(p.numel() for p in build().parameters()) * 8
-    for tied, difference, sent in la.simulate(run, workers=WORKERS):
-        assert tied and difference == 0.0
-        assert sent < 1.05 * (STEPS // 3) * once, "the shared matrix is sent once, not twice"
+    assert all(sent < 1.05 * (STEPS // 3) * once for sent in la.simulate(run, workers=WORKERS))
 
 
 @pytest.mark.parametrize("recipe", [la.local_sgd(3), la.diloco(3, delay=1)])
@@ -191,16 +186,13 @@ def test_lora_sends_the_adapters_only() -> None:
 
 
 def test_the_mean_of_the_workers_emas_is_the_ema_of_their_mean() -> None:
-    """An average of weights over time is linear in them, so that it needs no messages until its
-    end."""
-    decay = 0.9
+    """An average of weights over time is linear in them: no messages until its end."""
 
-    def run(rank: int) -> tuple[Tensor, Tensor]:
-        model = language()
-        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    def run(rank: int) -> tuple[Tensor, list[Tensor]]:
+        model, means = language(), list[Tensor]()
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         optimizer = adamw(model)
         with la.attach(model, optimizer, la.local_sgd(3)) as sync:
-            expected = flat(model)
             for step in range(STEPS):
                 x, y = batch(step, rank)
                 optimizer.zero_grad()
@@ -208,14 +200,13 @@ def test_the_mean_of_the_workers_emas_is_the_ema_of_their_mean() -> None:
                 optimizer.step()
                 ema.update_parameters(model)
                 with sync.consensus():
-                    own = flat(model)
-                expected = own if step == 0 else decay * expected + (1 - decay) * own
+                    means.append(flat(model))
             sync.average(ema.parameters())
-        return flat(ema), expected
+        return flat(ema), means
 
-    runs = la.simulate(run, workers=WORKERS)
-    assert torch.equal(runs[0][0], runs[1][0])
-    assert all(largest(own, expected) < 1e-12 for own, expected in runs)
+    (one, means), (other, _) = la.simulate(run, workers=WORKERS)
+    expected = reduce(lambda old, new: 0.9 * old + 0.1 * new, means)
+    assert torch.equal(one, other) and largest(one, expected) < 1e-12
 
 
 # -- torch.compile ----

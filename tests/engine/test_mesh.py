@@ -111,24 +111,6 @@ def test_a_validation_is_of_the_consensus_and_changes_nothing(pool: gloo.Pool) -
         assert torch.equal(said, runs[0][2])
 
 
-def whole_on_mesh(rank: int) -> Tensor:
-    return whole_run(rank, mesh=mesh_of())
-
-
-def whole_run(rank: int, **options: Any) -> Tensor:
-    model = build(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with la.attach(model, optimizer, la.slowmo(la.local_sgd(2), 4), **options):
-        return train(model, optimizer, data(4)[rank][:7])[-1]
-
-
-def test_a_mesh_of_workers_is_nprocs_per_node(pool: gloo.Pool) -> None:
-    runs = pool.run(whole_on_mesh, ranks=4)
-    expected = la.simulate(lambda rank: whole_run(rank, nprocs_per_node=2), workers=4)
-    assert all(map(torch.equal, runs, expected))
-    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
-
-
 def states(rank: int, folder: str) -> tuple[bool, float]:
     """Whether a sharded run that was saved goes on bit for bit, and what its shard is."""
     recipe = la.slowmo(la.local_sgd(4, delay=3), 6, momentum=0.5)

@@ -219,41 +219,6 @@ def test_a_thawed_parameter_joins(name: str) -> None:
     assert all(torch.equal(r[2], results[0][2]) for r in results)
 
 
-def test_a_state_knows_which_parameters_took_part() -> None:
-    """One that was saved after a thaw is loaded before it, and the other way round."""
-
-    def train(rank: int, steps: range, thaw: int, state: Any = None) -> Any:
-        model: Any = net()
-        odd = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
-        model.register_parameter("odd", odd)
-        model[0].requires_grad_(steps.start >= thaw and state is None)
-        optimizer = torch.optim.SGD(
-            [*model[0].parameters(), *model[2].parameters(), odd], lr=0.05, momentum=0.9
-        )
-        sync = la.attach(model, optimizer, la.diloco(3, momentum=0.5))
-        if state is not None:
-            for each, saved in zip((model, optimizer, sync), state, strict=True):
-                each.load_state_dict(saved)
-        for step in steps:
-            model[0].requires_grad_(step >= thaw)
-            optimizer.zero_grad()
-            backward(model[:3], rank, step)
-            optimizer.step()
-        saved = [each.state_dict() for each in (model, optimizer, sync)]
-        end = flat(model[:3])
-        sync.detach()
-        return saved, end
-
-    def resumed(rank: int, thaw: int, half: Any) -> Any:
-        return train(rank, range(7, 11), thaw, half[rank][0])
-
-    for thaw in (4, 7):  # before it is saved, and right after it is loaded
-        whole = la.simulate(partial(train, steps=range(11), thaw=thaw), workers=2)
-        half = la.simulate(partial(train, steps=range(7), thaw=thaw), workers=2)
-        again = la.simulate(partial(resumed, thaw=thaw, half=half), workers=2)
-        assert all(torch.equal(a[1], b[1]) for a, b in zip(whole, again, strict=True))
-
-
 def replace(model: Any, optimizer: torch.optim.Optimizer, how: str) -> None:
     rows = torch.cat([model.p.detach(), model.p.detach()[:2]])
     if how == "data":
