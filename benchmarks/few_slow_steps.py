@@ -18,8 +18,7 @@ def loss(momentum: float) -> float:
 
     def run(rank: int) -> float:
         task = torch.Generator().manual_seed(0)
-        teacher = torch.randn(16, 4, generator=task)
-        x = torch.randn(1024, 16, generator=task)
+        teacher, x = torch.randn(16, 4, generator=task), torch.randn(1024, 16, generator=task)
         y = torch.tanh(x @ teacher)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -39,5 +38,4 @@ def loss(momentum: float) -> float:
 
 
 if __name__ == "__main__":
-    for momentum in (0.5, 0.2, 0.0):
-        print(f"momentum {momentum}: loss {loss(momentum):.3f}")
+    print({momentum: round(loss(momentum), 3) for momentum in (0.5, 0.2, 0.0)})

@@ -91,7 +91,7 @@ def ended(programs: list[Program]) -> Iterator[None]:
 
 def pids(text: str) -> list[int]:
     """Those of the workers that have begun, in their order."""
-    return [int(pid) for pid in re.findall(r"^\[(\d+)\] worker \w+ begins", text, re.MULTILINE)]
+    return [int(pid) for pid in re.findall(r"\[(\d+)\] worker \w+ begins", text)]
 
 
 def digests(text: str) -> list[str]:

@@ -206,7 +206,8 @@ def test_plans_at_random(seed: int | range) -> None:
         found = laconic.simulate(program("laconic.diloco(8)", steps=80), faults=plan)
         killed = {worker for worker, _ in plan.kill}
         assert killed and all(found[w] is not None for w in range(4) if w not in killed)
-        only(left(found), "digest")
+        if left(found):  # a plan at random may kill them all
+            only(left(found), "digest")
 
 
 def test_plans_that_cannot_work() -> None:
