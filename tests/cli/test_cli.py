@@ -47,7 +47,7 @@ def test_the_overview_lists_each_command_and_each_explains_itself(
 
 @pytest.mark.fault("a second value for the same option replaced the first silently")
 @pytest.mark.parametrize(
-    "line", ["compare --hosts 3", "advise --dtype bfloat16", "plan --rate 1gbit", "keys --days 3"]
+    "line", ["lab --hosts 2", "advise --dtype bfloat16", "plan --rate 1gbit", "keys --days 3"]
 )
 def test_an_option_with_one_value_is_given_once(
     line: str, capsys: pytest.CaptureFixture[str]

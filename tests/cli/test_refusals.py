@@ -135,6 +135,7 @@ doctor --params 1M : --params and --step-time belong together
 watch missing --once : no metrics in missing: check that the run writes there
 watch no.jsonl --once : contains no metrics of laconic
 coordinator --host 192.0.2.1 : cannot listen at 192.0.2.1:29400
+keys new --days 0 : --days must be
 report nowhere : cannot read a result from nowhere
 report bytes : cannot read a result from bytes
 report good ./empty/../good : is given twice

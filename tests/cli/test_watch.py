@@ -152,5 +152,7 @@ def test_plain_lines_follow_a_run_until_interrupted(tmp_path: Path) -> None:
         with path.open("a") as file:
             file.write(view(40, ["a"], 1))
         assert "rank 0: after step 40: 1 workers" in said.readline()
+        path.write_text(start() + steps(50))
+        assert "rank 0: step 50" in said.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0 and process.stderr.read() == ""

@@ -331,9 +331,11 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
 def planted(name: str, user: str) -> Iterator[None]:
     argv = [sys.executable, "-S", "-c", PLANTED, name, user]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as planter:
-        assert planter.stdout is not None and planter.stdout.readline() == "listening\n"
-        yield
-        planter.kill()
+        try:
+            assert planter.stdout is not None and planter.stdout.readline() == "listening\n"
+            yield
+        finally:
+            planter.kill()
 
 
 def test_a_socket_that_another_user_has_planted_is_not_joined(

@@ -214,7 +214,12 @@ def test_a_report_is_made_anew_shown_as_json_and_opened(
     assert float(rows[2]["loss_at_equal_steps"]) == pytest.approx(2.6)
     assert rows[3]["error"] == FAILED.error and rows[3]["loss_at_equal_time"] == ""
     opened: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or len(opened) == 1)
+
+    def opening(url: str) -> bool:
+        opened.append(url)
+        return len(opened) == 1
+
+    monkeypatch.setattr(webbrowser, "open", opening)
     found = json.loads(told("run", "--open", "--json", capsys=capsys), parse_constant=pytest.fail)
     assert opened == [Path("run/report.html").resolve().as_uri()]
     assert " ".join(found["answer"]) == report.verdict(race)
