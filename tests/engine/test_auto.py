@@ -83,17 +83,6 @@ def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
     assert again == first != fresh
 
 
-def test_a_change_has_to_pay_for_itself() -> None:
-    """At 1 Mbit/s a change averages three models in 125 s; between gradients it sends nothing."""
-    before = replace(MUON, rate=1e6, compute=0.17)
-    after, seconds = replace(before, compute=0.3), auto.change_seconds(before)
-    assert seconds == pytest.approx(3 * 1.5 * 4 * 845 * 1024 * 8 / 1e6, rel=0.01)
-    now = next(c for c in candidates(before) if c.text == chosen(before))
-    assert chosen(after) != now.text
-    assert auto.choose(la.auto(), after, now, {}, seconds / 654)[0] == now.text
-    assert auto.choose(la.auto(), after, now, {}, seconds / 100_000)[0] != now.text
-
-
 # -- in training ----
 
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import laconic as la
 
-from tests.support import gloo
 from tests.support.loops import (
     RECIPES,
     STEPS,
@@ -119,29 +118,6 @@ def test_steps_with_a_closure() -> None:
     single = run(0, joined(data()), False)
     runs = la.simulate(lambda rank: run(rank, data()[rank], True), workers=WORKERS)
     assert equal(runs) and close(runs[0], single, 1e-10)
-
-
-def alternating(rank: int, attach: bool = True) -> Tensor:
-    """One model, two optimizers that step in turn after one backward pass each."""
-    model = network(rank)
-    optimizers = [sgd(model[0], 0.2, momentum=0.9), sgd(model[2])]
-    syncs = [la.attach(model, o, la.ddp(), timeout=20) for o in optimizers] if attach else []
-    for t, x in enumerate(data(4)[rank] if attach else joined(data(4))):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss_of(model, x).backward()
-        for optimizer in optimizers if t % 2 else reversed(optimizers):
-            optimizer.step()
-    for sync in syncs:
-        sync.finish()
-        sync.detach()
-    return flat(model)
-
-
-def test_two_optimizers_each_attached_on_its_own(pool: gloo.Pool) -> None:
-    """On the default process group, each optimizer has a link of its own."""
-    runs = [*pool.run(alternating, ranks=4), *la.simulate(alternating, workers=4)]
-    assert equal(runs) and close(runs[0], alternating(0, attach=False))
 
 
 # -- parameters without a gradient ----
@@ -272,21 +248,18 @@ def test_reentrant_checkpointing_is_refused_on_all_ranks(recipe: la.Recipe, ends
 def test_low_precision_over_twenty_steps(recipe: str, dtype: torch.dtype) -> None:
     """Parameters keep their dtype and train about as in float32: sums and outer state are in it."""
 
-    def run(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def run(rank: int, dtype: torch.dtype) -> Tensor:
         model = network(rank, dtype)
         optimizer = sgd(model, 0.02, momentum=0.5)
-        with la.attach(model, optimizer, RECIPES[recipe]) as sync:
+        with la.attach(model, optimizer, RECIPES[recipe]):
             train(model, optimizer, [x.to(dtype) for x in data(steps=20)[rank]])
-            inside = sync.consensus_state_dict()
-        assert {p.dtype for p in (*model.parameters(), *inside.values())} == {dtype}
-        return flat(model), torch.cat([value.reshape(-1) for value in inside.values()])
+        return flat(model)
 
     low, full = (
         la.simulate(partial(run, dtype=d), workers=WORKERS) for d in (dtype, torch.float32)
     )
-    assert equal([x for x, _ in low])
-    assert all(torch.equal(x, inside) for x, inside in low)
-    assert torch.allclose(low[0][0].float(), full[0][0], atol=0.05)
+    assert equal(low) and low[0].dtype == dtype
+    assert torch.allclose(low[0].float(), full[0], atol=0.05)
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "delayed", "slowmo"])

@@ -16,7 +16,7 @@ import laconic as la
 
 from tests.support import training
 from tests.support.recipes import ROWS
-from tests.support.training import Job, build, plain_lr
+from tests.support.training import Job, build
 
 STEPS = 14
 Parts = tuple[Any, ...]
@@ -64,21 +64,6 @@ def test_one_rank_alone_may_ask_for_its_state_which_then_does_not_change() -> No
 
     plain, asked = (la.simulate(partial(run, asks=asks), workers=3) for asks in (False, True))
     assert all(all(map(torch.equal, *each)) for each in zip(plain, asked, strict=True))
-
-
-def test_finished_and_saved_and_resumed() -> None:
-    """`finish()` in mid-period is part of the run: resuming after it is resuming, too."""
-    job = Job(ROWS["slowmo(local_sgd(3, delay=4), 5)"].recipe, 3, STEPS, lr=plain_lr)
-
-    def run(rank: int) -> bool:
-        parts, fresh = attached(job, rank), attached(job, rank)
-        go(job, rank, parts, 7)
-        parts[2].finish()
-        for part, state in zip(fresh, saved(parts), strict=True):
-            part.load_state_dict(state)
-        return all(map(torch.equal, go(job, rank, parts, STEPS), go(job, rank, fresh, STEPS)))
-
-    assert la.simulate(run, workers=3) == [True] * 3
 
 
 # -- what cannot be loaded ----

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import os
 import random
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.links.wrapped import Wrapped
 
 from tests.support.loops import flat, refusal, sgd
 
@@ -261,58 +259,6 @@ def test_a_worker_killed_at_any_line_leaves_one_whole_checkpoint(
             check_next_save(base, shared)
     assert found == sorted(found) and set(found) == {1.0, 2.0}
     gc.collect()  # files left open are told of here, and not after the test
-
-
-class Heard(Wrapped):
-    """Calls ``listener`` with the rank after every collective that is complete."""
-
-    def __init__(self, link: la.links.Link, listener: Callable[[int], None]) -> None:
-        super().__init__(link)
-        self.listener = listener
-
-    @contextmanager
-    def around(self, collective: str, amount: Any, received: int) -> Iterator[None]:
-        yield
-        self.listener(self.rank)
-
-    def like(self, link: la.links.Link) -> la.links.Link:
-        return Heard(link, self.listener)
-
-
-def test_a_run_that_saves_where_another_one_does_is_told_so(tmp_path: Path) -> None:
-    """A job started again while its predecessor is at work: at each point of the slow one's save,
-    the fast one saves twice. What that saved stays."""
-    told, listeners = [], list[Callable[[int], None]]()
-
-    def run(_: int) -> None:
-        for after in range(8):
-            slow, fast = Run(la.ddp(), 5), Run(la.ddp(), 6)
-            slow.go(2)
-            fast.go(3)
-            path, count = tmp_path / str(after), itertools.count()
-
-            def interfere(_: int, fast: Run = fast, path: Path = path, at: int = after) -> None:
-                if next(count) == at:  # noqa: B023
-                    fast.save(path)
-                    fast.save(path)
-
-            listeners.append(interfere)
-            try:
-                slow.save(path)
-            except ValueError as error:
-                told.append(str(error))
-                assert Run(la.ddp(), 7).load(path)["step"] == 3
-                slow.save(path)
-                assert Run(la.ddp(), 7).load(path)["step"] == 2
-            assert Run(la.ddp(), 7).load(path)["step"] in (2, 3)
-            listeners.clear()
-
-    def listen(rank: int) -> None:
-        for each in listeners:
-            each(rank)
-
-    la.simulate(run, workers=1, link=lambda link: Heard(link, listen))
-    assert told and all("another run saves to this directory" in text for text in told)
 
 
 # -- what cannot be saved ----

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -189,26 +188,3 @@ def test_what_a_graph_would_repeat_is_refused(late_pool: gloo.Pool) -> None:
     for name in ("local_sgd", "ddp"):
         (text,) = late_pool.run(captured, name, ranks=1)
         assert "call optimizer.step() outside of the graph" in text
-
-
-# -- memory ----
-
-
-def kept(rank: int) -> int:
-    """How many tensors are on the device after a round, beside x."""
-    with late.device(settles=True) as device:
-        link, before = staged(2, device), {m.key for m in late.alive}
-        model = torch.nn.Linear(50, 1, bias=False).to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        recipe = la.diloco(2, codec="int8", delay=1)
-        with la.attach(model, optimizer, recipe, link=link, offload=True):
-            for _ in range(5):  # two rounds, both folded
-                model(torch.ones(1, 50).to(device)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            gc.collect()
-            return len({m.key for m in late.alive} - before) - 1
-
-
-def test_between_rounds_no_outer_state_is_on_the_device(late_pool: gloo.Pool) -> None:
-    assert late_pool.run(kept, ranks=2) == [0, 0]
