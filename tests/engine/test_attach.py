@@ -25,9 +25,6 @@ CALLS = [
     *((f"local_sgd({p})", f"period must be an integer of at least 1, not {p}") for p in (0, 2.0)),
     *((f"{name}(True)", "period must be") for name in ("local_sgd", "easgd", "downpour", "lsgd")),
     ("after(-1, la.every(1))", "start must be an integer of at least 0"),
-    ("until(1.5, la.every(1))", "end must be an integer of at least 0"),
-    ("local_sgd(2, delay=-1)", "delay must be an integer of at least 0"),
-    ("hierarchical(0, 4)", "group_period must be an integer of at least 1, not 0"),
     ("sgp('circle')", "graph must be one of 'exponential', .*'ring'.*'circle'"),
     ("easgd(4, 0.0)", "beta must be .* greater than 0 and at most 1, not 0.0"),
     ("easgd(4, float('nan'))", "beta must be a finite number"),
@@ -36,7 +33,6 @@ CALLS = [
     ("local_sgd(2, optimizer_state='drop')", CHOICES),
     ("slowmo(None, 4, 0.5, 0.0)", "lr must be .* greater than 0"),
     ("slowmo(la.local_sgd)", r"base must be .*local_sgd\(12\)"),
-    ("slowmo(None, 4, sharded='no')", "sharded must be True or False"),
     ("diloco(4, outer=0.7)", "outer"),
     ("auto(1.5)", "target"),
     ("slowmo(la.auto())", "base must be a recipe"),
@@ -72,15 +68,13 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "text"), OPTIONS)
 def test_a_bad_option_is_refused_alike_on_every_rank(options: dict[str, Any], text: str) -> None:
-    """What was refused can be done right afterward; steps in between run no rounds."""
+    """What was refused can be done right afterward."""
 
     def run(rank: int) -> str:
         model = nn.Linear(5, 3).double()
         optimizer = sgd(model)
-        given = {"recipe": la.local_sgd(2), **options}
         with pytest.raises(ValueError, match=text) as caught:
-            la.attach(model, optimizer, **given)
-        train(model, optimizer, data()[rank % 3][:rank])
+            la.attach(model, optimizer, **{"recipe": la.local_sgd(2), **options})
         sync = la.attach(model, optimizer, la.local_sgd(2))
         train(model, optimizer, data()[rank % 3][:1])
         assert sync.step == 1

@@ -44,10 +44,6 @@ def recipe_of(text: str) -> la.Recipe:
     return recipe
 
 
-def candidate(text: str) -> Any:
-    return auto.Candidate(text, parse_recipe(text), 1.0)
-
-
 # -- the choice ----
 
 
@@ -69,8 +65,8 @@ def test_the_slower_the_network_the_less_is_sent() -> None:
 
 def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
     close, slow = replace(TEXT, rate=1e9), replace(TEXT, rate=1e7)
-    best = chosen(close)
-    assert chosen(close, now=candidate("streaming_diloco(512)")) == best
+    best, rare = chosen(close), "streaming_diloco(512)"
+    assert chosen(close, now=auto.Candidate(rare, parse_recipe(rare), 1.0)) == best
     # rounds that take longer than predicted are not left for rarer ones, which would as well
     now = next(c for c in candidates(slow) if c.text == chosen(slow))
     assert chosen(slow, now=now, measured={now.kind: 0.12 * slow.compute}) == now.text

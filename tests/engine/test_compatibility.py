@@ -247,15 +247,14 @@ def test_torch_compile_with_its_own_kernels(pool: gloo.Pool) -> None:
     assert largest(runs[0][0], plain[0][0]) < 1e-10
 
 
-def compiled_steps(rank: int, recipe: la.Recipe, several: bool) -> tuple[int, int, Tensor]:
+def compiled_steps(rank: int) -> tuple[int, int, Tensor]:
     torch._dynamo.reset()
     model = language()
-    parts = [[p] for p in model.parameters()] if several else [[*model.parameters()]]
-    optimizers = [torch.optim.AdamW(part, lr=0.1) for part in parts]
+    optimizers = [torch.optim.AdamW([p], lr=0.1) for p in model.parameters()]
     steps = [torch.compile(each.step, backend="eager") for each in optimizers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own
-        sync = la.attach(model, optimizers, recipe, link=gloo.link_of(2))
+        sync = la.attach(model, optimizers, la.local_sgd(2), link=gloo.link_of(2))
         for step in range(4):
             x, y = batch(step, rank)
             model.zero_grad()
@@ -266,12 +265,10 @@ def compiled_steps(rank: int, recipe: la.Recipe, several: bool) -> tuple[int, in
     return sync.step, sync.stats().rounds, flat(model)
 
 
-@pytest.mark.parametrize("recipe, several", [(la.ddp(), False), (la.local_sgd(2), True)])
 @pytest.mark.fault("torch.compile(optimizer.step) died in Dynamo, in the optimizer's hooks")
-def test_rounds_follow_a_compiled_step(pool: gloo.Pool, recipe: la.Recipe, several: bool) -> None:
-    first, second = pool.run(compiled_steps, recipe, several, ranks=2)
-    assert torch.equal(first[2], second[2])
-    assert first[:2] == second[:2] == (4, 2 if several else 0)
+def test_rounds_follow_a_compiled_step(pool: gloo.Pool) -> None:
+    first, second = pool.run(compiled_steps, ranks=2)
+    assert torch.equal(first[2], second[2]) and first[:2] == second[:2] == (4, 2)
 
 
 def compiled_autograd(rank: int) -> str:
@@ -327,9 +324,6 @@ def test_clipping_of_dtensors(pool: gloo.Pool) -> None:
     train(model, adamw(model), [*range(4)], clip=0.5)
     assert all(torch.equal(runs[0], other) for other in runs)
     assert largest(runs[0], flat(model)) < 1e-6  # before torch 2.13 it rounds to float32
-    unclipped = language()
-    train(unclipped, adamw(unclipped), [*range(4)])
-    assert largest(runs[0], flat(unclipped)) > 1e-3
 
 
 def exported(rank: int, folder: str) -> tuple[dict[str, Any], Tensor]:

@@ -388,15 +388,10 @@ def test_numbers_and_tensors_are_averaged() -> None:
 Ends = Callable[[nn.Module, Any, la.Synchronizer, Path], object]
 
 
-def in_consensus(model: nn.Module, optimizer: Any, sync: la.Synchronizer, path: Path) -> None:
-    with sync.consensus():
-        pass
-
-
 ENDS: dict[str, Ends] = {
     "finish": lambda model, optimizer, sync, path: sync.finish(),
     "detach": lambda model, optimizer, sync, path: sync.detach(),
-    "consensus": in_consensus,
+    "consensus": lambda model, optimizer, sync, path: sync.consensus_state_dict(),
     "state_dict": lambda model, optimizer, sync, path: sync.state_dict(),
     "switch": lambda model, optimizer, sync, path: sync.switch(la.local_sgd(9)),
     "save": lambda model, optimizer, sync, path: la.save(path, model, optimizer),

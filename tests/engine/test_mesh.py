@@ -219,8 +219,8 @@ SHARDS = {
     "all": lambda: mesh_of((4,)),
     "columns": lambda: mesh_of()["workers"],
     "rows": lambda: mesh_of()["shards"],
+    "none": lambda: None,
 }
-GIVEN = {"none": lambda: None, "line": lambda: mesh_of((4,)), "grid": lambda: mesh_of()}
 
 
 def missharded(rank: int, shards: str, given: str) -> str:
@@ -228,7 +228,7 @@ def missharded(rank: int, shards: str, given: str) -> str:
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=SHARDS[shards]())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mesh = GIVEN[given]()
+    mesh = SHARDS[given]()
     return refusal(lambda: la.attach(model, optimizer, la.local_sgd(2), mesh=mesh))
 
 
@@ -236,9 +236,9 @@ def missharded(rank: int, shards: str, given: str) -> str:
     ("shards", "given", "words"),
     [
         ("hsdp", "none", "over a mesh of 2 dimensions"),
-        ("all", "grid", "over 4 ranks, which are not the ranks of one worker"),
-        ("columns", "grid", "over 2 ranks, which are not the ranks of one worker"),
-        ("rows", "line", "over 2 ranks, which are not the ranks of one worker"),
+        ("all", "hsdp", "over 4 ranks, which are not the ranks of one worker"),
+        ("columns", "hsdp", "over 2 ranks, which are not the ranks of one worker"),
+        ("rows", "all", "over 2 ranks, which are not the ranks of one worker"),
     ],
 )
 def test_a_model_is_sharded_over_the_ranks_of_its_worker(

@@ -35,7 +35,6 @@ RECIPES: dict[str, la.Recipe] = {
     "local_sgd, late": la.local_sgd(3, delay=7),
     "slowmo": la.slowmo(la.local_sgd(4, delay=3), 6, momentum=0.5),
     "sgp, late": la.sgp("bipartite_linear", delay=2),
-    "lsgd": la.lsgd(4, local_period=0),
     "ddp": la.ddp(),
 }
 """With the last, this file saves in other places."""
@@ -53,7 +52,7 @@ class Net(nn.Module):
         self.last = nn.Linear(hidden, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.norm.running_mean = self.norm.running_mean.clone()  # another tensor each time
+        self.norm.running_mean = self.norm.get_buffer("running_mean").clone()  # another tensor
         hidden = self.norm(self.first(x)).tanh()
         y: Tensor = self.last(nn.functional.dropout(hidden, 0.3, self.training))
         return y
@@ -108,7 +107,7 @@ class Run:
 
 @pytest.mark.parametrize(
     "name",
-    ["local_sgd, late", "sgp, late", *(pytest.param(n, marks=SLOW) for n in ("slowmo", "lsgd"))],
+    ["local_sgd, late", "sgp, late", pytest.param("slowmo", marks=SLOW)],
 )
 def test_a_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """With generators, schedules and buffers; saved with messages in flight, which disturbs
@@ -330,7 +329,6 @@ UNSAVED: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[str, ...]]] = {
         lambda r: {"a": np.ones(2) if r else 1},
         ("ValueError", "rank 1: ", "numpy"),
     ),
-    "a lock": (lambda r: {"a": threading.Lock()}, ("ValueError", "TypeError", "lock")),
     "state that is not plain": (lambda r: {"a": Own({1: Own(2)})}, ("ValueError", "Own")),
     "a name on one rank": (lambda r: {"step" if r else "a": 1}, ("ValueError", "rank 1: ", "step")),
     "a full disk of one rank": (
@@ -547,33 +545,25 @@ def test_what_cannot_be_loaded_changes_nothing_on_any_rank(
 def test_others_come_back(tmp_path: Path) -> None:
     """Objects get their state, plain data is returned, each rank its own; NumPy's numbers, which
     schedules leave in parameter groups, do not stand in the way. An optimizer may hold a head that
-    the model does not: as one of the others, or not at all, it is not lost."""
+    the model does not: it is not lost."""
 
     def run(rank: int) -> None:
         own, head = Run(la.local_sgd(2), rank), nn.Linear(2, 1)
         own.optimizer.add_param_group({"params": head.parameters()})
         own.go(3)
         own.optimizer.param_groups[0]["lr"] = np.float64(0.1) / 3
-        generator = torch.Generator().manual_seed(rank)
-        plain = {
-            "seen": {"ids": [rank, (2, None)], 3: {"x"}, "rate": np.float32(0.1)},
-            "generator": generator.get_state(),
-        }
+        seen = {"ids": [rank, (2, None)], 3: {"x"}, "rate": np.float32(0.1)}
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**rank)
-        own.save(tmp_path, scaler=scaler, own=Own([rank, np.int64(4)]), **plain)
+        own.save(tmp_path, scaler=scaler, own=Own([rank, np.int64(4)]), seen=seen)
         assert own.optimizer.param_groups[0]["lr"].dtype == np.float64, "saving changed the run"
-        expected, kept = torch.rand(3, generator=generator), flat(head)
 
         fresh, other = Run(la.local_sgd(2), 7), nn.Linear(2, 1)
         fresh.optimizer.add_param_group({"params": other.parameters()})
         objects: dict[str, Any] = {"scaler": torch.amp.GradScaler("cpu"), "own": Own(None)}
         found = fresh.load(tmp_path, **objects, seen="what is passed of plain data does not count")
-        assert found.keys() == {"seen", "generator", "step"} and found["step"] == 3
-        assert found["seen"] == {"ids": [rank, (2, None)], 3: {"x"}, "rate": float(np.float32(0.1))}
-        again = torch.rand(3, generator=generator.set_state(found["generator"]))
-        assert torch.equal(expected, again) and torch.equal(flat(other), kept)
+        assert found == {"seen": {**seen, "rate": float(np.float32(0.1))}, "step": 3}
+        assert torch.equal(flat(other), flat(head)) and objects["own"].state == [rank, 4]
         assert objects["scaler"].get_scale() == 2.0**rank
-        assert objects["own"].state == [rank, 4]
         assert fresh.optimizer.param_groups[0]["lr"] == 0.1 / 3
 
     la.simulate(run, workers=2)

@@ -171,7 +171,6 @@ ROUNDS = {
     "local_sgd": la.local_sgd(1),
     "diloco": la.diloco(2),
     "sgp": la.sgp(),
-    "easgd": la.easgd(2),
     "streaming": la.streaming_diloco(4),
     "ddp": la.ddp(),
 }
@@ -212,7 +211,7 @@ def test_frozen_parameters_are_left_out(name: str) -> None:
         assert one[0] == other[0] and one[1] and torch.equal(one[2], other[2])
 
 
-@pytest.mark.parametrize("name", ["sgp", "easgd"])
+@pytest.mark.parametrize("name", ["sgp", "ddp"])
 def test_a_thawed_parameter_joins(name: str) -> None:
     results = la.simulate(lambda rank: lora(rank, True, ROUNDS[name], thaw=5), workers=3)
     assert not results[0][1], "it was trained"
