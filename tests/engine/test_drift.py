@@ -143,7 +143,6 @@ ROWS = {
     "slowmo": Row(la.slowmo(la.local_sgd(2), 4, 0.5), "x", 3, 8, 1),
     "slowmo, unsharded": Row(la.slowmo(None, 4, 0.5, sharded=False), "anchor", 6, 8),
     "diloco, Adam": Row(la.diloco(3, outer=adam, sharded=False), "outer.exp_avg", 4, 6),
-    "diloco, late": Row(la.diloco(4, sharded=False, delay=3), "anchor", 7, 11),
     "streaming_diloco": Row(la.streaming_diloco(4, 2, 1, momentum=0.5), "reference", 5, 7),
     "sparse_loco": Row(la.sparse_loco(3, 8, 64), "anchor", 4, 6),
     "easgd": Row(la.easgd(3, pull=0.1), "anchor", 4, 6),

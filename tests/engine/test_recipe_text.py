@@ -60,7 +60,6 @@ def test_recipes_are_alike_by_their_rounds_and_not_by_their_text() -> None:
 
 MISSPELLED: list[tuple[Callable[[], object], str]] = [
     (lambda: LOOSE.local_sgd(perod=3), "no option 'perod' (did you mean 'period'?): its options"),
-    (lambda: LOOSE.auto(taget=0.5), "no option 'taget' (did you mean 'target'?)"),
     (lambda: LOOSE.ddp(xyz=3), "ddp has no option 'xyz': its options are codec"),
     (lambda: LOOSE.ddp(1), "too many positional arguments"),
     (lambda: LOOSE.hierarchical(2), "missing a required argument: 'period'"),

@@ -126,7 +126,6 @@ UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]
 SHARED: dict[str, Callable[[float], Tensor]] = {
     "expanded": lambda v: torch.full((3,), v).expand(4, 3),
     "overlapping": lambda v: torch.full((6,), v).as_strided((4, 3), (1, 1)),
-    "empty": lambda v: torch.zeros(0, 3),
     "conjugate": lambda v: torch.full((3,), 1j * v).conj(),
     "negative": lambda v: torch._neg_view(torch.full((3,), v)),
     "sparse": lambda v: (torch.eye(3) * (1 + v)).to_sparse(),
