@@ -163,8 +163,9 @@ def test_a_static_run_takes_as_long_as_dalys_formula() -> None:
     known = failing(4, mtbf=4000.0, policy="static", checkpoint=200, save=10.0, repair=60.0,
                     restart=15.0, detection=5.0)  # fmt: skip
     expected = (1000.0 + 75.0) * (math.exp(210.0 / 1000.0) - 1)
-    # the run fails at any time, so it does not matter how rare its rounds are
-    run = simulate_plan(la.local_sgd(200), known, 60_000)
+    # the run fails at any time, so it does not matter how rare its rounds are; checkpoints lie
+    # between them
+    run = simulate_plan(la.local_sgd(750), known, 60_000)
     assert run.seconds / 300 == pytest.approx(expected, rel=0.08)
     assert 200 * 300 / run.seconds == pytest.approx(run.goodput, rel=0.05)
     hopeless = failing(4, mtbf=40.0, policy="static", checkpoint=500, repair=1.0)

@@ -157,6 +157,14 @@ def test_every_rank_makes_the_same_choice_and_says_why(
     assert len(told) == len(choices) and choices[0].reason in told[0]
     assert la.simulate(partial(run, steps=8), workers=1)[0][0] == [], "nothing to choose"
 
+    def sent(rank: int) -> la.Stats:
+        return build(rank)[2].stats()
+
+    for stats in la.simulate(sent, 3, link=partial(network, rate=1e6)):
+        by = stats.bytes_by_collective
+        assert by["measurement"] > 10 * by.get("all_to_all", 0), "booked apart"
+        assert sum(by.values()) == stats.bytes_sent
+
 
 def test_it_looks_again_when_the_network_gets_slow(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
