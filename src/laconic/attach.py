@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from laconic.algorithms.compile import (
     check_buffers,
     check_groups,
+    check_identical,
     check_order,
     check_quorum,
     check_whole,
@@ -254,6 +255,7 @@ def attach(
 
         def arrange(recipe: Recipe) -> Recipe:
             check_buffers(recipe, buffers, elastic=False)  # that was checked above
+            check_identical(recipe)
             check_order(recipe, sharded=sharded, queues=world.queues)
             check_whole(recipe, sharded=sharded, ranks=len(ranks[0]))
             plain = joined is None and len(ranks[0]) == 1 and device.type == "cpu"

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.algorithms.compile import workers_differ
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.named import checked
-from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.round import Recipe, Round, workers_differ
 from laconic.algorithms.schedules import every
 from laconic.algorithms.updates import Average
 from laconic.candidates import (

@@ -40,8 +40,26 @@ from tests.references.problem import (
 )
 
 
+class Over(Recipe):
+    """Something over the recipe `inner`, which goes on as ever but where it says otherwise."""
+
+    inner: Recipe
+
+    def gradients(self, t: int, grads: list[Params]) -> list[Params]:
+        return self.inner.gradients(t, grads)
+
+    def rebias(self, workers: list[Worker]) -> None:
+        self.inner.rebias(workers)
+
+    def each_step(self, t: int, workers: list[Worker], seen: Seen) -> None:
+        self.inner.each_step(t, workers, seen)
+
+    def debias(self, workers: list[Worker]) -> None:
+        self.inner.debias(workers)
+
+
 @dataclass
-class SlowMo(Recipe):
+class SlowMo(Over):
     """every tau:  settle the base
                 treat the local optimizers' state: keep, average over workers, or reset
                 xbar = mean(x)          average=False: worker i's own x_i, with its own u_i, a_i
@@ -69,18 +87,6 @@ class SlowMo(Recipe):
         self.anchor = [copy(x0) for _ in range(n)]
         self.u = [scale(0.0, x0) for _ in range(n)]
         self.mean = CodedMean(self.codec, GROUPS, x0, n)
-
-    def gradients(self, t: int, grads: list[Params]) -> list[Params]:
-        return self.inner.gradients(t, grads)
-
-    def rebias(self, workers: list[Worker]) -> None:
-        self.inner.rebias(workers)
-
-    def each_step(self, t: int, workers: list[Worker], seen: Seen) -> None:
-        self.inner.each_step(t, workers, seen)
-
-    def debias(self, workers: list[Worker]) -> None:
-        self.inner.debias(workers)
 
     def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
         if t % self.period:
@@ -195,6 +201,32 @@ class DiLoCo(Recipe):
 
     def consensus(self, workers: list[Worker]) -> Params:
         return copy(self.anchor)
+
+
+@dataclass
+class OuterStep(Over):
+    """every H:  settle the base ;  treat the local optimizers' state ;  DiLoCo's outer step `outer`
+
+    A base round that falls due then is skipped, as under `SlowMo`."""
+
+    inner: Recipe
+    outer: DiLoCo
+    optimizer_state: StatePolicy = "keep"
+
+    def start(self, x0: Params, n: int) -> None:
+        self.inner.start(x0, n)
+        self.outer.start(x0, n)
+
+    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
+        if t % self.outer.period:
+            self.inner.after_step(t, workers, lr)
+            return
+        self.inner.settle(workers)
+        treat_state(workers, self.optimizer_state)
+        self.outer.after_step(t, workers, lr)
+
+    def consensus(self, workers: list[Worker]) -> Params:
+        return self.outer.consensus(workers)
 
 
 def in_order(names: Sequence[str]) -> list[str]:

@@ -343,6 +343,38 @@ with warnings.catch_warnings():
         "lags grouped",
     )
 
+    def over(name: str, base: Any, of: Any, period: int, tags: str = "", **options: Any) -> None:
+        """A row of outer_step."""
+        recipe = la.outer_step(base, period, 0.9, 0.5, **options)
+        muon, state = options.get("outer") == "muon", options.get("optimizer_state", "keep")
+        outer = o_.DiLoCo(
+            period, 0.9, 0.5, muon=muon, codec=small() if "codec" in options else None
+        )
+        reference = lambda: o_.OuterStep(of(), outer, state)  # noqa: E731
+        row(f"outer_step({name})", recipe, reference, f"lags {tags}", MUON if muon else 1e-10)
+
+    over("ddp, 3", la.ddp(), gradients.DDP, 3, "equal")
+    over(
+        "ddp, coded, 2, muon",
+        la.ddp(codec=SMALL),
+        partial(gradients.DDP, small()),
+        2,
+        "equal whole",
+        outer="muon",
+    )
+    over(
+        "power_sgd, 3, reset",
+        la.power_sgd(2),
+        lambda: gradients.PowerSGD(2, first_basis(2)),
+        3,
+        "equal whole",
+        optimizer_state="reset",
+    )
+    over("local_sgd(2), 6", *local2, 6, "moments", optimizer_state="average")
+    over("local_sgd(2), 6, coded", *local2, 6, codec=SMALL)
+    over("sgp(bipartite), 5, muon", *uneven, 5, "gossip irregular", outer="muon")
+    over("easgd, 6", la.easgd(2, pull=0.2), lambda: p_.EASGD(2, pull=0.2), 6)
+
     for name, options in (
         ("directed_exponential", {}),
         ("complete", {}),

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from laconic.algorithms.compile import check_quorum, workers_differ
+from laconic.algorithms.compile import check_quorum
 from laconic.algorithms.exchanges import CodedMean, QuorumMean
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import local_sgd, power_sgd
-from laconic.algorithms.round import GradientRound, Recipe, Round
+from laconic.algorithms.round import GradientRound, Recipe, Round, workers_differ
 from laconic.algorithms.updates import momentum_for
 from laconic.algorithms.updates.muon_step import MuonStep
 from laconic.auto import Auto

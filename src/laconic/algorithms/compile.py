@@ -9,7 +9,15 @@ from dataclasses import replace
 from laconic.algorithms.exchange import Gossip, Scored
 from laconic.algorithms.exchanges import Mean, QuorumMean
 from laconic.algorithms.recipes import WITH_GROUPS
-from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, renamed
+from laconic.algorithms.round import (
+    AnyRound,
+    GradientRound,
+    Recipe,
+    Round,
+    gradient_rounds,
+    renamed,
+    workers_differ,
+)
 from laconic.algorithms.schedules import Every, Schedule, Unless, any_of, every
 from laconic.algorithms.update import abilities
 from laconic.algorithms.updates import Average, Mix, Replace
@@ -36,8 +44,8 @@ def buffer_rounds(recipe: Sequence[AnyRound]) -> list[Round]:
     found: list[Round] = []
     first: dict[tuple[int, str], Fragment] = {}
     for r in recipe:
-        if not isinstance(r, Round) or is_of_optimizer(r.part):
-            continue  # x may differ then
+        if not isinstance(r, Round) or is_of_optimizer(r.part) or r.exchange.identical:
+            continue  # x may differ then; or workers agree, and nothing is sent
         if isinstance(r.part, Fragment):
             kind = r.part.count, r.part.by
             if first.setdefault(kind, r.part) != r.part:
@@ -118,6 +126,16 @@ def check_order(recipe: Recipe, *, sharded: bool, queues: bool) -> None:
         )
 
 
+def check_identical(recipe: Recipe) -> None:
+    """Raise ``ValueError`` if a round of ``recipe`` counts on equal workers that may differ."""
+    for r in recipe:
+        if r.exchange.identical and workers_differ(recipe):
+            raise ValueError(
+                f"{r.name} sends nothing, and the other rounds let workers differ: use "
+                "exchanges.Mean in place of Identical, or a base such as laconic.ddp()"
+            )
+
+
 def check_whole(recipe: Recipe, *, sharded: bool, ranks: int) -> None:
     """Raise ``ValueError`` if ``recipe`` needs whole tensors where a rank has parts of them only:
     of a model that is ``sharded``, or in messages that the ``ranks`` of a worker share."""
@@ -149,11 +167,6 @@ def _fits_quorum(r: Round) -> bool:
     return combines_only and anchored and plain and first
 
 
-def gradient_rounds(recipe: Recipe) -> list[GradientRound]:
-    """The recipe's rounds on gradients."""
-    return [r for r in recipe if isinstance(r, GradientRound)]
-
-
 def replicated(recipe: Recipe) -> Recipe:
     """``recipe`` for workers that come and go: every worker keeps all outer state. Raises
     ``ValueError`` for rounds for which that is impossible."""
@@ -181,6 +194,7 @@ ELASTIC = (
     "diloco",
     "streaming_diloco",
     "muloco",
+    "outer_step",
     "des_loc",
     "sparse_loco",
     "easgd",
@@ -190,13 +204,6 @@ ELASTIC = (
     "auto",
 )
 """The recipes for workers that come and go."""
-
-
-def workers_differ(recipe: Recipe) -> bool:
-    """Whether workers can hold different x: always, unless only gradients are averaged."""
-    gradients = gradient_rounds(recipe)
-    averaged = any(r.over in ("world", "workers") for r in gradients)
-    return not averaged or len(gradients) < len(recipe)
 
 
 def score_window(recipe: Recipe) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, get_args
 
+from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import GatheredMean, Mean
 from laconic.algorithms.exchanges.quorum import Pace, Weigh
 from laconic.algorithms.named import named
@@ -12,18 +14,21 @@ from laconic.algorithms.recipe_parts import (
     Averaging,
     CodecOption,
     Outer,
+    check_base,
     check_delay,
     check_effect,
     check_merge,
     check_sharded,
     eager,
+    identical,
     mean_over_workers,
-    outer_step,
+    outer_update,
     pseudo_gradients,
     quorum_mean,
+    skip,
 )
-from laconic.algorithms.round import Recipe, Round
-from laconic.algorithms.schedules import every
+from laconic.algorithms.round import OptimizerState, Recipe, Round, workers_differ
+from laconic.algorithms.schedules import Every, every
 from laconic.algorithms.updates import Average, DelayedNesterov, OuterStep
 from laconic.algorithms.updates.outer_step import Merge
 from laconic.buckets import Fragment, Moments, parameters
@@ -105,7 +110,7 @@ def diloco(
     check_merge(merge, mix, delay)
     if callable(outer):
         check_effect("with a function as outer=", lr=lr != 0.7, momentum=momentum != 0.9)
-    update = outer_step(lr, momentum, outer, merge, mix)
+    update = outer_update(lr, momentum, outer, merge, mix)
     if some is not None:
         late = update if outer is not None else DelayedNesterov(lr, momentum)
         return (Round(every(period), late, some),)
@@ -186,7 +191,7 @@ def streaming_diloco(
     merge = ("loscar" if muon and mix is None else "mix") if merge is None else merge
     mix = MIX if mix is None else mix
     by = ("layers" if muon or average == "rda" else "bytes") if by is None else by
-    update: OuterStep | DelayedNesterov = outer_step(lr, momentum, outer, merge, mix)
+    update: OuterStep | DelayedNesterov = outer_update(lr, momentum, outer, merge, mix)
     check_int("period", period, 1)
     if check_int("fragments", fragments, 1) > period:
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
@@ -251,10 +256,71 @@ def muloco(
     """
     check_choice("outer", outer, ("nesterov", "muon"))
     check_merge(merge, mix, delay)
-    update = outer_step(lr, momentum, "muon" if outer == "muon" else None, merge, mix)
+    update = outer_update(lr, momentum, "muon" if outer == "muon" else None, merge, mix)
     exchange = pseudo_gradients(update, codec, average, sharded=True)
     check_delay(delay, check_int("period", period, 1))
     return (Round(every(period), update, exchange, delay=delay),)
+
+
+@named
+def outer_step(
+    base: Recipe,
+    period: int = 8,
+    lr: float | None = None,
+    momentum: float = 0.6,
+    *,
+    outer: Outer | None = None,
+    sharded: bool = True,
+    codec: CodecOption = None,
+    optimizer_state: OptimizerState = "keep",
+) -> Recipe:
+    """Take an outer step every ``period`` steps over any base recipe.
+
+    The outer step of `diloco`, Douillard et al. 2023, arXiv 2311.08105: ``D = mean(a - x) ; a <-
+    outer(a, D) ; x <- a``. Where the base averages gradients in every step (`ddp`, `power_sgd`),
+    workers are equal: then nothing is sent, every worker takes the same outer step, and its state
+    is stored on every worker. With one worker this is an optimizer around yours (SNOO, Kallusky et
+    al. 2025, arXiv 2510.15830). Elsewhere the base's averaging is skipped when an outer step is
+    due, and the outer step averages.
+
+    An outer step changes how far a step goes: with a momentum of mu, and where steps agree, ``lr /
+    (1 - mu)`` times as far. Tune the learning rate of the local optimizer again.
+
+    Args:
+        base: a recipe. Without one, this is `diloco`.
+        period: steps between two outer steps, at least 1.
+        lr: the outer learning rate, above 0. None: 0.7, with ``outer="muon"`` 1.0.
+        momentum: of the outer steps, in [0, 1).
+        outer: an elementwise torch optimizer to use instead of Nesterov SGD, such as ``lambda
+            tensors: torch.optim.Adam(tensors, lr=1e-3)``, which has an lr and momentum of its
+            own. ``"muon"``: the steps of matrices have Muon's direction, see `MuonStep`; every
+            worker then stores all outer state. None: Nesterov SGD.
+        sharded: whether each worker stores 1/n of the outer state. False: all of it. Only for a
+            base that lets workers differ.
+        codec: how pseudo-gradients and outer steps are coded: a name such as ``"int8"`` or
+            ``"int4"``, or a codec of `laconic.codecs`. None: not coded. Only for a base that lets
+            workers differ; a base has its own codec.
+        optimizer_state: what an outer step does with the local optimizer's state: ``"keep"``,
+            ``"average"``, or ``"reset"``.
+
+    Examples:
+        >>> recipe = laconic.outer_step(laconic.ddp(codec="int4"), 8, outer="muon")
+        >>> sync = laconic.attach(model, optimizer, recipe)
+    """
+    slow = Every(check_int("period", period, 1))
+    check_base(base)
+    if callable(outer):
+        check_effect("with a function as outer=", lr=lr is not None, momentum=momentum != 0.6)
+    lr = (1.0 if outer == "muon" else 0.7) if lr is None else lr
+    update = replace(outer_update(lr, momentum, outer, "mix", MIX), over=True)
+    exchange: Exchange
+    if workers_differ(base):
+        check_sharded(sharded, outer=outer == "muon", codec=codec is not None)
+        exchange = pseudo_gradients(update, codec, "mean", sharded=sharded)
+    else:
+        exchange = identical(sharded, codec, optimizer_state)
+    last = Round(slow, update, exchange, optimizer_state=optimizer_state)
+    return (*(skip(r, slow) for r in base), last)
 
 
 @named

@@ -67,6 +67,11 @@ class Exchange:
     """Whether it is for gradients only: its messages do not build on earlier ones."""
 
     @property
+    def identical(self) -> bool:
+        """Whether it sends nothing because the workers' messages are equal already."""
+        return self.agrees and not self.communicates
+
+    @property
     def direct(self) -> bool:
         """Whether every rank sends to every other rank, rather than partial sums traveling. Coded
         messages do, and those exchanges keep state."""

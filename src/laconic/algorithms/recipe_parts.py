@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import (
     CodedQuorumMean,
+    Identical,
     Mean,
     QuorumMean,
     RadialMean,
@@ -17,7 +18,14 @@ from laconic.algorithms.exchanges import (
     coded,
 )
 from laconic.algorithms.exchanges.quorum import Pace, Weigh
-from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
+from laconic.algorithms.round import (
+    AnyRound,
+    GradientRound,
+    OptimizerState,
+    Recipe,
+    Round,
+    is_recipe,
+)
 from laconic.algorithms.schedules import After, Every, Unless, every
 from laconic.algorithms.updates import DelayedNesterov, Eager, MuonStep, OuterStep
 from laconic.algorithms.updates.outer_step import Merge, OuterFactory
@@ -106,7 +114,7 @@ def quorum_mean(
     return CodedQuorumMean(quorum, grace, pace, weigh, codec=codec_of(codec))
 
 
-def outer_step(
+def outer_update(
     lr: float, momentum: float, outer: Outer | None, merge: Merge, mix: float
 ) -> OuterStep:
     check_float("momentum", momentum, 0.0, 1.0)
@@ -149,6 +157,16 @@ def pseudo_gradients(
     )
 
 
+def identical(
+    sharded: bool, codec: CodecOption, optimizer_state: OptimizerState, *, average: bool = True
+) -> Exchange:
+    """Return the exchange of an outer step over a base that keeps workers equal."""
+    given = {"sharded": not sharded, "codec": codec is not None, "average": not average}
+    given["optimizer_state"] = optimizer_state == "average"
+    check_effect("over a base that keeps workers equal", **given)
+    return Identical()
+
+
 def eager(
     period: int,
     lr: float,
@@ -179,6 +197,12 @@ def check_delay(delay: int, period: int) -> None:
             f"at most {period}",
             stacklevel=4,  # the caller of the recipe function, past `named`
         )
+
+
+def check_base(base: object) -> None:
+    """Raise ``ValueError`` unless ``base`` is a recipe with rounds."""
+    if not base or not is_recipe(base):
+        raise ValueError(f"base must be a recipe, such as laconic.local_sgd(12), not {base!r}")
 
 
 def skip(r: AnyRound, slow: Every) -> AnyRound:

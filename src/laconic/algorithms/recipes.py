@@ -19,6 +19,9 @@ from laconic.algorithms.diloco_recipes import (
     muloco as muloco,
 )
 from laconic.algorithms.diloco_recipes import (
+    outer_step as outer_step,
+)
+from laconic.algorithms.diloco_recipes import (
     sparse_loco as sparse_loco,
 )
 from laconic.algorithms.diloco_recipes import (
@@ -37,9 +40,11 @@ from laconic.algorithms.exchanges.quorum import Pace, Weigh
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
     CodecOption,
+    check_base,
     check_delay,
     check_effect,
     check_sharded,
+    identical,
     mean_over_workers,
     quorum_mean,
     skip,
@@ -49,7 +54,7 @@ from laconic.algorithms.round import (
     OptimizerState,
     Recipe,
     Round,
-    is_recipe,
+    workers_differ,
 )
 from laconic.algorithms.schedules import Every, Unless, after, every, until
 from laconic.algorithms.topology import Graph
@@ -406,10 +411,8 @@ def slowmo(
         >>> sync = laconic.attach(model, optimizer, laconic.slowmo(laconic.local_sgd(3), period=48))
     """
     slow = Every(check_int("period", period, 1))
-    if base is not None and not is_recipe(base):
-        raise ValueError(
-            f"base must be a recipe, such as laconic.local_sgd(12), or None, not {base!r}"
-        )
+    if base is not None:
+        check_base(base)
     if momentum is not None:
         check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
@@ -420,6 +423,8 @@ def slowmo(
     decided = {"average": not average, "codec": codec is not None, "quorum": some is not None}
     check_sharded(sharded, **decided)
     exchange: Exchange = Alone() if not average else mean_over_workers(codec, sharded=sharded)
+    if base is not None and not workers_differ(base) and some is None:
+        exchange = identical(sharded, codec, optimizer_state, average=average)
     if some is not None:
         if base is not None or not average:
             raise ValueError(
@@ -525,6 +530,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
         diloco,
         streaming_diloco,
         muloco,
+        outer_step,
         des_loc,
         sparse_loco,
         power_sgd,

@@ -163,6 +163,19 @@ AnyRound = Round | GradientRound
 Recipe = tuple[AnyRound, ...]
 
 
+def gradient_rounds(recipe: Recipe) -> list[GradientRound]:
+    """The recipe's rounds on gradients."""
+    return [r for r in recipe if isinstance(r, GradientRound)]
+
+
+def workers_differ(recipe: Recipe) -> bool:
+    """Whether workers can hold different x: always, unless only gradients are averaged, and what
+    else happens is the same on all workers."""
+    averaged = any(r.over in ("world", "workers") for r in gradient_rounds(recipe))
+    others = (r for r in recipe if not isinstance(r, GradientRound))
+    return not averaged or not all(r.exchange.identical for r in others)
+
+
 def fragments_of(r: AnyRound) -> int:
     """How many fragments ``r``'s tensors are one of."""
     return r.part.count if isinstance(r, Round) and isinstance(r.part, Fragment) else 1

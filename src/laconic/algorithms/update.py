@@ -129,8 +129,6 @@ class Update:
     sends_changes: ClassVar[bool] = False
     """Whether messages are changes, such as a - x, and not x. The exchange must then not code them
     relative to the last result."""
-    quiesces_others: ClassVar[bool] = False
-    """Whether every other round must fold what it has in flight first, as an outer step asks."""
 
     def init(self, x: Tensor) -> State:
         """Make the state for the common start ``x``, a copy that the state may keep. State tensors
@@ -161,6 +159,11 @@ class Update:
     @property
     def keeps_sent(self) -> bool:
         """Whether a delayed `fold` needs ``y``."""
+        return False
+
+    @property
+    def quiesces_others(self) -> bool:
+        """Whether every other round must fold what it has in flight first."""
         return False
 
     @property

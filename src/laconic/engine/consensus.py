@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.algorithms.compile import workers_differ
 from laconic.algorithms.exchanges import Mean
-from laconic.algorithms.round import Round
+from laconic.algorithms.round import Round, workers_differ
 from laconic.algorithms.schedules import every
 from laconic.algorithms.updates import Average
 from laconic.buckets import is_sharded, local, optimizer_state, reshard, sums

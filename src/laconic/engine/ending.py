@@ -9,9 +9,8 @@ import sys
 import weakref
 from collections.abc import Sequence
 
-from laconic.algorithms.compile import workers_differ
 from laconic.algorithms.exchanges import QuorumMean
-from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.round import Recipe, Round, workers_differ
 from laconic.algorithms.schedules import Schedule
 from laconic.buckets import is_of_optimizer, parameters
 from laconic.links import forks

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.algorithms.compile import (
+from laconic.algorithms.compile import parameter_rounds, score_window
+from laconic.algorithms.exchanges import QuorumMean
+from laconic.algorithms.round import (
+    GradientRound,
+    Recipe,
+    Round,
+    describe,
     gradient_rounds,
-    parameter_rounds,
-    score_window,
+    recipe_text,
     workers_differ,
 )
-from laconic.algorithms.exchanges import QuorumMean
-from laconic.algorithms.round import GradientRound, Recipe, Round, describe, recipe_text
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock
 from laconic.buckets import Scratch, is_sharded, module_buffers

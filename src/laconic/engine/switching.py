@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.algorithms.compile import check_groups, workers_differ
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.compile import check_groups
+from laconic.algorithms.round import Recipe, workers_differ
 from laconic.engine.consensus import write_consensus
 from laconic.engine.modes import training_weights
 from laconic.engine.recipe_run import RecipeRun

@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from laconic.advisor.plan.fields import text_of
-from laconic.algorithms.compile import workers_differ
 from laconic.algorithms.diloco_recipes import diloco
 from laconic.algorithms.recipes import ddp
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.round import Recipe, workers_differ
 from laconic.algorithms.schedules import Every, every
 from laconic.algorithms.updates import OuterStep
 from laconic.predict import often

@@ -1,6 +1,6 @@
 """With whom a message is exchanged, and how it is encoded."""
 
-from laconic.algorithms.exchanges.alone import Alone
+from laconic.algorithms.exchanges.alone import Alone, Identical
 from laconic.algorithms.exchanges.coded import CodedMean, GatheredMean, ReplicatedMean, coded
 from laconic.algorithms.exchanges.demo import FastComponents
 from laconic.algorithms.exchanges.leader import Leader
@@ -16,6 +16,7 @@ __all__ = [
     "CodedQuorumMean",
     "FastComponents",
     "GatheredMean",
+    "Identical",
     "Leader",
     "LowRank",
     "Mean",
