@@ -25,7 +25,8 @@ from laconic.algorithms.compile import (
     warn_of_groups,
     with_replicas,
 )
-from laconic.algorithms.round import AnyRound, Recipe, describe, is_recipe, recipe_text, renamed
+from laconic.algorithms.parse import as_recipe
+from laconic.algorithms.round import Recipe, describe, recipe_text, renamed
 from laconic.auto import Auto, Chooser
 from laconic.buckets import is_sharded, reshard
 from laconic.candidates import start
@@ -106,7 +107,7 @@ def init() -> None:
 def attach(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    recipe: Recipe | Auto,
+    recipe: Recipe | Auto | str,
     *,
     nprocs_per_node: int | Literal["env"] = 1,
     group_size: int | None = None,
@@ -135,7 +136,8 @@ def attach(
             last one runs the rounds. With gossip that is weighted (`sgp`), compute all gradients
             before the first of them steps.
         recipe: what a recipe function returns, such as ``laconic.local_sgd(8)``, or
-            ``laconic.auto()``.
+            ``laconic.auto()``; or the text of such a call, as the command line takes it:
+            ``"local_sgd(8)"``.
         nprocs_per_node: how many ranks are one worker. ``"env"``: torchrun's LOCAL_WORLD_SIZE.
             Their gradients are averaged in every backward pass, and each communicates its part of
             the rounds.
@@ -181,7 +183,7 @@ def attach(
         >>> sync.stats().rounds
         2
     """
-    rounds = start(2).recipe if isinstance(recipe, Auto) else recipe
+    rounds: Recipe = ()
     params: list[Tensor] = []
     places: list[Metrics] = []
     problem, seconds = None, TIMEOUT
@@ -191,7 +193,9 @@ def attach(
         seconds = check_float("timeout", timeout, 0.0, strict=True)
         reshard(model)
         optimizer = as_one(optimizer)
-        _check(model, optimizer, rounds)
+        recipe = as_recipe(recipe)
+        rounds = start(2).recipe if isinstance(recipe, Auto) else recipe
+        _check(model, optimizer)
         if isinstance(link, str):
             check_choice("link", link, CHOICES)
             choice = link
@@ -338,13 +342,7 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
-    if not is_recipe(recipe):
-        hint = ": put the round in a tuple, (round,)" if isinstance(recipe, AnyRound) else ""
-        raise ValueError(
-            "recipe must be what a recipe function returns, such as laconic.local_sgd(12), not "
-            f"{recipe!r}{hint}"
-        )
+def _check(model: nn.Module, optimizer: Optimizer) -> None:
     check_unwrapped(model)
     for each in members(optimizer):
         check_steps(each)

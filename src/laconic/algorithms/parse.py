@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from laconic.algorithms.named import bind, call_text, no_option
 from laconic.algorithms.recipes import RECIPES
-from laconic.algorithms.round import NamedRecipe, Recipe, is_recipe
+from laconic.algorithms.round import AnyRound, NamedRecipe, Recipe, is_recipe
 from laconic.auto import Auto, auto
 from laconic.errors import did_you_mean
 
@@ -29,6 +29,19 @@ def parse_recipe(
     """
     functions: Functions = {**RECIPES, "auto": auto, **(own or {})}
     return cast("Recipe | Auto", parse_call(text, functions, "recipe"))
+
+
+def as_recipe(value: object) -> Recipe | Auto:
+    """Return ``value``, a recipe or its text. Raises ``ValueError`` for anything else."""
+    if isinstance(value, str):
+        return parse_recipe(value)
+    if isinstance(value, Auto) or is_recipe(value):
+        return cast("Recipe | Auto", value)
+    hint = ": put the round in a tuple, (round,)" if isinstance(value, AnyRound) else ""
+    raise ValueError(
+        "recipe must be what a recipe function returns, such as laconic.local_sgd(12), or its "
+        f"text, such as 'local_sgd(12)', not {value!r}{hint}"
+    )
 
 
 def parse_call(text: str, functions: Functions, noun: str) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from laconic.algorithms.round import Recipe, is_recipe
+from laconic.algorithms.round import Recipe
 from laconic.engine import consensus, loading
 from laconic.engine.driver import Driver
 from laconic.engine.loading import LoadModel
@@ -156,7 +156,7 @@ class Synchronizer:
         """
         self.driver.finish(mean=mean)
 
-    def switch(self, recipe: Recipe) -> None:
+    def switch(self, recipe: Recipe | str) -> None:
         """Go on under another ``recipe``; every rank must call it, after the same step.
 
         Nothing is in flight afterward, and all workers start again from the consensus, the mean of
@@ -167,9 +167,12 @@ class Synchronizer:
 
         Raises ``ValueError``, on every rank, where they ask for different ones.
         """
-        if not is_recipe(recipe):
-            raise ValueError(f"recipe must be what a recipe function returns, not {recipe!r}")
-        self.driver.switch(recipe)
+        from laconic.algorithms.parse import as_recipe
+
+        given = as_recipe(recipe)
+        if not isinstance(given, tuple):
+            raise ValueError(f"sync.switch() takes a recipe, not {given!r}, which attach() takes")
+        self.driver.switch(given)
 
     @property
     def _run(self) -> RecipeRun:

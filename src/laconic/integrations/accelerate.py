@@ -49,7 +49,7 @@ def attach(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Optimizer,
-    recipe: Recipe | Auto,
+    recipe: Recipe | Auto | str,
     **options: Any,
 ) -> tuple[nn.Module, AcceleratedOptimizer, Synchronizer]:
     """Prepare ``model`` and ``optimizer`` for training by ``recipe``, and return both with the

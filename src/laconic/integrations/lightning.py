@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe
 from laconic.attach import attach
 from laconic.auto import Auto
@@ -69,7 +70,7 @@ class LaconicStrategy(DDPStrategy):
 
     def __init__(
         self,
-        recipe: Recipe | Auto,
+        recipe: Recipe | Auto | str,
         *,
         attach_options: Mapping[str, Any] | None = None,
         **options: Any,
@@ -82,7 +83,7 @@ class LaconicStrategy(DDPStrategy):
             }
         )
         super().__init__(**options)
-        self.recipe = recipe
+        self.recipe = as_recipe(recipe)
         self.attach_options = dict(attach_options or {})
         self.sync: Synchronizer | None = None
         self._validating: AbstractContextManager[Any] | None = None

@@ -26,6 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import ParallelMode
 from transformers.utils import logging
 
+from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe
 from laconic.attach import attach
 from laconic.auto import Auto
@@ -69,11 +70,11 @@ class LaconicMixin:
     def __init__(
         self,
         *arguments: Any,
-        recipe: Recipe | Auto,
+        recipe: Recipe | Auto | str,
         attach_options: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        self.recipe = recipe
+        self.recipe = as_recipe(recipe)
         self.attach_options = dict(attach_options or {})
         self.sync: Synchronizer | None = None
         self._resumed_from: str | None = None
@@ -290,8 +291,8 @@ class LaconicCallback(TrainerCallback):
     `LaconicTrainer` otherwise. ``attach_options``: further arguments for `laconic.attach`.
     """
 
-    def __init__(self, recipe: Recipe | Auto, **attach_options: Any) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe | Auto | str, **attach_options: Any) -> None:
+        self.recipe = as_recipe(recipe)
         self.attach_options = attach_options
         self.sync: Synchronizer | None = None
 
