@@ -100,11 +100,11 @@ class Fragment:
         ]
 
     def _of(self, group: Sequence[tuple[str, Tensor]]) -> list[Segment]:
-        total = sum(_bytes(p) for _, p in group)
+        total = sum(self._bytes(p) for _, p in group)
         units: list[list[Segment]] = []
         layer: str | None = None
         for name, p in group:
-            if not local(p).numel():
+            if not self._bytes(p):
                 continue
             previous, layer = layer, _layer(name) if self.by == "layers" else None
             if layer is not None and layer == previous:
@@ -113,7 +113,7 @@ class Fragment:
                 units += [[piece] for piece in self._pieces(p, total)]
         segments, start = [], 0
         for unit in units:
-            size = sum((s.stop - s.start) * s.tensor.element_size() for s in unit)
+            size = sum(self._bytes(s.tensor, s.stop - s.start) for s in unit)
             if self.count * (2 * start + size) // (2 * total) == self.index:
                 segments += unit
             start += size
@@ -122,12 +122,15 @@ class Fragment:
     def _pieces(self, p: Tensor, total: int) -> list[Segment]:
         size = local(p).numel()
         cut = self.by == "bytes" and local(p).is_contiguous()
-        count = min(-(-_bytes(p) * self.count // total), size) if cut and size else min(size, 1)
+        count = min(-(-self._bytes(p) * self.count // total), size) if cut else 1
         return [Segment(p, i * size // count, (i + 1) * size // count) for i in range(count)]
 
-
-def _bytes(p: Tensor) -> int:
-    return local(p).numel() * p.element_size()
+    def _bytes(self, p: Tensor, elements: int | None = None) -> int:
+        """Of a segment of ``p`` with so many ``elements`` on this rank; None: of all of them. Of a
+        layer, those of all shards, so that a worker's ranks agree which fragment it is in."""
+        if self.by == "layers":
+            return p.numel() * p.element_size()
+        return (local(p).numel() if elements is None else elements) * p.element_size()
 
 
 def _layer(name: str) -> str:
@@ -324,7 +327,7 @@ class Bucket:
         self.sizes = [s.stop - s.start for s in segments]
         self.numel = sum(self.sizes)
         """Elements that are not padding."""
-        self.length = -(-self.numel // multiple) * multiple
+        self.length = -(-max(self.numel, 1) // multiple) * multiple
         self._views: list[Tensor] | None = None
         self._pointers: list[int] = []
 
@@ -378,6 +381,13 @@ def _segments(
     for tensor in tensors:
         piece = tensor if isinstance(tensor, Segment) else whole_of(tensor)
         start, stop = piece.start, piece.stop
+        if whole and is_sharded(piece.tensor):  # a worker's ranks have the same buckets
+            segments.append(piece)
+            space -= -(-piece.tensor.numel() // piece.tensor.device_mesh.size())  # type: ignore[attr-defined]
+            start = stop
+            if space <= 0:
+                yield segments
+                segments, space = [], most
         # a strided tensor has no flat view to write to
         cut = local(piece.tensor).is_contiguous() and not whole
         while start < stop:

@@ -140,11 +140,6 @@ def check_whole(recipe: Recipe, *, sharded: bool, ranks: int) -> None:
     """Raise ``ValueError`` if ``recipe`` needs whole tensors where a rank has parts of them only:
     of a model that is ``sharded``, or in messages that the ``ranks`` of a worker share."""
     for r in recipe:
-        if isinstance(r, Round) and sharded and r.update.whole:
-            raise ValueError(
-                f"{type(r.update).__name__} needs whole tensors, and FSDP has sharded the model: "
-                "use an elementwise outer optimizer, such as the default of laconic.diloco"
-            )
         if isinstance(r, Round) and r.exchange.whole and (sharded or ranks > 1):
             why = "FSDP has sharded the model" if sharded else "a worker's ranks share its messages"
             raise ValueError(

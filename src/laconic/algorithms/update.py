@@ -16,8 +16,8 @@ Symbols are those of the papers:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -35,6 +35,35 @@ Slot = Literal["owner", "everywhere", "private", "pooled"]
 exchange keeps one slice per worker. ``everywhere``: the same value, needed on every worker.
 ``private``: this worker's own. ``pooled``: this worker's own, and the mean over workers is what
 counts; when the number of workers changes, that mean stays the same."""
+
+
+class Tensors:
+    """The tensors that x consists of, one after the other, before padding. ``shapes``: theirs."""
+
+    def __init__(self, shapes: Sequence[torch.Size] = ()) -> None:
+        self.shapes = tuple(shapes)
+
+    def only(self, index: int) -> Tensors:
+        """That tensor alone."""
+        return Tensors(self.shapes[index : index + 1])
+
+    def map(
+        self,
+        flat: Tensor,
+        function: Callable[[Tensor], Tensor],
+        where: Callable[[torch.Size], bool] = lambda shape: True,
+    ) -> None:
+        """Replace every tensor in ``flat``, which is as long as x, by ``function`` of it.
+
+        ``where``: of which shapes; others stay. Where FSDP has sharded the model, each tensor is
+        brought together on one of the worker's ranks for that, so every rank must make the call.
+        """
+        start = 0
+        for shape in self.shapes:
+            if where(shape):
+                piece = flat[start : start + shape.numel()].view(shape)
+                piece.copy_(function(piece))
+            start += shape.numel()
 
 
 @dataclass(frozen=True)
@@ -55,8 +84,7 @@ class Clock:
         score: this worker's, if the exchange asks for one.
         seed: the run's.
         bucket: the bucket's number.
-        shapes: if the update is `Update.whole`, those of the tensors in x, one after the other,
-            before padding.
+        tensors: if the update is `Update.whole`, the tensors in x: see `Tensors.map`.
         arrived: in a round with a quorum, how many of the workers contribute; elsewhere 0.
 
     Examples:
@@ -76,7 +104,7 @@ class Clock:
     score: Score = NO_SCORE
     seed: int = 0
     bucket: int = 0
-    shapes: tuple[torch.Size, ...] = ()
+    tensors: Tensors = field(default_factory=Tensors)
     arrived: int = 0
 
 
@@ -123,9 +151,9 @@ class Update:
     models: ClassVar[int] = 1
     """How many times as long as x the message is."""
     whole: ClassVar[bool] = False
-    """Whether x must consist of whole tensors, such as matrices, whose shapes are then in
-    ``clock.shapes``. `combine` may still get a slice: the mathematics of whole tensors belongs in
-    `send` and `fold`, and its state is ``everywhere``. For models that are not sharded."""
+    """Whether the mathematics is about whole tensors, such as matrices: see ``clock.tensors``.
+    `combine` may still get a slice, so it belongs in `send` and `fold`, and its state is
+    ``everywhere``."""
     sends_changes: ClassVar[bool] = False
     """Whether messages are changes, such as a - x, and not x. The exchange must then not code them
     relative to the last result."""

@@ -22,7 +22,8 @@ from laconic.links.link import Link
 class RoundContext:
     """What all rounds of one recipe run share. ``scratch``: memory for the message being sent;
     ``beside``: for x next to it. ``elastic``: workers come and go, so a message may be
-    exchanged again among others. ``offload``: outer state is in host memory."""
+    exchanged again among others. ``replica``, ``shards``: the links inside this worker, where each
+    rank has the whole model or a part of it. ``offload``: outer state is in host memory."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -30,6 +31,7 @@ class RoundContext:
     scratch: Scratch
     beside: Scratch
     replica: Link
+    shards: Link
     nonfinite: NonfiniteCheck
     scores: Scores | None
     seed: int

@@ -11,10 +11,11 @@ from torch import Tensor
 from laconic.algorithms.exchange import Arrival, Gossip, Scored
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import of_worker
-from laconic.algorithms.update import Clock, State, returned
-from laconic.buckets import Bucket, state_dtype
+from laconic.algorithms.update import Clock, State, Tensors, returned
+from laconic.buckets import Bucket, is_sharded, state_dtype
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.in_flight import RoundContext
+from laconic.engine.sharded_tensors import ShardedTensors
 from laconic.errors import NotFiniteError
 from laconic.links.link import Link
 
@@ -42,13 +43,17 @@ class Messenger:
         lr = float(group.get("lr", math.nan)) if update.uses_lr else math.nan
         at = present or (self._link.size, self._link.rank)
         seed, delay = self._context.seed, self._round.delay
-        shapes = tuple(bucket.shapes) if update.whole else ()
-        clock = Clock(
-            step, lr, executed, delay, *at, seed=seed, bucket=bucket.number, shapes=shapes
-        )
+        clock = Clock(step, lr, executed, delay, *at, seed=seed, bucket=bucket.number)
+        if update.whole:
+            clock = replace(clock, tensors=self._tensors(bucket))
         if self._gossip is not None:
             clock = replace(clock, out_degree=self._gossip.out_degree(clock))
         return clock
+
+    def _tensors(self, bucket: Bucket) -> Tensors:
+        if any(is_sharded(s.tensor) for s in bucket.segments):
+            return ShardedTensors(bucket, self._context.shards, self._context.comm)
+        return Tensors(bucket.shapes)
 
     def stamped(self, clock: Clock, state: State) -> Clock:
         """``clock`` with what travels with the message just made: its weight, and the score."""
@@ -82,7 +87,7 @@ class Messenger:
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
             if channel.exchange.slots and not channel.exchange.keeps_message:
                 message = message.clone()
-        slice_clock = replace(clock, shapes=()) if clock.shapes else clock
+        slice_clock = replace(clock, tensors=Tensors()) if update.whole else clock
 
         names = [k for k, t in channel.state.items() if not t.dim() or is_owned(update, k, t)]
 

@@ -313,6 +313,7 @@ class ParameterRunner:
         for channel in self.channels:
             bucket = channel.bucket
             clock = self._clock(bucket, step)
+            tensors = clock.tensors
             pieces = {
                 name: bucket.split(t)
                 for name, t in channel.state.items()
@@ -322,8 +323,10 @@ class ParameterRunner:
             views = bucket.views()
             for index, segment in enumerate(bucket.segments):
                 x = segment.view() if views is None else views[index]
-                own = {name: tensors[index] for name, tensors in pieces.items()}
-                yield x, rest | own, replace(clock, shapes=clock.shapes[index : index + 1])
+                own = {name: split[index] for name, split in pieces.items()}
+                if self.round.update.whole:
+                    clock = replace(clock, tensors=tensors.only(index))
+                yield x, rest | own, clock
                 if views is None:
                     segment.write(x)
 

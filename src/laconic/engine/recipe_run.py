@@ -65,15 +65,8 @@ class RecipeRun:
     # -- starting ----
 
     def start(self, optimizer: Optimizer) -> None:
-        """Make the parameter rounds, and their state, from the present x. Raises ``ValueError``,
-        on every rank alike, if an update needs whole tensors and the model is sharded."""
+        """Make the parameter rounds, and their state, from the present x."""
         session = self.session
-        whole = [type(r.update).__name__ for r in self._planned if r.update.whole]
-        if whole and session.sharded:
-            raise ValueError(
-                f"{whole[0]} needs whole tensors, and each rank has a shard of this model: use "
-                "another update, or a model that is not sharded"
-            )
         if isinstance(optimizer, JointOptimizer):
             optimizer.keep_order()
         self._context = RoundContext(
@@ -83,6 +76,7 @@ class RecipeRun:
             Scratch(),
             Scratch(),
             session.links["replica"],
+            session.links["shards"],
             session.nonfinite,
             self.scores,
             session.settings.seed,

@@ -44,8 +44,8 @@ class MuonStep(OuterStep):
     ``momentum`` is mu (0 <= mu < 1). Matrices are all parameters of two dimensions that are both
     above 1, embeddings and output layers among them; all others take Nesterov's step. o is computed
     by three polynomials of degree 9 (see `orthogonal`), in float32 or wider. Delays and ``merge``
-    are those of `OuterStep`. Every worker stores ``a`` and ``m``, and computes the same step. For
-    models that are not sharded.
+    are those of `OuterStep`. Every worker stores ``a`` and ``m``, and computes the same step. Where
+    FSDP has sharded the model, the ranks of a worker share the matrices.
     """
 
     slots: ClassVar[dict[str, Slot]] = {"anchor": "everywhere", "m": "everywhere"}
@@ -67,12 +67,7 @@ class MuonStep(OuterStep):
         if self.momentum:
             m = state["m"].mul_(self.momentum).add_(step)  # m <- mu*m + D
             step.add_(m, alpha=self.momentum)
-        start = 0
-        for shape in clock.shapes:
-            if len(shape) == 2 and min(shape) > 1:
-                s = step[start : start + shape.numel()].view(shape)
-                s.copy_(turned(s))
-            start += shape.numel()
+        clock.tensors.map(step, turned, lambda shape: operations(shape) > 0)
         a.sub_(step, alpha=self.lr)
         if not clock.delay:
             return x.copy_(a)
