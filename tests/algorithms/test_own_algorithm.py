@@ -36,7 +36,7 @@ def test_after_a_step_an_update_of_matrices_sees_each_with_its_shape() -> None:
         whole = True
 
         def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
-            seen.append((x.numel(), [tuple(shape) for shape in clock.shapes]))
+            seen.append((x.numel(), [tuple(shape) for shape in clock.tensors.shapes]))
 
     def worker(rank: int) -> None:
         model = nn.Linear(4, 3)
