@@ -200,8 +200,8 @@ def check_delay(delay: int, period: int) -> None:
 
 
 def check_base(base: object) -> None:
-    """Raise ``ValueError`` unless ``base`` is a recipe with rounds."""
-    if not base or not is_recipe(base):
+    """Raise ``ValueError`` unless ``base`` is a recipe."""
+    if not is_recipe(base):
         raise ValueError(f"base must be a recipe, such as laconic.local_sgd(12), not {base!r}")
 
 
