@@ -42,7 +42,8 @@ SPELLINGS: dict[str, Callable[[], la.Recipe]] = {
     "downpour(4)": lambda: la.downpour(4),
     "lsgd(16, local_period=None)": lambda: la.lsgd(16, window=10),
     "slowmo(None, 24, 0.2, 2)": lambda: la.slowmo(None, 24, 0.2, 2),
-    "slowmo(ddp, average=False)": lambda: la.slowmo(la.ddp(), average=False),
+    "slowmo(sgp, average=False)": lambda: la.slowmo(la.sgp(), average=False),
+    "outer_step(ddp, outer='muon')": lambda: la.outer_step(la.ddp(), 8, outer="muon"),
     "slowmo(base=local_sgd(period=12))": lambda: la.slowmo(la.local_sgd(12)),
     "slowmo(slowmo(local_sgd(3), 12), 48)": lambda: la.slowmo(
         la.slowmo(la.local_sgd(3), 12), period=48

@@ -47,7 +47,8 @@ def test_a_bad_argument_is_a_value_error_that_names_what_is_allowed() -> None:
 
 GROUPS = la.lsgd(4, local_period=1)
 OPTIONS: list[tuple[dict[str, Any], str]] = [
-    *(({"recipe": r}, r"as laconic\.local_sgd\(12\)") for r in (la.local_sgd, "ddp", None)),
+    *(({"recipe": r}, r"as laconic\.local_sgd\(12\)") for r in (la.local_sgd, 3, None)),
+    ({"recipe": "locl_sgd(4)"}, "did you mean 'local_sgd'"),
     ({"recipe": la.ddp()[0]}, r"as laconic\.local_sgd\(12\)"),
     ({"recipe": GROUPS}, r"attach\(\.\.\., group_size=4\)"),
     ({"recipe": GROUPS, "group_size": 3}, "3 does not divide 4"),
@@ -128,7 +129,7 @@ def test_ranks_that_attach_unlike_things_are_told_so_on_every_rank() -> None:
 
 
 WRONG_ON_ONE: dict[str, tuple[dict[str, Any], str]] = {
-    "recipe": ({"recipe": "local_sgd(4)"}, "recipe must be what a recipe function returns"),
+    "recipe": ({"recipe": 4}, "recipe must be what a recipe function returns"),
     "groups": ({"recipe": GROUPS}, "give the number of workers in a group"),
     "buffers": ({"buffers": "mean"}, "'average', 'keep'"),
     "timeout": ({"timeout": 0.0}, "timeout must be"),

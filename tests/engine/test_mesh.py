@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import laconic as la
-from laconic.algorithms.exchanges import Mean
-from laconic.algorithms.update import Update
 from laconic.errors import NotFiniteError
 
 from tests.support import gloo
@@ -25,6 +23,8 @@ RECIPES: dict[str, la.Recipe] = {
     "local_sgd, late": la.local_sgd(4, delay=2, optimizer_state="average"),
     "slowmo over sgp": la.slowmo(la.sgp(delay=2), 5, momentum=0.5),
     "diloco": la.diloco(4),
+    "diloco, muon": la.diloco(4, outer="muon"),
+    "outer_step, muon": la.outer_step(la.ddp(), 3, outer="muon"),
     "diloco, unsharded": la.diloco(4, sharded=False),
 }
 
@@ -111,9 +111,8 @@ def test_a_validation_is_of_the_consensus_and_changes_nothing(pool: gloo.Pool) -
         assert torch.equal(said, runs[0][2])
 
 
-def states(rank: int, folder: str) -> tuple[bool, float]:
+def states(rank: int, recipe: la.Recipe, folder: str) -> tuple[bool, float]:
     """Whether a sharded run that was saved goes on bit for bit, and what its shard is."""
-    recipe = la.slowmo(la.local_sgd(4, delay=3), 6, momentum=0.5)
     model, optimizer, sync = sharded(recipe)
     for x in data(4)[rank][:5]:
         train_one(model, optimizer, x)
@@ -134,8 +133,17 @@ def states(rank: int, folder: str) -> tuple[bool, float]:
     return torch.equal(expected, again), float(expected.sum())
 
 
-def test_a_sharded_run_goes_on_bit_for_bit(pool: gloo.Pool, tmp_path: Path) -> None:
-    runs = pool.run(states, str(tmp_path), ranks=4)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        la.slowmo(la.local_sgd(4, delay=3), 6, momentum=0.5),
+        la.streaming_diloco(4, 2, 2, codec="int8", outer="muon"),
+    ],
+)
+def test_a_sharded_run_goes_on_bit_for_bit(
+    pool: gloo.Pool, recipe: la.Recipe, tmp_path: Path
+) -> None:
+    runs = pool.run(states, recipe, str(tmp_path), ranks=4)
     assert all(same for same, _ in runs)
     assert len({end for _, end in runs}) == 4, "the shards are not apart"
 
@@ -187,12 +195,6 @@ def test_what_one_shard_refuses_is_refused_on_all_ranks(
 # -- mistakes ----
 
 
-class Matrices(Update):
-    """Of whole tensors."""
-
-    whole = True
-
-
 def mistaken(rank: int) -> None:
     mesh, model = mesh_of(), nn.Linear(2, 2)
 
@@ -206,8 +208,7 @@ def mistaken(rank: int) -> None:
     assert "group_size must" in said(local, mesh=mesh, group_size=3)
     fully_shard(model, mesh=mesh["shards"])
     assert "mesh=" in said(local)
-    whole = (la.Round(la.every(2), Matrices(), Mean()),)
-    assert "Matrices needs whole tensors" in said(whole, mesh=mesh)
+    assert "needs whole tensors" in said(la.diloco(2, average="rda"), mesh=mesh)
 
 
 def test_mistakes_are_told(pool: gloo.Pool) -> None:

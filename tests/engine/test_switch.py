@@ -41,7 +41,7 @@ def test_switching_starts_all_workers_from_the_consensus(before: str, after: str
         if not switch:
             sync.finish()
             return (flat(model),)
-        sync.switch(RECIPES[after])
+        sync.switch(repr(RECIPES[after]))
         x = flat(model)
         moments = torch.cat([s["exp_avg"].reshape(-1) for s in optimizer.state.values()])
         train(model, optimizer, data(steps=11)[rank][5:])
