@@ -1017,6 +1017,8 @@ def _outer() -> None:
     }
     for name, base in bases.items():
         case(f"slowmo over {name}", la.slowmo(base, 5, 0.5, 0.8), save=7)
+    for name in ("ddp, int4", "local_sgd, late", "sgp, late"):
+        case(f"nesterov over {name}", la.outer_step(SOME[name], 5), 4, save=7)
     late = bases["late bipartite sgp"]
     case("slowmo over late bipartite sgp, no average", la.slowmo(late, 5, 0.5, average=False))
     case("slowmo over hierarchical", la.slowmo(la.hierarchical(2, 3), 6, 0.5), 4, group=2)
