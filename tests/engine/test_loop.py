@@ -284,6 +284,24 @@ def test_an_overflow_on_one_rank_skips_its_step_and_keeps_all_in_step(recipe: st
     assert [scale < 2.0**10 for _, scale in runs] == [everywhere, True, everywhere]
 
 
+def test_where_all_steps_are_skipped_gossip_keeps_the_mean() -> None:
+    def run(rank: int) -> Tensor:
+        model = network()
+        optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
+        with la.attach(model, optimizer, la.sgp("bipartite_linear", delay=2), scaler=scaler):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(rank)
+            for x in data(5)[rank]:
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, x) * float("inf")).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return flat(model)
+
+    assert all(close(x, flat(network()) + 2.0) for x in la.simulate(run, workers=5))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.fault("an attached GradScaler could not be pickled, and its copy drove the original")
 def test_a_copied_scaler_is_its_own(copied: Any) -> None:

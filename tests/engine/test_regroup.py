@@ -45,14 +45,17 @@ ALIKE: dict[str, la.Recipe] = {
     "streaming": la.streaming_diloco(4, 2, 1, codec=None),
     "sgp": la.sgp(delay=1),
 }
+TOLD: dict[int, set[int]] = defaultdict(set)
 ELASTIC = [name for name in ALIKE if name != "power_sgd"]
 same_batches = pytest.mark.filterwarnings("ignore:the first gradients are identical")
 
 
 class Counted(Update):
-    """x <- sum(x)/n, by the numbers of workers that `combine` and `fold` are told."""
+    """x <- sum(x)/n, by the numbers of workers that `combine` and `fold` are told; TOLD has them by
+    step."""
 
     def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+        TOLD[clock.step].add(clock.workers)
         return mean * clock.workers
 
     def fold(
@@ -105,10 +108,12 @@ def test_an_update_is_told_how_many_take_part(delay: int) -> None:
             seen.update(model.weight.flatten().tolist())
         return seen
 
+    TOLD.clear()
     # a newcomer folds what is in flight by its own number
     faults = la.Faults(4, kill=((0, 4), (2, 7), (1, 10)), join=() if delay else (5, 9, 14))
     left = [seen for seen in la.simulate(run, faults=faults) if seen is not None]
     assert left == [{1.0}] * (1 if delay else 4)
+    print(dict(TOLD))
 
 
 @same_batches

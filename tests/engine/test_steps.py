@@ -113,8 +113,14 @@ def test_a_wrapper_that_skips_init_is_prepared() -> None:
 
 
 class Logged(torch.optim.SGD):
+    """Moves the parameters again after its parent's step."""
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
+        found = super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.01)
+        return found
 
 
 @pytest.mark.fault("a step() that calls super().step() is counted twice")
@@ -122,7 +128,7 @@ class Logged(torch.optim.SGD):
 def test_a_step_within_a_step_is_one(several: bool) -> None:
     sgd(net())  # from now on torch calls hooks in both classes
 
-    def train(rank: int) -> tuple[int, int]:
+    def train(rank: int) -> tuple[int, int, Tensor]:
         model = net()
         parts = [model[0], model[2]] if several else [model]
         optimizers = [Logged(part.parameters(), lr=0.05) for part in parts]
@@ -132,9 +138,10 @@ def test_a_step_within_a_step_is_one(several: bool) -> None:
             for optimizer in optimizers:
                 optimizer.step()
         sync.detach()
-        return sync.step, sync.stats().rounds
+        return sync.step, sync.stats().rounds, flat(model)
 
-    assert la.simulate(train, workers=2) == [(8, 2)] * 2
+    one, other = la.simulate(train, workers=2)
+    assert one[:2] == other[:2] == (8, 2) and torch.equal(one[2], other[2]), "rounds come last"
 
 
 def test_a_closure_of_the_optimizers_own_is_refused_where_gradients_are_averaged() -> None:
