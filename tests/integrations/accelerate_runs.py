@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-import laconic as la
 from laconic.integrations import accelerate as integration
 
 from tests.support import forked
@@ -28,11 +27,11 @@ from tests.support.by_hand import (
     flat,
     main,
     network,
+    plain,
     rate,
     rounds,
     samples,
     spoil,
-    train,
 )
 
 FOLDER = Path(sys.argv[1])
@@ -74,23 +73,14 @@ def by_accelerate(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str,
     return {"flat": flat(model), "rounds": rounds(sync), "evaluated": evaluated, "step": sync.step}
 
 
+def in_order(rank: int, ranks: int, number: int) -> list[int]:
+    """As Accelerate deals samples."""
+    first = (number * ranks + rank) * BATCH
+    return list(range(first, first + BATCH))
+
+
 def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
-    la.init()
-    model, (x, y) = network(), samples(STEPS * ACCUMULATE * BATCH * ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    scheduler = LambdaLR(optimizer, rate)
-
-    def after_step() -> None:
-        for _ in range(ranks):  # as Accelerate's scheduler
-            scheduler.step()
-
-    def loss(step: int, part: int) -> Tensor:
-        first = ((step * ACCUMULATE + part) * ranks + rank) * BATCH
-        own = slice(first, first + BATCH)
-        # copies: products of a part of a tensor may be rounded differently
-        return nn.functional.mse_loss(model(x[own].clone()), y[own].clone()) / ACCUMULATE
-
-    return train(recipe, model, optimizer, after_step, loss)
+    return plain(rank, ranks, recipe, in_order, times=ranks)  # as Accelerate's scheduler
 
 
 class Counted(nn.Linear):
@@ -138,30 +128,20 @@ def shipped(rank: int, folder: Path) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
-def refused(rank: int, ranks: int, what: str) -> str:
-    accelerator = Accelerator(cpu=True)
-    model: Any = network()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
-    try:
-        if what == "model":
-            model = accelerator.prepare_model(model)
-        if what == "optimizer":
-            optimizer = accelerator.prepare_optimizer(optimizer)
-        integration.attach(accelerator, model, optimizer, RECIPES["ddp"])
-        if what == "checkpoint":
-            accelerator.load_state(str(FOLDER / "diloco-2"))
-    except ValueError as error:
-        return str(error)
-    return ""
+def prepared(what: str) -> None:
+    accelerator, model = Accelerator(cpu=True), network()
+    given = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    given[what] = accelerator.prepare(given[what])
+    integration.attach(accelerator, **given, recipe=RECIPES["ddp"])
 
 
 def run_the_rest(found: dict[str, Any]) -> None:
     found["dropout"] = forked.run(2, with_dropout, 2, False), forked.run(2, with_dropout, 2, True)
-    found["refused"] = {what: forked.run(2, refused, 2, what) for what in ("model", "optimizer")}
-    for path in (FOLDER / "diloco-2" / "laconic").glob("*"):
-        path.unlink()
-    found["refused"]["checkpoint"] = forked.run(2, refused, 2, "checkpoint")
 
 
 if __name__ == "__main__":
-    main(by_accelerate, by_hand, shipped, ".", run_the_rest)
+    main(
+        *(by_accelerate, by_hand, shipped, ".", "laconic", run_the_rest),
+        model=lambda _: prepared("model"),
+        optimizer=lambda _: prepared("optimizer"),
+    )

@@ -6,6 +6,7 @@ import itertools
 import logging
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ from tests.support.by_hand import (
     flat,
     main,
     network,
+    plain,
     rate,
     rounds,
     samples,
     spoil,
-    train,
 )
 
 FOLDER = Path(sys.argv[1])
@@ -76,13 +77,9 @@ class Manual(Module):
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:  # type: ignore[override]
         x, y = batch
-        loss = nn.functional.mse_loss(self.network(x), y)
-        if index % 2 == 0:
-            with self.trainer.strategy.sync.no_sync():
-                self.manual_backward(loss)
-            return
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
+        with nullcontext() if index % 2 else self.trainer.strategy.sync.no_sync():
+            self.manual_backward(nn.functional.mse_loss(self.network(x), y))
+        for optimizer in self.optimizers() if index % 2 else ():
             optimizer.step()
             optimizer.zero_grad()
 
@@ -109,23 +106,24 @@ class Resumable(DataLoader[Any]):
 
 
 class Consensus(lightning.Callback):  # type: ignore[misc]
-    """Keeps the weights that were validated."""
+    """Keeps the weights that were validated, and the synchronizer."""
 
     def __init__(self) -> None:
         self.weights: dict[int, np.ndarray] = {}
+        self.sync: Any = None
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.sync = trainer.strategy.sync
 
     def on_validation_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         self.weights[trainer.global_step] = flat(module)
 
 
-def trainer_of(
-    ranks: int, recipe: str, folder: Path, precision: str = "32-true", **more: Any
-) -> Any:
+def trainer_of(ranks: int, recipe: str, folder: Path, **more: Any) -> Any:
     return lightning.Trainer(
         accelerator="cpu",
         devices=ranks,
         strategy=LaconicStrategy(RECIPES[recipe], cluster_environment=TorchElasticEnvironment()),
-        precision=precision,
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -155,14 +153,6 @@ def by_lightning(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, 
     )
     data = TensorDataset(*samples(STEPS * ACCUMULATE * BATCH * ranks))
     check = TensorDataset(*samples(8))
-    sync: list[la.Synchronizer] = []
-
-    class Hold(lightning.Callback):  # type: ignore[misc]
-        def on_train_start(self, *_: Any) -> None:
-            assert trainer.strategy.sync is not None
-            sync.append(trainer.strategy.sync)
-
-    trainer.callbacks.append(Hold())
     trainer.fit(
         module,
         Resumable(data, batch_size=BATCH, shuffle=False),
@@ -171,88 +161,64 @@ def by_lightning(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, 
     )
     log = (folder / "log").rglob("metrics.csv")
     logged = [path.read_text() for path in log] if not rank else []
-    found = {"flat": flat(module), "rounds": rounds(sync[0]), "evaluated": seen.weights}
-    return {**found, "step": sync[0].step, "attached": sync[0].attached, "logged": logged}
+    found = {"flat": flat(module), "rounds": rounds(seen.sync), "evaluated": seen.weights}
+    return {**found, "step": seen.sync.step, "logged": logged}
 
 
-def own_samples(rank: int, ranks: int, count: int, batch: int) -> list[int]:
-    """As Lightning deals the samples of a training."""
-    data: Any = range(count)
+def dealt(rank: int, ranks: int, batch: int) -> list[int]:
+    """As Lightning deals the samples of a training, which are enough for all steps."""
+    data: Any = range(STEPS * ACCUMULATE * BATCH * ranks)
     sampler: Any = DistributedSampler(data, ranks, rank, shuffle=True, seed=0)
     return list(sampler)[batch * BATCH : (batch + 1) * BATCH]
 
 
 def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
-    la.init()
-    model, (x, y) = network(), samples(STEPS * ACCUMULATE * BATCH * ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    scheduler = LambdaLR(optimizer, rate)
-
-    def loss(step: int, part: int) -> Tensor:
-        own = own_samples(rank, ranks, len(x), step * ACCUMULATE + part)
-        return nn.functional.mse_loss(model(x[own]), y[own]) / ACCUMULATE
-
-    return train(recipe, model, optimizer, scheduler.step, loss)
+    return plain(rank, ranks, recipe, dealt)
 
 
 def by_hand_manually(rank: int, ranks: int) -> np.ndarray:
     la.init()
-    model, (x, y) = network(), samples(20 * BATCH * ranks)
+    model, (x, y) = network(), samples(STEPS * ACCUMULATE * BATCH * ranks)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (model[0], model[2])]
     sync = la.attach(model, optimizers, RECIPES["diloco"])
-    for step in range(20):
-        own = own_samples(rank, ranks, len(x), step)
-        loss = nn.functional.mse_loss(model(x[own]), y[own])
-        if step % 2 == 0:
-            with sync.no_sync():
-                loss.backward()
-            continue
-        loss.backward()
-        for optimizer in optimizers:
+    for step in range(STEPS * ACCUMULATE):
+        own = dealt(rank, ranks, step)
+        with nullcontext() if step % 2 else sync.no_sync():
+            nn.functional.mse_loss(model(x[own]), y[own]).backward()
+        for optimizer in optimizers if step % 2 else ():
             optimizer.step()
             optimizer.zero_grad()
     sync.finish()
     return flat(model)
 
 
-def manually(rank: int, ranks: int) -> np.ndarray:
+def fit_once(module: Module, ranks: int, **more: Any) -> np.ndarray:
+    """Train for an epoch, and return the parameters."""
     quiet()
-    module, data = Manual(), TensorDataset(*samples(20 * BATCH * ranks))
+    data = TensorDataset(*samples(STEPS * ACCUMULATE * BATCH * ranks))
     trainer = trainer_of(
-        ranks, "diloco", FOLDER, max_epochs=1, logger=False, enable_checkpointing=False
-    )
-    trainer.fit(module, DataLoader(data, batch_size=BATCH, shuffle=False))
-    return flat(module)
-
-
-def in_bfloat16(rank: int, ranks: int) -> np.ndarray:
-    quiet()
-    module, data = Module(), TensorDataset(*samples(8 * BATCH * ranks))
-    trainer = trainer_of(
-        *(ranks, "delayed", FOLDER, "bf16-mixed"),
+        *(ranks, "diloco", FOLDER),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
+        **more,
     )
-    trainer.fit(module, DataLoader(data, batch_size=BATCH, shuffle=False))
+    loaders = (DataLoader(data, batch_size=BATCH), DataLoader(data, batch_size=BATCH))
+    trainer.fit(module, *loaders)
     return flat(module)
+
+
+def manually(rank: int, ranks: int) -> np.ndarray:
+    return fit_once(Manual(), ranks)
 
 
 def averaged(rank: int, ranks: int) -> list[np.ndarray]:
     """What is validated with moving averages of the weights, and what is left."""
-    quiet()
-    module, data, seen = Module(), TensorDataset(*samples(8 * BATCH * ranks)), Consensus()
-    trainer = trainer_of(
-        *(ranks, "diloco", FOLDER),
-        max_epochs=1,
-        val_check_interval=3,
-        callbacks=[EMAWeightAveraging(decay=0.5), seen],
-        logger=False,
-        enable_checkpointing=False,
-    )
-    loaders = (DataLoader(data, batch_size=BATCH), DataLoader(data, batch_size=BATCH))
-    trainer.fit(module, *loaders)
-    return [*seen.weights.values(), flat(module)]
+    seen = Consensus()
+    callbacks = [EMAWeightAveraging(decay=0.5), seen]
+    more = {"val_check_interval": 20, "precision": "bf16-mixed", "callbacks": callbacks}
+    end = fit_once(Module(), ranks, **more)
+    return [*seen.weights.values(), end]
 
 
 class Random(Module):
@@ -293,17 +259,6 @@ def shipped(rank: int, file: Path) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in module.network.state_dict().items()}
 
 
-def refused(rank: int, ranks: int, what: str) -> str:
-    quiet()
-    try:
-        if what == "options":
-            LaconicStrategy(RECIPES["ddp"], find_unused_parameters=True)
-        by_lightning(rank, ranks, "diloco", resume=True)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def quiet() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -317,13 +272,12 @@ def run_the_rest(found: dict[str, Any]) -> None:
         "in an epoch": resumed_with_dropout("epoch=1-step=10.ckpt", each),
         "after an epoch": resumed_with_dropout("epoch=1-step=12.ckpt", newest),
     }
-    found["bfloat16"] = forked.run(2, in_bfloat16, 2)
     found["averaged"] = forked.run(2, averaged, 2)
-    found["refused"] = {"options": forked.run(2, refused, 2, "options")}
-    for path in (FOLDER / "diloco-2" / f"step={SAVED}.ckpt.laconic").glob("*"):
-        path.unlink()
-    found["refused"]["checkpoint"] = forked.run(2, refused, 2, "checkpoint")
 
 
 if __name__ == "__main__":
-    main(by_lightning, by_hand, shipped, f"step={SAVED}.ckpt", run_the_rest)
+    main(
+        *(by_lightning, by_hand, shipped, f"step={SAVED}.ckpt", f"step={SAVED}.ckpt.laconic"),
+        run_the_rest,
+        options=lambda _: LaconicStrategy(RECIPES["ddp"], find_unused_parameters=True),
+    )

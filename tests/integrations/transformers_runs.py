@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.optimization import get_linear_schedule_with_warmup
 
 import laconic as la
@@ -21,7 +21,6 @@ from tests.support.by_hand import (
     CLIP,
     EVALUATED,
     RECIPES,
-    RUNS,
     SAVED,
     STEPS,
     flat,
@@ -58,21 +57,31 @@ def network(dropout: float = 0.0) -> GPT2LMHeadModel:
     )
 
 
-def text(ranks: int) -> Text:
-    return Text(STEPS * ACCUMULATE * BATCH * ranks)
+def data_of(ranks: int) -> dict[str, Any]:
+    count = STEPS * ACCUMULATE * BATCH * ranks
+    return {"train_dataset": Text(count), "eval_dataset": Text(8)}
 
 
-class InOrder(LaconicTrainer):
-    """Takes the samples in order, so that a loop written by hand can take the same ones. Keeps the
-    weights that it evaluates, by step."""
+class Sequential:
+    """Takes the samples in order, so that a loop written by hand can take the same ones."""
+
+    train_dataset: Text
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+class InOrder(Sequential, LaconicTrainer):
+    """Keeps the weights that it evaluates, by step."""
 
     def prediction_step(self, model: torch.nn.Module, *given: Any, **more: Any) -> Any:
         evaluated = self.__dict__.setdefault("evaluated", {})
         evaluated.setdefault(self.state.global_step, flat(model))
         return super().prediction_step(model, *given, **more)
 
-    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)
+
+class Plain(Sequential, Trainer):  # type: ignore[misc]
+    """A Trainer of Transformers."""
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
@@ -96,31 +105,23 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), **{**known, **more})
 
 
-def by_trainer(rank: int, ranks: int, recipe: str, resume: bool, **more: Any) -> dict[str, Any]:
-    folder = FOLDER / f"{recipe}-{ranks}"
-    model = spoil(rank, network())
-    trainer = InOrder(
-        model,
-        arguments(folder, **more),
-        train_dataset=text(ranks),
-        eval_dataset=Text(8),
-        recipe=RECIPES[recipe],
-    )
+def by_trainer(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, Any]:
+    folder, model = FOLDER / f"{recipe}-{ranks}", spoil(rank, network())
+    trainer = InOrder(model, arguments(folder), **data_of(ranks), recipe=RECIPES[recipe])
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}") if resume else None)
-    assert trainer.sync is not None
+    assert trainer.sync is not None and not trainer.sync.attached
     return {
         "flat": flat(model),
         "rounds": rounds(trainer.sync),
         "history": trainer.state.log_history,
         "evaluated": trainer.__dict__["evaluated"],
-        "attached": trainer.sync.attached,
         "step": trainer.sync.step,
     }
 
 
 def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
     la.init()
-    model, data = network(), text(ranks)
+    model, rows = network(), data_of(ranks)["train_dataset"].rows
     names = Trainer.get_decay_parameter_names(Trainer.__new__(Trainer), model)
     decay = [p for name, p in model.named_parameters() if name in names]
     other = [p for name, p in model.named_parameters() if name not in names]
@@ -134,26 +135,27 @@ def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
 
     def loss(step: int, part: int) -> torch.Tensor:
         first = ((step * ACCUMULATE + part) * ranks + rank) * BATCH
-        x = torch.stack([data.rows[first + i] for i in range(BATCH)])
+        x = rows[first : first + BATCH].clone()
         own: torch.Tensor = model(input_ids=x, labels=x, num_items_in_batch=items).loss
         return own * ranks if recipe == "ddp" else own
 
     return train(recipe, model, optimizer, scheduler.step, loss)
 
 
-SHORT: dict[str, Any] = {"max_steps": 12, "save_steps": 6, "eval_steps": 6}
+def short(
+    kind: type[LaconicTrainer], model: Any, folder: str, ranks: int, resume: Any = None, **more: Any
+) -> np.ndarray:
+    """Parameters after 12 steps, with a save after 6 of them."""
+    steps = {"max_steps": 12, "save_steps": 6, "eval_steps": 6, **more}
+    at = arguments(FOLDER / folder, **steps)
+    trainer = kind(model, at, **data_of(ranks), recipe=RECIPES["diloco"])
+    trainer.train(resume_from_checkpoint=resume)
+    return flat(model)
 
 
 def with_dropout(rank: int, ranks: int, resume: bool) -> np.ndarray:
-    """Parameters after 12 steps, or of the last 6 of them."""
-    folder = FOLDER / "dropout"
-    model = network(0.2)
-    at = arguments(folder, **SHORT)
-    trainer = LaconicTrainer(
-        model, at, train_dataset=text(ranks), eval_dataset=Text(8), recipe=RECIPES["diloco"]
-    )
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-6") if resume else None)
-    return flat(model)
+    path = str(FOLDER / "dropout" / "checkpoint-6") if resume else None
+    return short(LaconicTrainer, network(0.2), "dropout", ranks, path)
 
 
 class Worse(LaconicTrainer):
@@ -166,134 +168,55 @@ class Worse(LaconicTrainer):
 
 
 def best_without_a_shared_folder(rank: int, ranks: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """The model in the end, and the saved one that was the best, where this host has it."""
-    from safetensors.torch import load_file
-
-    folder, model = FOLDER / f"host{rank}", spoil(rank, network())
-    at = arguments(folder, load_best_model_at_end=True, **SHORT)
-    data: dict[str, Any] = {"train_dataset": text(ranks), "eval_dataset": Text(8)}
-    Worse(model, at, **data, recipe=RECIPES["diloco"]).train()
-    saved = folder / "checkpoint-6" / "model.safetensors"
-    if rank:  # of the first host only
-        return flat(model), None
-    best = network()
-    best.load_state_dict(load_file(saved), strict=False)
-    return flat(model), flat(best)
+    """The model in the end, and the saved one that was the best, which the first host has."""
+    host = f"host{rank}"
+    end = short(Worse, spoil(rank, network()), host, ranks, load_best_model_at_end=True)
+    saved = FOLDER / host / "checkpoint-6"
+    return end, None if rank else flat(GPT2LMHeadModel.from_pretrained(saved))
 
 
-def resumed_on_one_host(rank: int, ranks: int) -> str:
-    """The error where the other hosts do not have the checkpoint."""
-    try:
-        trainer = LaconicTrainer(
-            *(network(), arguments(FOLDER / f"host{rank}", **SHORT)),
-            train_dataset=text(ranks),
-            eval_dataset=Text(8),
-            recipe=RECIPES["diloco"],
-        )
-        trainer.train(resume_from_checkpoint=True)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def followed_by_a_trainer(rank: int, ranks: int, first: str) -> tuple[str, np.ndarray]:
-    """What a Trainer of Transformers makes of the model after laconic has trained it."""
-    model = network()
-    data: dict[str, Any] = {"train_dataset": text(ranks)}
-    at = arguments(FOLDER / first, eval_strategy="no", save_strategy="no", max_steps=4)
+def followed_by_a_trainer(rank: int, ranks: int, first: str) -> tuple[str, np.ndarray, np.ndarray]:
+    """The model after laconic has trained it, and what a Trainer of Transformers makes of it."""
+    model, data = network(), data_of(ranks)
+    quiet = {"eval_strategy": "no", "save_strategy": "no", "average_tokens_across_devices": False}
+    at = arguments(FOLDER / first, **quiet)
     if first == "callback":
-        Trainer(model, at, **data, callbacks=[LaconicCallback(RECIPES["diloco"])]).train()
+        Plain(model, at, **data, callbacks=[LaconicCallback(RECIPES["diloco"])]).train()
     else:
-        LaconicTrainer(model, at, **data, recipe=RECIPES["diloco"]).train()
-    second = Trainer(model, at, **data)
+        InOrder(model, at, **data, recipe=RECIPES["diloco"]).train()
+    trained = flat(model)
+    second = Trainer(model, arguments(FOLDER / first, **quiet, max_steps=4), **data)
     second.train()
-    return type(second.model_wrapped).__name__, flat(model)
-
-
-def adapted(rank: int, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The adapter that is saved in the middle of a training, and the consensus then."""
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    model = get_peft_model(network(), LoraConfig(r=2, target_modules=["c_attn"]))
-    kept: dict[str, torch.Tensor] = {}
-
-    class Keep(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            assert trainer.sync is not None
-            if trainer.sync.step == 6:
-                with trainer.sync.consensus():
-                    now = get_peft_model_state_dict(model)
-                    kept.update({k: v.detach().clone() for k, v in now.items()})
-
-    folder = FOLDER / "adapter"
-    trainer = LaconicTrainer(
-        *(model, arguments(folder, **SHORT)),
-        train_dataset=text(ranks),
-        eval_dataset=Text(8),
-        recipe=RECIPES["diloco"],
-        callbacks=[Keep()],
-    )
-    trainer.train()
-    return load_file(folder / "checkpoint-6" / "adapter_model.safetensors"), kept
+    return type(second.model_wrapped).__name__, trained, flat(model)
 
 
 def shipped(rank: int, folder: Path) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in GPT2LMHeadModel.from_pretrained(folder).state_dict().items()}
 
 
-def refused(rank: int, ranks: int, what: str) -> str:
-    """The error for settings that cannot work."""
-    folder, more = FOLDER / "refused", {}
-    try:
-        if what == "callback":
-            callbacks = [LaconicCallback(RECIPES["diloco"])]
-            data = {"train_dataset": text(1), "eval_dataset": Text(8)}
-            Trainer(network(), arguments(folder), **data, callbacks=callbacks)
-        if what == "batch size":
-            more = {"auto_find_batch_size": True}
-        if what == "checkpoint":
-            by_trainer(rank, ranks, "diloco", resume=True)
-        InOrder(network(), arguments(folder, **more), eval_dataset=Text(8), recipe=RECIPES["ddp"])
-    except ValueError as error:
-        return str(error)
-    return ""
+def evaluated_by_a_callback(_: int) -> None:
+    at, callbacks = arguments(FOLDER / "refused"), [LaconicCallback(RECIPES["diloco"])]
+    Trainer(network(), at, **data_of(1), callbacks=callbacks)
 
 
-def by_callback(rank: int, ranks: int) -> np.ndarray:
-    model = network()
-    quiet: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no"}
-
-    class Plain(Trainer):  # type: ignore[misc]
-        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
-
-    callback = LaconicCallback(RECIPES["diloco"])
-    quiet["average_tokens_across_devices"] = False
-    at = arguments(FOLDER / "callback", **quiet)
-    Plain(model, at, train_dataset=text(ranks), callbacks=[callback]).train()
-    return flat(model)
+def of_any_batch_size(_: int) -> None:
+    at = arguments(FOLDER / "refused", auto_find_batch_size=True)
+    InOrder(network(), at, **data_of(1), recipe=RECIPES["ddp"])
 
 
 def run_the_rest(found: dict[str, Any]) -> None:
     found["dropout"] = forked.run(2, with_dropout, 2, False), forked.run(2, with_dropout, 2, True)
     found["best"] = forked.run(2, best_without_a_shared_folder, 2)
-    found["one host"] = forked.run(2, resumed_on_one_host, 2)
     found["followed"] = [
         forked.run(2, followed_by_a_trainer, 2, first) for first in ("trainer", "callback")
     ]
-    found["adapter"] = forked.run(2, adapted, 2)
-    found["callback"] = forked.run(2, by_callback, 2)
-    found["refused"] = {
-        what: forked.run(2, refused, 2, what) for what in ("callback", "batch size")
-    }
-    for run in RUNS:
-        folder = FOLDER / run / f"checkpoint-{SAVED}" / "laconic"
-        found[run]["states"] = len(list(folder.glob("rank-*")))
-    for path in (FOLDER / "diloco-2" / f"checkpoint-{SAVED}" / "laconic").glob("*"):
-        path.unlink()
-    found["refused"]["checkpoint"] = forked.run(2, refused, 2, "checkpoint")
 
 
 if __name__ == "__main__":
-    main(by_trainer, by_hand, shipped, f"checkpoint-{SAVED}", run_the_rest)
+    checkpoint = f"checkpoint-{SAVED}"
+    main(
+        *(by_trainer, by_hand, shipped, checkpoint, f"{checkpoint}/laconic", run_the_rest),
+        callback=evaluated_by_a_callback,
+        batch_size=of_any_batch_size,
+        one_host=lambda rank: short(LaconicTrainer, network(), f"host{rank}", 2, resume=True),
+    )

@@ -76,15 +76,27 @@ def train(
     return {"flat": flat(model), "rounds": rounds(sync), "evaluated": evaluated, "saved": saved}
 
 
+def refusal(rank: int, cause: Callable[[int], object]) -> str:
+    """The error for what cannot work."""
+    try:
+        cause(rank)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def main(
     of_library: Callable[..., Any],
     by_hand: Callable[..., Any],
     shipped: Callable[..., Any],
     checkpoint: str,
+    states: str,
     run_the_rest: Callable[[dict[str, Any]], None],
+    **causes: Callable[[int], object],
 ) -> None:
     """A program's: trainings with a library, resumed from its ``checkpoint``, and written by hand;
-    and what else it runs, unless it is told to run but one."""
+    and what else it runs, and errors, unless it is told to run but one. ``states``: the folder with
+    what laconic saves."""
     folder, only, found = Path(sys.argv[1]), sys.argv[2], dict[str, Any]()
     for run, (ranks, recipe) in RUNS.items():
         if only in ("", run):
@@ -93,9 +105,14 @@ def main(
                 "trainer": forked.run(ranks, of_library, ranks, recipe, False),
                 "resumed": forked.run(ranks, of_library, ranks, recipe, True),
                 "shipped": forked.run(1, shipped, folder / run / checkpoint)[0],
+                "states": len(list((folder / run / states).glob("rank-*"))),
             }
     if not only:
         run_the_rest(found)
+        for path in (folder / "diloco-2" / states).glob("*"):
+            path.unlink()
+        causes["checkpoint"] = lambda rank: of_library(rank, 2, "diloco", True)
+        found["refused"] = {what: forked.run(2, refusal, cause) for what, cause in causes.items()}
     forked.save(found)
 
 
@@ -117,3 +134,24 @@ def samples(count: int) -> tuple[Tensor, Tensor]:
 
 def rate(step: int) -> float:
     return 1.0 / (1.0 + step / 20)
+
+
+def plain(
+    rank: int, ranks: int, recipe: str, rows: Callable[[int, int, int], list[int]], times: int = 1
+) -> dict[str, Any]:
+    """The training by hand: ``rows(rank, ranks, k)`` are those of batch k, and the scheduler takes
+    so many ``times`` a step."""
+    la.init()
+    model, (x, y) = network(), samples(STEPS * ACCUMULATE * BATCH * ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+    def after_step() -> None:
+        for _ in range(times):
+            scheduler.step()
+
+    def loss(step: int, part: int) -> Tensor:
+        own = rows(rank, ranks, step * ACCUMULATE + part)
+        return nn.functional.mse_loss(model(x[own]), y[own]) / ACCUMULATE
+
+    return train(recipe, model, optimizer, after_step, loss)
