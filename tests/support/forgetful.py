@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from laconic.links.sockets import borrowed
 
@@ -18,11 +18,8 @@ RESET = struct.pack("ii", 1, 0)
 
 def variables(ports: range) -> dict[str, str]:
     """The environment of workers that listen behind the firewall."""
-    return {
-        "LACONIC_BIND": HERE,
-        "LACONIC_ADDRESS": THERE,
-        "LACONIC_PORTS": f"{ports[0]}-{ports[-1]}",
-    }
+    found = {"LACONIC_BIND": HERE, "LACONIC_ADDRESS": THERE}
+    return {**found, "LACONIC_PORTS": f"{ports[0]}-{ports[-1]}"}
 
 
 def hasten() -> None:
@@ -36,9 +33,7 @@ def hasten() -> None:
 def drop_packets(port: int) -> int:
     """Have the system drop all packets that come over this process's connections of now, but for
     those with ``port``. Returns how many there are. For Linux."""
-    nothing = ctypes.create_string_buffer(
-        struct.pack("HBBI", 6, 0, 0, 0)
-    )  # a BPF program: return 0
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # in BPF: return 0
     program = struct.pack("HxxxxxxP", 1, ctypes.addressof(nothing))
     count = 0
     for name in os.listdir("/proc/self/fd"):
@@ -113,11 +108,6 @@ class Firewall:
             end.close()
 
 
-@contextlib.contextmanager
-def firewall(ports: Sequence[int]) -> Iterator[Firewall]:
+def firewall(ports: Sequence[int]) -> contextlib.closing[Firewall]:
     """One that ends with the context."""
-    made = Firewall(ports)
-    try:
-        yield made
-    finally:
-        made.close()
+    return contextlib.closing(Firewall(ports))

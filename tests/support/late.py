@@ -147,8 +147,8 @@ class Late(Tensor):
         return _dispatch(func, args, dict(kwargs or {}))
 
 
-_pinned: set[int] = set()
-"""Where pinned memory is."""
+_pinned: dict[int, Tensor] = {}
+"""Pinned memory by its address, kept, or another tensor might be in its place."""
 waits: list[tuple[str, str]] = []
 """Each time that a thread has waited for the current stream: its name, and for what."""
 _inverting: list[bool] = []
@@ -253,8 +253,7 @@ class LateAccelerator:
 
     def pinned(self, nbytes: int) -> Tensor:
         made = torch.full((nbytes,), POISON, dtype=torch.uint8)
-        _pinned.add(made.untyped_storage().data_ptr())
-        _kept.append(made)  # or another tensor might be in its place
+        _pinned[made.untyped_storage().data_ptr()] = made
         return made
 
     def captures(self, device: torch.device) -> bool:
@@ -271,7 +270,6 @@ class LateAccelerator:
         return False
 
 
-_kept: list[Tensor] = []
 _library: list[torch.library.Library] = []
 
 
@@ -294,13 +292,6 @@ def device(*, settles: bool = False, inverts: bool = False) -> Iterator[torch.de
         stream.run()
 
 
-class Module(_DummyBackendModule):
-    """``torch.late``."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-
 _Generator = torch.Generator
 
 
@@ -316,7 +307,7 @@ def prepare(_: int) -> None:
 def set_up() -> torch.device:
     """Make the device exist in this process, once, and return it."""
     if not _library:
-        _setup_privateuseone_for_python_backend("late", Module())
+        _setup_privateuseone_for_python_backend("late", _DummyBackendModule())
         library = torch.library.Library("aten", "IMPL")
         aten = torch.ops.aten
         for op in (aten.empty.memory_format, aten.empty_strided.default):

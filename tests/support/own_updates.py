@@ -92,11 +92,9 @@ class HomemadeLoop(problem.Recipe):
         self._fold(t, workers)
         if t % self.period == 0:
             self.s = [problem.add(s, w.x) for s, w in zip(self.s, workers, strict=True)]
-            sent = [
-                problem.add(w.x, problem.scale(0.01, s))
-                for s, w in zip(self.s, workers, strict=True)
-            ]
-            result = problem.scale(1.0 - 0.01 * self.k, problem.mean(sent))
+            mean = problem.mean([w.x for w in workers])
+            sent = problem.add(mean, problem.scale(0.01, problem.mean(self.s)))
+            result = problem.scale(1.0 - 0.01 * self.k, sent)
             self.k += 1
             self.flight.append((t + self.delay, result))
             self._fold(t, workers)
