@@ -122,7 +122,7 @@ def test_a_run_goes_on(
         for each in attacks:
             each.close()
         for process, usage in zip(processes, before, strict=True):
-            s.nothing_is_left(usage, process.process.pid, mebibytes=8)
+            s.nothing_is_left(usage, process.process.pid, mebibytes=24)
         s.drawn(strategy, count // 2, visit)
         run.add().wait_for("ready")
         run.check_same(3)

@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import (
     _DummyBackendModule,
@@ -140,6 +141,9 @@ class Late(Tensor):
     def record_stream(self, stream: Any) -> None:
         self.memory.recorded.add(id(stream))
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Late({self.raw})"
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -147,11 +151,12 @@ class Late(Tensor):
         return _dispatch(func, args, dict(kwargs or {}))
 
 
-_pinned: dict[int, Tensor] = {}
-"""Pinned memory by its address, kept, or another tensor might be in its place."""
+_pinned: set[int] = set()
+"""Where pinned memory is."""
+
+
 waits: list[tuple[str, str]] = []
 """Each time that a thread has waited for the current stream: its name, and for what."""
-_inverting: list[bool] = []
 
 
 def is_pinned(x: Tensor) -> bool:
@@ -169,59 +174,93 @@ def _is_late(device: Any) -> bool:
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name, schema = func.overloadpacket.__name__, func._schema
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    ours = [t for t in tensors if isinstance(t, Late)]
-    host = [t for t in tensors if not isinstance(t, Late)]
     copies = name in ("copy_", "_to_copy", "_foreach_copy_")
+    host = [t for t in tensors if not isinstance(t, Late)]
     if any(t.dim() for t in host) and not copies:
         raise RuntimeError(f"{name}: some tensors are on the CPU, and some on late:0")
     raw_args, raw_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
+    keys = {t.memory.key for t in tensors if isinstance(t, Late)}
     to = raw_kwargs.get("device")
-    leaves = name == "_local_scalar_dense" or (to is not None and not _is_late(to))
     if _is_late(to):
         raw_kwargs["device"] = torch.device("cpu")
-    if _inverting and name in ("div", "div_") and not isinstance(args[1], Late):
-        kind = args[0].dtype if args[0].dtype == torch.float64 else torch.float32
-        inverse = torch.ones((), dtype=kind) / torch.as_tensor(args[1], dtype=kind)
-        raw_args = (raw_args[0], inverse, *raw_args[2:])
-        packet = getattr(torch.ops.aten, name.replace("div", "mul"))
-        func = packet.out if "out" in raw_kwargs else packet.Tensor
 
     def run() -> Any:
         with torch.no_grad():
             return func(*raw_args, **raw_kwargs)
 
-    stream, thread = current(), threading.current_thread().name
-    if schema.is_mutable and torch.Tag.nondeterministic_seeded not in func.tags:
-        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        if not host or (copies and non_blocking and all(map(is_pinned, host))):
+    if _inverting and name in ("div", "div_") and _is_number(args[1]):
+        func = getattr(torch.ops.aten, name.replace("div", "mul")).Tensor
+        kind = args[0].dtype if args[0].dtype == torch.float64 else torch.float32
+        inverse = torch.ones((), dtype=kind) / torch.as_tensor(_raw(args[1]), dtype=kind)
+        raw_args = (raw_args[0], inverse, *raw_args[2:])
+        if "out" in raw_kwargs:
+            func = torch.ops.aten.mul.out
+    stream = current()
+    if schema.is_mutable and not _random(func):
+        beside = copies and all(is_pinned(t) for t in host) and _non_blocking(args, kwargs)
+        if not host or beside:
             with _lock:
-                stream.queue.append((run, {t.memory.key for t in ours}))
+                stream.queue.append((run, keys))
         else:
             if any(not isinstance(t, Late) for t in tree_leaves(args[0])):
-                waits.append((thread, name))
+                waits.append((threading.current_thread().name, name))
             stream.run()
             run()
-        return None if name.startswith("_foreach_") else kwargs.get("out", args[0])
-    aliases = [r.alias_info for r in schema.returns]
-    is_view = any(a is not None and not a.is_write for a in aliases)
-    if not is_view and not name.startswith(("empty", "new_empty")):
+        changed = kwargs.get("out", args[0])
+        return None if name.startswith("_foreach_") else changed
+    if not _is_view(schema) and not name.startswith(("empty", "new_empty")):
         stream.run()
     found = run()
-    if leaves:
-        waits.append((thread, name))
+    if name == "_local_scalar_dense" or (to is not None and not _is_late(to)):
+        waits.append((threading.current_thread().name, name))
+    if to is not None and not _is_late(to):
         return found
-    bases = {t.raw.untyped_storage()._cdata: t.memory for t in ours}
+    bases = {t.raw.untyped_storage()._cdata: t.memory for t in tensors if isinstance(t, Late)}
 
     def wrap(x: Any) -> Any:
         return Late(x, bases.get(x.untyped_storage()._cdata)) if isinstance(x, Tensor) else x
 
+    if name == "_local_scalar_dense":
+        return found
     return tree_map(wrap, found)
+
+
+_inverting: list[bool] = []
+
+
+def _is_number(x: Any) -> bool:
+    return not isinstance(x, Tensor) or (not isinstance(x, Late) and not x.dim())
+
+
+def _random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _non_blocking(args: Any, kwargs: dict[str, Any]) -> bool:
+    given = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    return bool(given)
+
+
+def _is_view(schema: Any) -> bool:
+    aliases = [r.alias_info for r in schema.returns]
+    return any(a is not None and not a.is_write for a in aliases)
+
+
+class LateTime:
+    """A moment."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, later: LateTime) -> float:
+        return 1000 * (later.seconds - self.seconds)
 
 
 class LateAccelerator:
     """The device "late", for `laconic.device.ACCELERATORS`."""
 
     backend = "none"
+    activity = ProfilerActivity.CPU
 
     def count(self) -> int:
         return 1
@@ -235,6 +274,9 @@ class LateAccelerator:
     def current(self) -> int:
         return 0
 
+    def model_name(self, index: int) -> str:
+        return "late"
+
     def current_stream(self, device: torch.device) -> LateStream:
         return current()
 
@@ -245,15 +287,16 @@ class LateAccelerator:
     @contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
         before = current()
-        switch(stream)
+        _here.stream = stream
         try:
             yield
         finally:
-            switch(before)
+            _here.stream = before
 
     def pinned(self, nbytes: int) -> Tensor:
         made = torch.full((nbytes,), POISON, dtype=torch.uint8)
-        _pinned[made.untyped_storage().data_ptr()] = made
+        _pinned.add(made.untyped_storage().data_ptr())
+        _kept.append(made)  # or another tensor might be in its place
         return made
 
     def captures(self, device: torch.device) -> bool:
@@ -263,13 +306,24 @@ class LateAccelerator:
         for stream in list(STREAMS):
             stream.run()
 
+    def timing_event(self, device: torch.device) -> Any:
+        self.synchronize(device)
+        return LateTime()
+
     def peak_bytes(self, device: torch.device) -> int:
         return 0
 
     def in_use(self) -> bool:
         return False
 
+    def random_state(self) -> Tensor:
+        return torch.zeros(0, dtype=torch.uint8)
 
+    def set_random_state(self, state: Tensor) -> None:
+        assert not state.numel()
+
+
+_kept: list[Tensor] = []
 _library: list[torch.library.Library] = []
 
 
@@ -280,8 +334,7 @@ def device(*, settles: bool = False, inverts: bool = False) -> Iterator[torch.de
     ``inverts``: it divides by a number as CUDA does, by a product with the rounded inverse."""
     found = set_up()
     with pytest.MonkeyPatch.context() as patched:
-        accelerator: Any = LateAccelerator()  # what is not used here is left out
-        patched.setitem(ACCELERATORS, "late", accelerator)
+        patched.setitem(ACCELERATORS, "late", LateAccelerator())
         patched.setattr(torch, "Generator", _generator)
         if not settles:
             patched.setattr(CommThread, "_settle", lambda _: None)
@@ -290,6 +343,13 @@ def device(*, settles: bool = False, inverts: bool = False) -> Iterator[torch.de
         _inverting.clear()
     for stream in STREAMS:
         stream.run()
+
+
+class Module(_DummyBackendModule):
+    """``torch.late``."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
 
 
 _Generator = torch.Generator
@@ -307,23 +367,29 @@ def prepare(_: int) -> None:
 def set_up() -> torch.device:
     """Make the device exist in this process, once, and return it."""
     if not _library:
-        _setup_privateuseone_for_python_backend("late", _DummyBackendModule())
+        _setup_privateuseone_for_python_backend("late", Module())
         library = torch.library.Library("aten", "IMPL")
-        aten = torch.ops.aten
-        for op in (aten.empty.memory_format, aten.empty_strided.default):
-            library.impl(op, partial(_made, op), "PrivateUse1")
-        library.impl(aten._to_copy.default, _to_copy, "PrivateUse1")
+        for name in ("empty.memory_format", "empty_strided"):
+            library.impl(name, _factory(name), "PrivateUse1")
+        library.impl("_to_copy", _to_copy, "PrivateUse1")
         _library.append(library)
     return torch.device("late", 0)
 
 
-def _made(op: Any, *args: Any, **kwargs: Any) -> Late:
-    raw = op(*args, **{**kwargs, "device": "cpu"})
-    if raw.numel():
-        torch.empty(0, dtype=torch.uint8).set_(raw.untyped_storage()).fill_(POISON)
-    return Late(raw)
+def _factory(name: str) -> Callable[..., Late]:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def make(*args: Any, **kwargs: Any) -> Late:
+        raw = op(*args, **{**kwargs, "device": "cpu"})
+        if raw.numel():
+            torch.empty(0, dtype=torch.uint8).set_(raw.untyped_storage()).fill_(POISON)
+        return Late(raw)
+
+    return make
 
 
 def _to_copy(x: Tensor, **kwargs: Any) -> Tensor:
+    to = kwargs.get("device")
     made = torch.ops.aten._to_copy.default(x, **{**kwargs, "device": "cpu"})
-    return Late(made) if _is_late(kwargs.get("device")) else made
+    return Late(made) if _is_late(to) else made
