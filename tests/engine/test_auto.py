@@ -158,7 +158,8 @@ def test_every_rank_makes_the_same_choice_and_says_why(
     assert la.simulate(partial(run, steps=8), workers=1)[0][0] == [], "nothing to choose"
 
     def sent(rank: int) -> la.Stats:
-        return build(rank)[2].stats()
+        found: la.Stats = build(rank)[2].stats()
+        return found
 
     for stats in la.simulate(sent, 3, link=partial(network, rate=1e6)):
         by = stats.bytes_by_collective

@@ -176,7 +176,7 @@ def test_residuals_count_as_much_as_before(tmp_path: Path) -> None:
     small that a code of the largest elements does not have it."""
     for worker in "abc":
         own = {"a": [{"from": "c", "step": 10}], "c": [{"left": 10}]}.get(worker, [])
-        events = [*own, {"unit": 1, "workers": ["a", "b", "c"]}]
+        events = [*own, {"unit": 1, "workers": ["a", "b", "c"]}]  # type: ignore[misc]
         if worker != "c":
             events.append({"unit": 18, "workers": ["a", "b"]})  # of step 11
         (tmp_path / f"{worker}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))

@@ -132,7 +132,7 @@ def prepared(what: str) -> None:
     accelerator, model = Accelerator(cpu=True), network()
     given = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     given[what] = accelerator.prepare(given[what])
-    integration.attach(accelerator, **given, recipe=RECIPES["ddp"])
+    integration.attach(accelerator, **given, recipe=RECIPES["ddp"])  # type: ignore[arg-type]
 
 
 def run_the_rest(found: dict[str, Any]) -> None:
