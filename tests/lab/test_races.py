@@ -120,7 +120,7 @@ def test_other_libraries_and_quorums_beside_the_recipes(tmp_path: Path) -> None:
 
 @with_namespaces
 def test_an_interrupted_race_keeps_what_there_is(tmp_path: Path) -> None:
-    recipes = ["local_sgd(4)", "--hosts", "2", "--bandwidth", "2mbit", "--steps", "100000"]
+    recipes = ["local_sgd(4)", "--hosts", "2", "--bandwidth", "2mbit", "--seconds", "20"]
     command = ["compare", *recipes, "--workload", "digits", "--out", str(tmp_path)]
     argv = [sys.executable, "-m", "laconic", *command]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
