@@ -24,7 +24,7 @@ from laconic.links import Link, Throttled
 from laconic.predict import Facts, predict
 
 from tests.support.clock import Clock, controlled
-from tests.support.loops import flat
+from tests.support.loops import flat, refusal
 
 auto = import_module("laconic.auto")  # `laconic.auto` is also the name of a function
 TEXT = Facts(workers=4, shapes=((845, 1024),), itemsize=4, compute=0.15, rate=100e6, one_way=1e-3)
@@ -201,6 +201,11 @@ def test_a_choice_is_saved_and_loaded(clock: Clock) -> None:
 
     def second(rank: int) -> Any:
         model, optimizer, sync = parts = build(rank)
+        start = sync.recipe
+        model.load_state_dict(saved[rank][0][0])
+        short = {**saved[rank][0][2], **({"rounds": []} if rank else {})}
+        assert "not what sync" in refusal(lambda: sync.load_state_dict(short))
+        assert sync.recipe == start and sync.choices == []
         for part, state in zip(parts, copy.deepcopy(saved[rank][0]), strict=True):
             part.load_state_dict(state)
         tail = []

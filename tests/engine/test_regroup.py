@@ -113,7 +113,8 @@ def test_an_update_is_told_how_many_take_part(delay: int) -> None:
     faults = la.Faults(4, kill=((0, 4), (2, 7), (1, 10)), join=() if delay else (5, 9, 14))
     left = [seen for seen in la.simulate(run, faults=faults) if seen is not None]
     assert left == [{1.0}] * (1 if delay else 4)
-    print(dict(TOLD))
+    told = [4, 3, 3, 2, 1, 1, 1, 1, 1, 1] if delay else [4, 3, 4, 3, 3, 3, 3, 4, 4, 4]
+    assert [TOLD[step] for step in range(2, 21, 2)] == [{n} for n in told]
 
 
 @same_batches
