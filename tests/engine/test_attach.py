@@ -26,10 +26,8 @@ CALLS = [
     *((f"{name}(True)", "period must be") for name in ("local_sgd", "easgd", "downpour", "lsgd")),
     ("sgp('circle')", "graph must be one of 'exponential', .*'ring'.*'circle'"),
     ("easgd(4, 0.0)", "beta must be .* greater than 0 and at most 1, not 0.0"),
-    ("easgd(4, pull=1)", "pull must be .* at least 0 and below 1, not 1"),
     ("lsgd(4, drift='0.1')", "drift must be .*, not '0.1'"),
     ("local_sgd(2, optimizer_state='drop')", CHOICES),
-    ("slowmo(None, 4, 0.5, 0.0)", "lr must be .* greater than 0"),
     ("slowmo(la.local_sgd)", r"base must be .*local_sgd\(12\)"),
     ("diloco(4, outer=0.7)", "outer"),
     ("auto(1.5)", "target"),
@@ -56,10 +54,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, "seed must be"),
     ({"buffers": "mean"}, "'average', 'keep', 'broadcast', not 'mean'"),
     ({"nprocs_per_node": 3}, "divide .* 4 ranks"),
-    ({"nprocs_per_node": "auto"}, "'env'"),
     ({"timeout": 0}, "timeout must be .* greater than 0"),
     ({"scaler": True}, "scaler must be .*GradScaler"),
-    ({"metrics": 3}, "metrics must be"),
     ({"recipe": la.slowmo(None, 2, quorum=1), "buffers": "broadcast"}, "rounds have a quorum"),
     ({"buffers": "broadcast", "elastic": la.Elastic()}, "'broadcast' .*workers come and go"),
 ]
@@ -104,9 +100,7 @@ UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
     "recipe": lambda rank: {"recipe": la.local_sgd(2 + (rank == 1))},
     "momentum": lambda rank: {"recipe": la.slowmo(None, 4, 0.5 + 0.1 * (rank == 1))},
     "seed": lambda rank: {"recipe": la.sgp("random"), "seed": rank},
-    "buffers": lambda rank: {"buffers": "keep" if rank == 1 else "average"},
     "shapes": lambda rank: {"width": 3 + (rank == 1)},
-    "dtype": lambda rank: {"dtype": torch.float64 if rank == 1 else torch.float32},
     "frozen": lambda rank: {"frozen": rank == 1},
     "nprocs_per_node": lambda rank: {"nprocs_per_node": 1 + (rank == 1)},
     "group_size": lambda rank: {"recipe": la.hierarchical(1, 2), "group_size": 1 + (rank == 1)},
@@ -115,7 +109,7 @@ UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
 
 def attach_unlike(rank: int, what: str) -> str:
     options = UNLIKE[what](rank)
-    model = nn.Linear(4, options.pop("width", 3), dtype=options.pop("dtype", torch.float32))
+    model = nn.Linear(4, options.pop("width", 3))
     model.bias.requires_grad_(not options.pop("frozen", False))
     recipe = options.pop("recipe", la.local_sgd(2))
     return refusal(lambda: la.attach(model, sgd(model), recipe, timeout=60, **options))

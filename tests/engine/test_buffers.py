@@ -52,29 +52,6 @@ def test_buffers_are_averaged_at_rounds(recipe: str) -> None:
         assert close(after, mean, 1e-14) and counter == steps + 100 * rank
 
 
-@pytest.mark.parametrize("name", ["ddp", "overlapped sgp", "lsgd"])
-@pytest.mark.parametrize("inner", [1, 2])
-def test_finish_leaves_equal_buffers_and_consensus_gives_them_back(name: str, inner: int) -> None:
-    def run(rank: int) -> tuple[Tensor, Tensor]:
-        model = with_norm(rank)
-        optimizer = sgd(model)
-
-        def statistics() -> Tensor:
-            return torch.cat([norm_of(model).running_mean, norm_of(model).running_var])
-
-        with la.attach(model, optimizer, RECIPES[name], nprocs_per_node=inner) as sync:
-            train(model, optimizer, data(4)[rank][:5])
-            own = statistics()
-            with sync.consensus():
-                inside = statistics()
-                model(data(4)[rank][6])  # validation that forgets eval() moves them
-            assert torch.equal(own, statistics())
-        return inside, statistics()
-
-    insides, ends = zip(*la.simulate(run, workers=4), strict=True)
-    assert equal(ends) and equal(insides) and close(ends[0], insides[0])
-
-
 # -- what is sent ----
 
 

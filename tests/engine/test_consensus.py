@@ -310,6 +310,8 @@ def test_what_no_round_is_about_is_equal_in_the_end(recipe: la.Recipe, buffers: 
             model.step(optimizer, rank)
         own = {name: t.clone() for name, t in model.state_dict().items()}
         inside = sync.consensus_state_dict()
+        with sync.consensus():
+            model.seen += 5  # as a validation does that forgets eval()
         back = model.state_dict()
         assert all(torch.equal(back[name], t) for name, t in own.items())
         sync.finish()

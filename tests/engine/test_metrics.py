@@ -119,7 +119,6 @@ class Broken(la.Metrics):
 
 REFUSED: list[tuple[Any, str]] = [
     (3, "metrics must be a path, laconic.JsonLines"),
-    (["run.jsonl", None], "metrics must be a path"),
     ("a\0b", "must be the path of a file"),
     ([Kept() for _ in range(9)], "at most 8 sinks"),
     ("/nowhere/{rank}.jsonl", "no such directory on rank 0"),

@@ -22,10 +22,8 @@ TEXTS: dict[str, la.Recipe] = {
     "ddp()": la.ddp(codec=None),
     "local_sgd(12, delay=3)": la.local_sgd(12, delay=3),
     "slowmo(local_sgd(3))": la.slowmo(la.local_sgd(3), period=48),
-    "slowmo(None, momentum=0.2)": la.slowmo(base=None, momentum=0.2),
     "slowmo(slowmo(local_sgd(3), period=12))": la.slowmo(la.slowmo(la.local_sgd(3), 12)),
     "streaming_diloco(8, delay=1)": la.streaming_diloco(8, 4, 1),
-    "sgp('ring')": la.sgp("ring"),
 }
 
 
@@ -62,7 +60,6 @@ MISSPELLED: list[tuple[Callable[[], object], str]] = [
     (lambda: LOOSE.local_sgd(perod=3), "no option 'perod' (did you mean 'period'?): its options"),
     (lambda: LOOSE.ddp(xyz=3), "ddp has no option 'xyz': its options are codec"),
     (lambda: LOOSE.ddp(1), "too many positional arguments"),
-    (lambda: LOOSE.hierarchical(2), "missing a required argument: 'period'"),
     (lambda: la.ddp(codec="in4"), "not 'in4' (did you mean 'int4'?)"),
     (lambda: la.sgp("rin"), "not 'rin' (did you mean 'ring'?)"),
     (lambda: parse_recipe("Local_SDG(3)"), "(did you mean 'local_sgd'?): choose from ddp, "),

@@ -109,7 +109,7 @@ def test_an_update_is_told_how_many_take_part(delay: int) -> None:
         return seen
 
     TOLD.clear()
-    # a newcomer folds what is in flight by its own number
+    # a newcomer folds what was in flight when it came by its own number
     faults = la.Faults(4, kill=((0, 4), (2, 7), (1, 10)), join=() if delay else (5, 9, 14))
     left = [seen for seen in la.simulate(run, faults=faults) if seen is not None]
     assert left == [{1.0}] * (1 if delay else 4)

@@ -94,7 +94,6 @@ OF_TWO: dict[str, tuple[Callable[[int, list[Any]], Parts], str]] = {
     "a list in another order": (lambda r, s: (*s[r][:2], [s[1][2], s[0][2]]), "by rank: number 0"),
     "another version": (lambda r, s: (*s[r][:2], {**s[r][2], "version": 999}), "version|999"),
     "a tensor of another size": (lambda r, s: (*s[r][:2], only(r, 1, s[r][2], cut(s[r][2]))), "u"),
-    "something else": (lambda r, s: (*s[r][:2], {"step": 3}), "state"),
     "something else on one rank": (
         lambda r, s: (*s[r][:2], only(r, 1, s[r][2], {"step": 3})),
         "state",

@@ -126,13 +126,10 @@ UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]
 SHARED: dict[str, Callable[[float], Tensor]] = {
     "expanded": lambda v: torch.full((3,), v).expand(4, 3),
     "overlapping": lambda v: torch.full((6,), v).as_strided((4, 3), (1, 1)),
-    "conjugate": lambda v: torch.full((3,), 1j * v).conj(),
-    "negative": lambda v: torch._neg_view(torch.full((3,), v)),
     "sparse": lambda v: (torch.eye(3) * (1 + v)).to_sparse(),
     "jagged": jagged,
     "wrapper": lambda v: Scaled(torch.full((3,), int(v), dtype=torch.int8), torch.tensor(v + 1)),
     "inference mode": torch.inference_mode()(lambda v: torch.full((3,), v)),
-    "bool": lambda v: torch.full((3,), bool(v)),
     "float8": lambda v: torch.full((3,), v).to(torch.float8_e4m3fn),
     "4 bits": lambda v: torch.full((2, 3), int(v), dtype=torch.uint8).view(UINT4).t(),
 }
