@@ -176,8 +176,8 @@ def test_residuals_count_as_much_as_before(tmp_path: Path) -> None:
     """A worker leaves, and another one takes over what its messages have left out: a gradient so
     small that a code of the largest elements does not have it."""
     for worker in "abc":
-        own = {"a": [{"from": "c", "step": 10}], "c": [{"left": 10}]}.get(worker, [])
-        events = [*own, {"unit": 1, "workers": ["a", "b", "c"]}]  # type: ignore[misc]
+        own: dict[str, Any] = {"a": [{"from": "c", "step": 10}], "c": [{"left": 10}]}
+        events = [*own.get(worker, []), {"unit": 1, "workers": ["a", "b", "c"]}]
         if worker != "c":
             events.append({"unit": 18, "workers": ["a", "b"]})  # of step 11
         (tmp_path / f"{worker}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
