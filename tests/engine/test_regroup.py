@@ -109,11 +109,10 @@ def test_an_update_is_told_how_many_take_part(delay: int) -> None:
         return seen
 
     TOLD.clear()
-    # a newcomer folds what was in flight when it came by its own number
-    faults = la.Faults(4, kill=((0, 4), (2, 7), (1, 10)), join=() if delay else (5, 9, 14))
+    faults = la.Faults(4, kill=((0, 4), (2, 7), (1, 10)), join=(5, 9, 14))
     left = [seen for seen in la.simulate(run, faults=faults) if seen is not None]
-    assert left == [{1.0}] * (1 if delay else 4)
-    told = [4, 3, 3, 2, 1, 1, 1, 1, 1, 1] if delay else [4, 3, 4, 3, 3, 3, 3, 4, 4, 4]
+    assert left == [{1.0}] * 4
+    told = [4, 3, 4, 3, 3, 3, 3, 4, 4, 4]
     assert [TOLD[step] for step in range(2, 21, 2)] == [{n} for n in told]
 
 

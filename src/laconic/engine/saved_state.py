@@ -362,6 +362,7 @@ def _flight_state(flight: InFlightRound) -> Saved:
         "sent": [None if b.sent is None else b.sent.clone() for b in flight.buckets],
         "received": [arrival.flat.clone() for arrival in arrivals],
         "weights": [arrival.weight for arrival in arrivals],
+        "workers": [None if a.present is None else a.present[0] for a in arrivals],
     }
 
 
@@ -468,11 +469,13 @@ def _load_flight(running: ParameterRunner, saved: Saved) -> InFlightRound:
             "run: load the model and the optimizer first, or save after sync.finish()"
         )
     buckets = []
-    for channel, sent, flat, weight in zip(
-        channels, saved["sent"], saved["received"], saved["weights"], strict=False
+    workers = saved.get("workers", [None] * len(channels))  # older versions did not save them
+    for channel, sent, flat, weight, n in zip(
+        channels, saved["sent"], saved["received"], saved["weights"], workers, strict=False
     ):
         device = channel.bucket.device
-        arrived = Arrival(flat.to(device, copy=True), weight)
+        present = None if n is None else (n, running.present[1])
+        arrived = Arrival(flat.to(device, copy=True), weight, present=present)
         y = None if sent is None else sent.to(device, copy=True)
         buckets.append(InFlightBucket(channel, y, Pending.of(arrived)))
     return InFlightRound(saved["due"], Pending.of(buckets), copies)
