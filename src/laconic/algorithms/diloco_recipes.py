@@ -23,6 +23,7 @@ from laconic.algorithms.recipe_parts import (
     identical,
     mean_over_workers,
     outer_update,
+    outermost,
     pseudo_gradients,
     quorum_mean,
     skip,
@@ -319,7 +320,7 @@ def outer_step(
         exchange = pseudo_gradients(update, codec, "mean", sharded=sharded)
     else:
         exchange = identical(sharded, codec, optimizer_state)
-    last = Round(slow, update, exchange, optimizer_state=optimizer_state)
+    last = outermost(slow, update, exchange, optimizer_state)
     return (*(skip(r, slow) for r in base), last)
 
 

@@ -27,6 +27,7 @@ from laconic.algorithms.round import (
     is_recipe,
 )
 from laconic.algorithms.schedules import After, Every, Unless, every
+from laconic.algorithms.update import Update
 from laconic.algorithms.updates import DelayedNesterov, Eager, MuonStep, OuterStep
 from laconic.algorithms.updates.outer_step import Merge, OuterFactory
 from laconic.codecs import Codec, codec_of
@@ -165,6 +166,15 @@ def identical(
     given["optimizer_state"] = optimizer_state == "average"
     check_effect("over a base that keeps workers equal", **given)
     return Identical()
+
+
+def outermost(
+    when: Every, update: Update, exchange: Exchange, optimizer_state: OptimizerState
+) -> Round:
+    """Return the round of an outer step over a base. Where nothing is sent, every rank takes the
+    step by itself: so the ranks of one worker share nothing either."""
+    over = "world" if exchange.identical else "workers"
+    return Round(when, update, exchange, over=over, optimizer_state=optimizer_state)
 
 
 def eager(

@@ -46,6 +46,7 @@ from laconic.algorithms.recipe_parts import (
     check_sharded,
     identical,
     mean_over_workers,
+    outermost,
     quorum_mean,
     skip,
 )
@@ -435,7 +436,7 @@ def slowmo(
     update = SlowMomentum(momentum, lr)
     return (
         *(skip(r, slow) for r in base or ()),
-        Round(slow, update, exchange, optimizer_state=optimizer_state),
+        outermost(slow, update, exchange, optimizer_state),
     )
 
 
