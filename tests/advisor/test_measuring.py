@@ -134,7 +134,7 @@ WRONG = {
     "the optimizer": "the ranks' arguments differ: model, optimizer",
     "ddp": "already averages its gradients: give model.module",
 }
-"""What is wrong, and what is told. The last is wrong on all ranks, the others on rank 1 alone."""
+"""What is wrong, and the message. The last is wrong on all ranks, the others on rank 1 alone."""
 
 
 def asking(rank: int, what: str) -> tuple[str, int]:

@@ -130,9 +130,10 @@ def shipped(rank: int, folder: Path) -> dict[str, Tensor]:
 
 def prepared(what: str) -> None:
     accelerator, model = Accelerator(cpu=True), network()
-    given = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    given: dict[str, Any] = {"model": model}
+    given["optimizer"] = torch.optim.AdamW(model.parameters())
     given[what] = accelerator.prepare(given[what])
-    integration.attach(accelerator, **given, recipe=RECIPES["ddp"])  # type: ignore[arg-type]
+    integration.attach(accelerator, **given, recipe=RECIPES["ddp"])
 
 
 def run_the_rest(found: dict[str, Any]) -> None:
