@@ -309,6 +309,11 @@ def test_bad_arguments_are_one_line_on_every_rank(given: dict[str, Any], message
     simulate(run, 4)
 
 
+class Unready(la.RingGraph):
+    def is_regular_graph(self) -> bool:
+        raise TypeError("no graph yet")
+
+
 def test_what_is_wrong_on_one_rank_is_an_error_on_all() -> None:
     def run(rank: int) -> None:
         uneven = la.DynamicBipartiteExponentialGraph(rank, 3)
@@ -316,6 +321,12 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all() -> None:
             ({"slowmo_frequency": 9 + 3 * (rank == 2)}, "attach something other than rank 0"),
             ({**LATE, "graph": uneven, "push_sum": False}, "push_sum=False needs a graph"),
             ({**LATE, "graph": la.RingGraph(0, 3)}, "graph is of node 0 of 3, but this is node"),
+            ({"slowmo_lr": -1.0 if rank == 1 else 1.0}, "slowmo_lr"),
+            ({"comm_device": "no device" if rank == 1 else None}, "no device"),
+            (
+                {**LATE, "graph": Unready(rank, 3) if rank == 1 else None, "push_sum": False},
+                "no graph yet",
+            ),
         ]
         for given, message in cases:
             with pytest.raises(ValueError, match=message):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.compile import with_replicas
-from laconic.algorithms.round import NamedRecipe, unchanged
+from laconic.algorithms.round import NamedRecipe, Recipe, unchanged
 from laconic.buckets import module_buffers
 from laconic.compat.gossip_graphs import GraphManager, UniformMixing
 from laconic.compat.profile import LogLines, Profile
@@ -30,11 +30,12 @@ from laconic.compat.slowmo_arguments import (
 )
 from laconic.compat.slowmo_binding import FP32, Binding, copy
 from laconic.compat.state_keys import with_prefix, without_prefix
+from laconic.device import common_device
 from laconic.engine.driver import Driver
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Stats, Synchronizer
-from laconic.errors import TIMEOUT, check_bool, check_float, check_int
-from laconic.links.rank_sets import inside_of, layout_of, own_link, sets_of
+from laconic.errors import TIMEOUT, check_bool, check_float, check_int, error_text
+from laconic.links.rank_sets import agreed_link, inside_of, layout_of, sets_of
 
 SLOW, SHARDS, LOCAL = 48, 32, 3
 """The defaults of slowmo_frequency, slowmo_num_shards and localsgd_frequency."""
@@ -168,31 +169,35 @@ class SlowMoDistributedDataParallel(nn.Module):
             "verbose": verbose,
             "profile_mode": profile_mode,
         }
-        for name, value in switches.items():
-            check_bool(name, value)
-        device = device_of(module, comm_device)
+        device, seconds, problem = common_device(), TIMEOUT, None
+        try:
+            device = device_of(module, comm_device)
+            check_module(module)
+            seconds = check_float("timeout", timeout, 0.0, strict=True)
+            for name, value in switches.items():
+                check_bool(name, value)
+            slow_step = SlowStep(
+                base_algorithm(slowmo_base_algorithm),
+                check_float("slowmo_momentum", slowmo_momentum, 0.0, 1.0),
+                check_float("slowmo_lr", slowmo_lr, 0.0, strict=True),
+                slowmo_memory_efficient,
+                check_int("slowmo_frequency", slowmo_frequency, 1),
+                check_int("localsgd_frequency", localsgd_frequency, 1),
+                slowmo_sgp_average_params,
+            )
+            check_int("slowmo_num_shards", slowmo_num_shards, 1)
+            check_int("synch_freq", synch_freq, 0)
+        except Exception as error:  # every rank raises it
+            problem = error_text(error)
+        world = agreed_link(problem, None, device, seconds)
         self.module = module
         self.nprocs_per_node = nprocs_per_node
-        self.slowmo_base_algorithm = base_algorithm(slowmo_base_algorithm)
-        self.slowmo_momentum = check_float("slowmo_momentum", slowmo_momentum, 0.0, 1.0)
-        self.slowmo_lr = check_float("slowmo_lr", slowmo_lr, 0.0, strict=True)
+        self.slowmo_base_algorithm = slow_step.slowmo_base_algorithm
+        self.slowmo_momentum, self.slowmo_lr = slow_step.slowmo_momentum, slow_step.slowmo_lr
         self.slowmo_memory_efficient = slowmo_memory_efficient
-        self.slowmo_frequency = check_int("slowmo_frequency", slowmo_frequency, 1)
-        self.localsgd_frequency = check_int("localsgd_frequency", localsgd_frequency, 1)
+        self.slowmo_frequency = slow_step.slowmo_frequency
+        self.localsgd_frequency = slow_step.localsgd_frequency
         self.slowmo_sgp_average_params = slowmo_sgp_average_params
-        slow_step = SlowStep(
-            self.slowmo_base_algorithm,
-            self.slowmo_momentum,
-            self.slowmo_lr,
-            self.slowmo_memory_efficient,
-            self.slowmo_frequency,
-            self.localsgd_frequency,
-            self.slowmo_sgp_average_params,
-        )
-        check_int("slowmo_num_shards", slowmo_num_shards, 1)
-        check_int("synch_freq", synch_freq, 0)
-        world = own_link(device, check_float("timeout", timeout, 0.0, strict=True))
-        on_all_ranks(world, lambda: check_module(module))
         layout = layout_of(world, nprocs_per_node, None, [])
         nodes = len(layout)
         groups = (
@@ -200,13 +205,17 @@ class SlowMoDistributedDataParallel(nn.Module):
             (master_group, nodes),
             (local_node_group, nprocs_per_node),
         )
-        on_all_ranks(world, lambda: check_ranks(world, process_rank, process_world_size, *groups))
+        node = world.rank // nprocs_per_node
+
+        def own_base() -> Recipe:
+            check_ranks(world, process_rank, process_world_size, *groups)
+            manager = graph_of(graph, mixing, node, nodes)
+            return slow_step.base(module, manager, push_sum, overlap, synch_freq)
+
+        base = on_all_ranks(world, own_base)
         # slices are per node, because each rank of a node owns a part of the node's slice
         owners = -(-slowmo_num_shards // nprocs_per_node) if slowmo_memory_efficient else None
         self.slowmo_num_shards = min(owners, nodes) * nprocs_per_node if owners else 1
-        node = world.rank // nprocs_per_node
-        manager = on_all_ranks(world, lambda: graph_of(graph, mixing, node, nodes))
-        base = slow_step.base(module, manager, push_sum, overlap, synch_freq)
         rounds = slow_step.rounds(base if nodes > 1 else (), owners)
         if nodes == 1 and broadcast_buffers and module_buffers(module)[0]:
             rounds = (slow_step.buffers(), *rounds)
