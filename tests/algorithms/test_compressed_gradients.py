@@ -45,26 +45,35 @@ def drawn(*seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(s, generator=generator, dtype=dtype) for s in SHAPES]
 
 
+def largest(state: Any) -> float:
+    """In nested states."""
+    if isinstance(state, Tensor):
+        return float(state.abs().max())
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return max(map(largest, parts), default=0.0)
+
+
 @pytest.mark.parametrize("name", ["int4", "low rank", "low rank, int4"])
 def test_nothing_gets_lost(name: str) -> None:
     """Of gradients that differ by worker and do not change, the mean of what is brought comes as
-    1/t to their mean: what is still owed stays bounded, also what workers differ by."""
+    1/t to their mean: what is still owed stays bounded, and coded also each worker's residual."""
 
-    def run(rank: int) -> list[Tensor]:
-        task, total, owed = Task(RECIPES[name]), [torch.zeros(s).double() for s in SHAPES], []
+    def run(rank: int) -> list[Any]:
+        task, total, found = Task(RECIPES[name]), [torch.zeros(s).double() for s in SHAPES], []
         for t in range(1, 81):
             for sum_, g in zip(total, task.backward(drawn(rank)), strict=True):
                 sum_ += g
             if t in (20, 80):
                 means = [sum(gs) / 3 for gs in zip(*(drawn(r) for r in range(3)), strict=True)]
                 left = [t * m - sum_ for m, sum_ in zip(means, total, strict=True)]
-                owed.append(torch.cat([x.reshape(-1) for x in left]))
-        return owed
+                owed = torch.cat([x.reshape(-1) for x in left])
+                found += [owed, largest(task.sync.state_dict()["gradients"])]
+        return found
 
-    runs = la.simulate(run, workers=3)
-    early, late = runs[0]
-    assert all(torch.equal(late, other) for _, other in runs), "replicas hold the same"
-    assert 0 < float(late.abs().max()) < 3 * float(early.abs().max())
+    for early, residual, late, later in (runs := la.simulate(run, workers=3)):
+        assert torch.equal(late, runs[0][2]), "replicas hold the same"
+        assert 0 < float(late.abs().max()) < 3 * float(early.abs().max())
+        assert "int4" not in name or 0 < later < 3 * residual
 
 
 def test_a_mean_of_low_rank_arrives_whole() -> None:
