@@ -27,21 +27,18 @@ Trace = list[Any]
 # -- the algorithms: against plain loops, and against attach ----
 
 
-def lsgd(period: int, pull: float, drift: float = 0.0, **score: Any) -> tuple[Any, Any]:
-    return (
-        la.lsgd(period, local_period=0, pull=pull, drift=drift),
-        parameters.lsgd(period, pull=pull, drift=drift, **score),
-    )
+BY_GRADIENTS = {"score": "gradient", "score_includes_pulls": False}
+
+
+def lsgd(**score: Any) -> Any:
+    recipe = la.lsgd(4, local_period=0, pull=0.4, drift=0.3)
+    return ("LSGD", 4, 0.4, 0.3), recipe, parameters.lsgd(4, pull=0.4, drift=0.3, **score)
 
 
 ROWS: dict[str, tuple[tuple[Any, ...], la.Recipe, problem.Recipe]] = {
     "EASGD": (("EASGD", 3, 0.5, 0.3), la.easgd(3, 0.5, pull=0.3), parameters.easgd(3, 0.5, 0.3)),
-    "LSGD, reports": (("LSGD", 4, 0.4, 0.3), *lsgd(4, 0.4, 0.3)),
-    "LSGD, closures": (("LSGD", 3, 0.2), *lsgd(3, 0.2)),
-    "LSGD": (
-        ("LSGD", 4, 0.4, 0.3),
-        *lsgd(4, 0.4, 0.3, score="gradient", score_includes_pulls=False),
-    ),
+    "LSGD, reports": lsgd(),
+    "LSGD": lsgd(**BY_GRADIENTS),
     "DDP": (("DDP",), la.ddp(), gradients.DDP()),
 }
 """By name, which says how losses are reported: what follows world_size, the recipe, and the
@@ -59,27 +56,11 @@ def made(row: str, job: Job, rank: int) -> Parts:
     return model, la.CommOptimizer(inner, name, job.workers, *numbers, link=link)
 
 
-def train_step(row: str, job: Job, rank: int, parts: Parts, t: int) -> Any:
+def train_step(job: Job, rank: int, parts: Parts, t: int) -> Any:
     """One step; returns (parameters, consensus) after it."""
     model, optimizer = parts
-    for group, options in enumerate(optimizer.param_groups):
-        options["lr"] = job.lr(group, t)
-    x, y = (torch.from_numpy(a) for a in job.data()[rank][t - 1])
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        return loss
-
-    if "closures" in row:
-        assert isinstance(optimizer.step(closure), Tensor)
-    else:
-        loss = closure()
-        if job.reports:
-            optimizer.report_loss(loss)
-        optimizer.step()
     assert optimizer.sync is not None
+    training.step(job, model, optimizer, job.data()[rank][t - 1], t, optimizer)  # type: ignore[arg-type]
     with optimizer.sync.consensus(mean=False):
         consensus = training.values(model)
     return training.values(model), consensus
@@ -87,7 +68,7 @@ def train_step(row: str, job: Job, rank: int, parts: Parts, t: int) -> Any:
 
 def train(rank: int, row: str, job: Job) -> Trace:
     parts = made(row, job, rank)
-    return [train_step(row, job, rank, parts, t) for t in range(1, job.steps + 1)]
+    return [train_step(job, rank, parts, t) for t in range(1, job.steps + 1)]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -99,39 +80,34 @@ def test_equals_the_plain_loop_and_attach(row: str) -> None:
     assert same_bits(runs, training.simulated(job))
 
 
-def copies(rank: int, row: str, job: Job, how: str) -> tuple[Trace, Trace]:
+def copies(rank: int, row: str, job: Job) -> tuple[Trace, Trace]:
     """The original and a copy after step 6, which go on in turn."""
     parts = made(row, job, rank)
     for t in range(1, 7):
-        train_step(row, job, rank, parts, t)
-    other = parts
-    for way in how.split():
-        other = copy.deepcopy(other) if way == "deepcopy" else pickle.loads(pickle.dumps(other))
-    held = [p for group in other[1].param_groups for p in group["params"]]
-    assert {id(p) for p in held} == {id(p) for p in other[0].parameters()}
-    assert other[1].optimizer is not parts[1].optimizer
-    assert other[1].sync is None and other[1].stats().bytes_sent == 0
-    assert other[1].state_dict()[KEY]["sync"]["step"] == 6
+        train_step(job, rank, parts, t)
+    model, optimizer = other = pickle.loads(pickle.dumps(copy.deepcopy(parts)))
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
+    assert optimizer.sync is None and optimizer.stats().bytes_sent == 0
+    assert optimizer.state_dict()[KEY]["sync"]["step"] == 6
+    optimizer.dist_optimizer.join()
     traces: tuple[Trace, Trace] = ([], [])
     for t in range(7, job.steps + 1):
         for trace, which in zip(traces, (parts, other), strict=True):
-            trace.append(train_step(row, job, rank, which, t))
+            trace.append(train_step(job, rank, which, t))
     return traces
 
 
-@pytest.mark.parametrize(("row", "how"), [("LSGD", "pickle deepcopy"), ("DDP", "deepcopy")])
-def test_a_copy_goes_on_as_the_original(row: str, how: str) -> None:
-    job = job_of(row)
-    runs = la.simulate(partial(copies, row=row, job=job, how=how), workers=3)
+@pytest.mark.parametrize("row", ["LSGD", "DDP", "EASGD"])
+def test_a_copy_goes_on_as_the_original(row: str, pool: gloo.Pool) -> None:
+    """In processes copies make links of their own."""
+    job = job_of(row, 4 if row == "EASGD" else 3)
+    if row == "EASGD":
+        runs = pool.run(copies, row, job, ranks=4)
+    else:
+        runs = la.simulate(partial(copies, row=row, job=job), workers=3)
     assert same_bits([own for own, _ in runs], [other for _, other in runs])
-    whole = la.simulate(partial(train, row=row, job=job), workers=3)
-    assert same_bits([run[6:] for run in whole], [own for own, _ in runs])
-
-
-def test_copies_in_processes(pool: gloo.Pool) -> None:
-    """They make links of their own."""
-    runs = pool.run(copies, "EASGD", job_of("EASGD", 4), "pickle", ranks=4)
-    assert same_bits([own for own, _ in runs], [other for _, other in runs])
+    assert same_bits([own for own, _ in runs], [run[6:] for run in training.simulated(job)])
 
 
 # -- a small problem ----
@@ -425,13 +401,12 @@ def test_nothing_needs_no_other_ranks() -> None:
 def test_a_scaler_does_what_it_does_without_the_wrapper(clips: bool, fused: bool) -> None:
     """A scale whose inverse is rounded, and two overflows."""
 
-    def run(wrap: bool) -> tuple[Tensor, list[Tensor], float]:
+    def run(wrap: bool) -> tuple[Tensor, float]:
         model = small(0)[0]
         optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
         if wrap:
             optimizer = la.CommOptimizer(optimizer, None, 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=3.0, growth_interval=3, growth_factor=1.7)
-        grads = []
         for t in range(1, 12):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, 0, t) * (math.inf if t in (2, 7) else 1.0)).backward()
@@ -440,13 +415,10 @@ def test_a_scaler_does_what_it_does_without_the_wrapper(clips: bool, fused: bool
                 nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             scaler.step(optimizer)
             scaler.update()
-            grads += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        return flat(model), grads, scaler.get_scale()
+        return flat(model), scaler.get_scale()
 
     bare, scaled = run(False), run(True)
-    assert torch.equal(bare[0], scaled[0]) and bare[2] == scaled[2] != 3.0
-    finite = [pair for pair in zip(bare[1], scaled[1], strict=True) if pair[0].isfinite().all()]
-    assert all(torch.equal(g, h) for g, h in finite)
+    assert torch.equal(bare[0], scaled[0]) and bare[1] == scaled[1] != 3.0
 
 
 # -- saving and loading ----

@@ -96,18 +96,15 @@ def attach(recipe: la.Recipe, scaler: bool = False, **options: Any) -> object:
     return la.simulate(partial(attached, recipe=recipe, options=options, scaled=scaler), 4)
 
 
-def on_own_link(use: Callable[..., str], **options: Any) -> object:
-    """``use(rank, link)`` of a simulated worker."""
+def over_links(timeout: float | None = None) -> object:
+    """Over links that are given, of which each has a time-out of its own."""
+    options = {} if timeout is None else {"timeout": timeout}
     links: dict[int, la.links.Link] = {}
 
-    def keep(link: la.links.Link) -> la.links.Link:
-        return links.setdefault(link.rank, link)
+    def run(rank: int) -> str:
+        return attached(rank, la.local_sgd(2), {"link": links[rank], **options}, scaled=False)
 
-    return la.simulate(lambda rank: use(rank, links[rank], **options), 2, link=keep)
-
-
-def attached_to(rank: int, link: la.links.Link, **options: Any) -> str:
-    return attached(rank, la.local_sgd(2), {"link": link, **options}, scaled=False)
+    return la.simulate(run, 2, link=lambda link: links.setdefault(link.rank, link))
 
 
 GIVEN = {"model", "optimizer", "recipe"}
@@ -123,7 +120,7 @@ def test_options_of_attach(tmp_path: Path) -> None:
     check(attach, {"buffers": "broadcast"}, {"recipe": la.ddp()})
     groups = [attach(la.hierarchical(1, 2), group_size=size) for size in (1, 2)]
     assert groups[0] != groups[1]
-    check(partial(on_own_link, attached_to), {"timeout": 5.0}, {})
+    check(over_links, {"timeout": 5.0}, {})
     attach(la.local_sgd(2), metrics=written)
     assert written.read_text()
     tested = {*alike, "seed", "timeout", "metrics", "group_size"}
@@ -163,12 +160,8 @@ def test_options_of_the_optimizer_of_sdtl(name: str | None) -> None:
         defaults: dict[str, Any] = {"comm_period": None, "dist_pulling_strength": None}
         assert observed(partial(stepped, name, **defaults, local_pulling_strength=0.0)) != "refused"
         if name is None:
-            assert observed(partial(stepped, name, timeout=5.0)) == "refused"
-
-            def linked(rank: int, link: la.links.Link) -> str:
-                return str(la.CommOptimizer(training(rank)[1], name, 2, link=link))
-
-            assert observed(partial(on_own_link, linked)) == "refused"
+            for option in ("timeout", "link"):
+                assert observed(partial(stepped, name, **{option: 5.0})) == "refused"
     own = {"optimizer", "dist_optim_name", "world_size", "model", "link", "timeout"}
     assert parameters(la.CommOptimizer) == own | {*numbers}
 
@@ -218,22 +211,10 @@ def slowmo(nodes: int = 3, nprocs_per_node: int = 1, **options: Any) -> object:
     return la.simulate(worker, nodes * nprocs_per_node)
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [
-        {"slowmo_base_algorithm": la.SlowMoBaseAlgorithm.LOCALSGD, "slowmo_frequency": 3},
-        {"slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP, "slowmo_frequency": 3},
-        {
-            "slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP,
-            "slowmo_memory_efficient": False,
-            "slowmo_frequency": 3,
-        },
-        {"slowmo_momentum": 0.0, "slowmo_frequency": 3},
-    ],
-    ids=["local SGD", "SGP", "SGP, not sharded", "no slow step"],
-)
-def test_options_of_the_wrapper_of_fairscale(beside: Options) -> None:
+@pytest.mark.parametrize("algorithm", la.SlowMoBaseAlgorithm)
+def test_options_of_the_wrapper_of_fairscale(algorithm: la.SlowMoBaseAlgorithm) -> None:
     """fairscale ignores some, so here a warning names them."""
+    beside: Options = {"slowmo_base_algorithm": algorithm, "slowmo_frequency": 3}
     options = {name: value for name, value in SLOWMO.items() if name not in beside}
     check(slowmo, options, beside)
     wrapper = la.SlowMoDistributedDataParallel.__init__
