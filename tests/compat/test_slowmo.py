@@ -68,31 +68,28 @@ starting alike. Chosen where fairscale is not wrong."""
 
 
 def steps_of(
-    rank: int, job: Job, per_node: int, options: dict[str, Any], alike: bool = False
+    rank: int, job: Job, per_node: int, options: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], SlowMoDistributedDataParallel]:
-    """The parameters after every iteration of the guide's loop, and the wrapper. ``alike``: with
-    batches and initial parameters that need no random numbers."""
+    """The parameters after every iteration of the guide's loop, and the wrapper.
+    Batches and initial parameters need no random numbers."""
     module, optimizer = training.build(job, rank)
-    given, data = {"slowmo_frequency": 6, **options}, list(job.data()[rank])
+    given = {"slowmo_frequency": 6, **options}
     if "graph" in given:
         name, peers = given["graph"]
         node, nodes = rank // per_node, job.workers // per_node
         given["graph"] = getattr(la, name)(node, nodes, peers_per_itr=peers)
-    if alike:
-        rows, columns = np.arange(20.0).reshape(4, 5), np.arange(44.0).reshape(4, 11)
-        for t in range(job.steps):
-            x = np.sin((1 + 0.1 * rank) * rows + t)
-            data[t] = x, np.cos(0.3 * columns + rank - 0.2 * t)
-        for i, (p, shape) in enumerate(zip(module.parameters(), SHAPES.values(), strict=True)):
-            x = 0.5 * np.sin(1.0 + i + np.arange(np.prod(shape))).reshape(shape)
-            p.data.copy_(torch.from_numpy(x))
+    for i, (p, shape) in enumerate(zip(module.parameters(), SHAPES.values(), strict=True)):
+        x = 0.5 * np.sin(1.0 + i + np.arange(np.prod(shape))).reshape(shape)
+        p.data.copy_(torch.from_numpy(x))
+    rows, columns = np.arange(20.0).reshape(4, 5), np.arange(44.0).reshape(4, 11)
     model, trace = SlowMoDistributedDataParallel(module, per_node, **given), []
-    for t, batch in enumerate(data, 1):
+    for t in range(1, job.steps + 1):
         for group, each in enumerate(optimizer.param_groups):
             each["lr"] = job.lr(group, t)
             if job.optimizer == "sgd":
                 each["weight_decay"] = 0.1
-        inputs, wanted = map(torch.from_numpy, batch)
+        inputs = torch.from_numpy(np.sin((1 + 0.1 * rank) * rows + t - 1))
+        wanted = torch.from_numpy(np.cos(0.3 * columns + rank - 0.2 * (t - 1)))
         nn.functional.mse_loss(model(inputs), wanted).backward()
         optimizer.step()
         model.zero_grad(set_to_none=True)
@@ -110,7 +107,7 @@ def test_against_fairscale(
     per_node: int, options: dict[str, Any], optimizer: str, expected: float
 ) -> None:
     job = Job((), 4, 11, optimizer, slower, seed=17)
-    runs = la.simulate(lambda rank: steps_of(rank, job, per_node, options, True)[0], workers=4)
+    runs = la.simulate(lambda rank: steps_of(rank, job, per_node, options)[0], workers=4)
     squares = [sum(float(np.sum(run[-1][name] ** 2)) for name in NAMES) for run in runs]
     assert np.dot(squares, [1, 2, 3, 4]) == pytest.approx(expected, rel=1e-11)
 
@@ -199,21 +196,6 @@ def test_shards_divide_the_slow_state_and_change_no_bit(shards: int, per_node: i
         assert all(map(equal, trace, whole[rank]))
         assert kept <= (2 * params / owners + padding if rank < owners else 0)
         assert kept >= 2 * params / owners - padding or rank >= owners
-
-
-def test_inside_a_node_gradients_and_across_nodes_a_part_for_each_rank() -> None:
-    """Across nodes every rank sends its part of the model, as if the node had one rank."""
-    sent = {}
-    for size in (1, 2):
-
-        def run(rank: int, size: int = size) -> Any:
-            return steps_of(rank, Job((), 2 * size, 6), size, {})[1].stats().bytes_by_set
-
-        sent[size] = la.simulate(run, workers=2 * size)
-    assert not any("replica" in each for each in sent[1])
-    assert all(each["replica"] > 0 for each in sent[2])
-    both = sum(each["workers"] for each in sent[2][:2])
-    assert both == pytest.approx(sent[1][0]["workers"], rel=0.05)  # padding
 
 
 class Wide(nn.Module):

@@ -135,94 +135,43 @@ def test_gradients_are_the_nodes_mean_when_backward_returns() -> None:
         assert torch.equal(both, torch.full((2, 3), 3.0 if rank < 2 else 7.0))
 
 
-def test_overlapped_gossip() -> None:
-    """A message is sent every synch_freq calls, and folded before the slow step: after it all are
-    equal."""
-
-    def run(rank: int) -> tuple[list[Tensor], int]:
-        model, optimizer = tiny(rank, torch.float64, **LATE, synch_freq=3, slowmo_frequency=8)
-        return go(model, optimizer, rank, 16), model.stats().rounds
-
-    made = simulate(run, 4)
-    assert [rounds for _, rounds in made] == [2 + 5] * 4, "and two slow steps"
-    (one, _), (other, _), *_ = made
-    assert [torch.equal(one[t], other[t]) for t in (5, 7, 15)] == [False, True, True]
-
-
 # -- half precision with float32 masters ----
 
 
-def masters_run(
-    rank: int, kind: str, dtype: torch.dtype, steps: int = 8, **given: Any
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:
-    """Masters before and after every call, the parameters, and the bytes sent between nodes."""
-    model, _ = tiny(rank, dtype, **SHORT, **given)
-    params = list(model.parameters())
-    sizes = [p.numel() for p in params]
-    whole = flat(model).float()
-    pieces = [piece.clone() for piece in torch.split(whole, sizes)]
-    held = pieces if kind == "list" else [whole]
-    fp32: Any = pieces if kind == "list" else {"all": whole}
-    optimizer = torch.optim.SGD(held, lr=0.05, momentum=0.9)
-    before, masters, halves = [], [], []
-    for t in range(steps):
-        model(batch(rank, t).to(dtype)).square().mean().backward()
-        gradient = torch.cat([p.grad.float().view(-1) for p in params if p.grad is not None])
-        for master, g in zip(held, torch.split(gradient, [h.numel() for h in held]), strict=True):
-            master.grad = g.clone()
-        optimizer.step()
-        before.append(torch.cat([master.clone() for master in held]))
-        for p, values in zip(params, torch.split(before[-1], sizes), strict=True):
-            p.data.copy_(values.view_as(p))
-        model.zero_grad(set_to_none=True)
-        model.perform_slowmo(optimizer, fp32)
-        masters.append(torch.cat([master.clone() for master in held]))
-        halves.append(flat(model))
-    return before, masters, halves, model.stats().bytes_by_set["workers"]
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("list", torch.bfloat16), ("dict", torch.float16)])
-def test_masters_in_float32_are_what_is_averaged(kind: str, dtype: torch.dtype) -> None:
+def test_masters_in_float32_are_what_is_averaged() -> None:
     """Averages travel in half precision and what rounding cuts off stays; slow steps travel in
     float32 and leave equal masters."""
-    runs = simulate(partial(masters_run, kind=kind, dtype=dtype), 4)
-    rounded = torch.stack([before[1].to(dtype).float() for before, _, _, _ in runs])
-    mean = (rounded.sum(0) / 4).to(dtype).float()
-    for rank, (before, masters, halves, _) in enumerate(runs):
-        expected = before[1] - rounded[rank] + mean
-        assert torch.allclose(masters[1], expected, rtol=0, atol=1e-7)
-        assert all(torch.equal(masters[t], runs[0][1][t]) for t in (3, 7))
-        assert all(torch.equal(masters[t].to(dtype), halves[t]) for t in (1, 3, 5, 7))
-    assert not torch.equal(runs[0][1][1], runs[1][1][1]), "each keeps what rounding cut off"
-    run = partial(masters_run, kind=kind, dtype=dtype, steps=4)
-    once = 2 * 3 * 84 // 4  # 2(n-1)/n of the elements, 83, padded
-    for given, sent in (({"slowmo_momentum": 0.0}, once * 2 * 2), ({}, once * 2 + once * 4)):
-        assert simulate(partial(run, **given), 4)[0][3] == sent
 
-
-def test_half_and_full_precision_in_one_module_with_masters_for_some() -> None:
-    """The node's gradients are the same at every step."""
-
-    def run(rank: int) -> list[Tensor]:
-        torch.manual_seed(rank)
-        half, norm = nn.Linear(6, 4).half(), nn.LayerNorm(4)
-        model = SlowMoDistributedDataParallel(nn.ModuleList([half, norm]), 2, slowmo_frequency=3)
-        held = [*(p.detach().float() for p in half.parameters()), *norm.parameters()]
-        optimizer, found = torch.optim.SGD(held, lr=0.1), []
+    def run(rank: int, **given: Any) -> tuple[list[Tensor], list[Tensor], int]:
+        """The masters before and after every call, and the bytes sent between nodes."""
+        model, _ = tiny(rank, torch.float16, **SHORT, **given)
+        params = list(model.parameters())
+        masters = [p.detach().float() for p in params]
+        optimizer = torch.optim.SGD(masters, lr=0.05, momentum=0.9)
+        before, after = [], []
         for t in range(4):
-            norm(half(batch(rank, t).half()).float()).square()[0].sum().backward()
-            grads = [p.grad.float() for p in model.parameters() if p.grad is not None]
-            found += grads
-            for master, g in zip(held[:2], grads, strict=False):
-                master.grad = g
+            model(batch(rank, t).half()).square().mean().backward()
+            for p, master in zip(params, masters, strict=True):
+                assert p.grad is not None
+                master.grad = p.grad.float()
             optimizer.step()
+            before.append(torch.cat([master.flatten() for master in masters]))
+            for p, master in zip(params, masters, strict=True):
+                p.data.copy_(master)
             model.zero_grad(set_to_none=True)
-            model.perform_slowmo(optimizer, held)
-            assert all(map(torch.equal, half.parameters(), (m.half() for m in held[:2])))
-        return found
+            model.perform_slowmo(optimizer, masters)
+            after.append(torch.cat([master.flatten() for master in masters]))
+            assert torch.equal(flat(model), after[t].half())
+        return before, after, model.stats().bytes_by_set["workers"]
 
-    one, mate, other, others_mate = simulate(run, 4)
-    assert all(map(torch.equal, one, mate)) and all(map(torch.equal, other, others_mate))
+    runs, once = simulate(run, 4), 2 * 3 * 84 // 4  # 2(n-1)/n of the elements, 83, padded
+    rounded = torch.stack([before[1].half().float() for before, _, _ in runs])
+    mean = (rounded.sum(0) / 4).half().float()
+    for rank, (before, after, sent) in enumerate(runs):
+        assert torch.allclose(after[1], before[1] - rounded[rank] + mean, rtol=0, atol=1e-7)
+        assert torch.equal(after[3], runs[0][1][3]) and sent == once * 2 + once * 4
+    assert not torch.equal(runs[0][1][1], runs[1][1][1]), "each keeps what rounding cut off"
+    assert simulate(partial(run, slowmo_momentum=0.0), 4)[0][2] == once * 2 * 2
 
 
 # -- arguments ----
@@ -386,24 +335,6 @@ def test_optimizers_of_parts_and_of_two_modules() -> None:
     assert all(map(torch.equal, one, two)) and not torch.equal(*one)
 
 
-def test_parameters_that_are_not_the_modules() -> None:
-    """They are averaged too, gradients in the node included, if they start alike."""
-
-    def run(rank: int) -> Tensor:
-        model, _ = tiny(rank, nprocs_per_node=2, localsgd_frequency=1, slowmo_momentum=0.0)
-        scale = nn.Parameter(torch.ones(1))
-        optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
-        for t in range(3):
-            (scale * (rank + 1) + model(batch(rank, t)).mean() * 0).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model.perform_slowmo(optimizer)
-        return scale.detach().clone()
-
-    for found in simulate(run, 4):
-        assert torch.allclose(found, torch.tensor([1 - 3 * 0.1 * 2.5]))
-
-
 @pytest.mark.parametrize("steps", [0, 8])
 def test_another_optimizer_over_the_same_parameters_takes_over_with_its_lr(steps: int) -> None:
     """Also where its first step is skipped, before a slow step."""
@@ -435,12 +366,8 @@ def test_another_optimizer_over_the_same_parameters_takes_over_with_its_lr(steps
 def test_profile_mode_prints_the_parts_and_writes_a_trace(pool: gloo.Pool, tmp_path: Path) -> None:
     table, nothing = pool.run(profiled, str(tmp_path), ranks=2)
     assert nothing == "" and table.count("forward") >= 2, "one table for each slow step"
-    lines = [line.split() for line in table.splitlines()]
-    parts = {" ".join(line[:-3]): line[-3:] for line in lines if len(line) > 3}
-    assert parts["SlowMomentum round"][0] == parts["Average round"][0] == "1"
-    assert parts["forward"][0] == parts["perform_slowmo, total"][0] == "6"
-    # 83 numbers in float32, padded to 84, twice half of them
-    assert float(parts["Average round"][2]) == pytest.approx(84 * 4 / 1e6, abs=6e-4)
+    for name in ("SlowMomentum round", "Average round", "forward", "perform_slowmo, total"):
+        assert name in table
     for rank in range(2):
         trace = json.loads((tmp_path / f"slowmo_trace.rank{rank}.json").read_text())
         names = [event.get("name") for event in trace["traceEvents"]]
