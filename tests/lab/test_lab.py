@@ -157,7 +157,7 @@ def test_ranks_get_the_variables_of_torchrun_and_one_that_dies_ends_the_job(
             cluster.start(1, ["true"], env={})
 
 
-WAYS = [pytest.param(w, marks=[pytest.mark.slow] * ("kill" not in w)) for w in stress.WAYS]
+WAYS = [pytest.param(w, marks=[pytest.mark.slow] * (w != "kill -9")) for w in stress.WAYS]
 
 
 @with_namespaces
@@ -294,6 +294,7 @@ except laconic.LinkError as error:
 """
 
 
+@pytest.mark.slow  # a minute, of which 10 s pass without a byte
 @with_namespaces
 def test_an_isolated_host_is_named_long_before_the_time_out() -> None:
     """Which is 600 s."""
