@@ -1,5 +1,5 @@
 """The tutorial: its chapters run, its pages are of these chapters, and its exercises tell right
-answers from wrong ones. That its loops are laconic's recipes, chapter 6 asserts."""
+answers from what stands there first. That its loops are laconic's recipes, chapter 6 asserts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tutorial import __main__ as command
 from tutorial import checks, pages
-from tutorial.checks import CHECKS, verdict
+from tutorial.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS = sorted(ROOT.glob("tutorial/chapter*.py"))
@@ -98,21 +98,3 @@ def test_solutions_are_right_and_what_stands_there_first_is_not(
     tutorial(monkeypatch, "check", number)
     found = re.findall(r"^Exercise (\d\.\d): (.*?)\.", capsys.readouterr().out, re.M)
     assert found == [(exercise, "right") for exercise in there]
-
-
-WRONG: list[tuple[str, Any, str]] = [
-    ("1.1", lambda i, d, z: i * z + z + d * (z * z + z), "should be 1021"),  # no output layer
-    ("2.2", 200, "not a third"),
-    ("4.4", lambda ready, travel: ready[-1] + travel[-1], "should be 7"),
-    ("5.4", {"model", "optimizer"}, "differ"),
-    ("6.2", lambda x, a, beta: (x - beta * (x - a), (1 - beta) * a + beta * x.mean(0)), "is now"),
-]
-
-
-@pytest.mark.slow
-def test_wrong_answers_are_not_right_and_told_why() -> None:
-    for number, answer, why in WRONG:
-        right, told = verdict(number, answer)
-        assert not right and re.search(why, told), f"{number}: {told}"
-    with pytest.raises(ValueError, match=r"no exercise '9\.9': choose from 1\.1, 1\.2"):
-        verdict("9.9", 1)
