@@ -62,11 +62,8 @@ def observed(run: Callable[[], object]) -> str:
 def check(run: Callable[..., object], options: Options, beside: Options) -> None:
     plain = observed(partial(run, **beside))
     assert plain != "refused"
-    same = [
-        name
-        for name in options
-        if observed(partial(run, **beside, **{name: options[name]})) == plain
-    ]
+    changed = {name: {**beside, name: value} for name, value in options.items()}
+    same = [name for name, given in changed.items() if observed(partial(run, **given)) == plain]
     assert not same, f"no effect beside {dict(beside)}: {same}"
 
 
@@ -148,20 +145,12 @@ def stepped(name: str | None, workers: int = 3, own_model: bool = False, **optio
 @pytest.mark.parametrize("name", ["EASGD", "LSGD", "DDP", None])
 def test_options_of_the_optimizer_of_sdtl(name: str | None) -> None:
     numbers = {"comm_period": 3, "dist_pulling_strength": 0.5, "local_pulling_strength": 0.1}
+    beside: dict[str, Any] = {"name": name}
     if name in ("EASGD", "LSGD"):
-        for option in ("comm_period", "dist_pulling_strength"):
-            others: dict[str, Any] = {"comm_period": 2, "dist_pulling_strength": 0.25}
-            before = observed(partial(stepped, name, **others))
-            assert observed(partial(stepped, name, **others | {option: numbers[option]})) != before
-        beside = {"name": name, "comm_period": 2, "dist_pulling_strength": 0.25}
-        check(stepped, {"local_pulling_strength": 0.1, "own_model": True}, beside)
-    else:
-        check(stepped, {**numbers, "own_model": True}, {"name": name})
-        defaults: dict[str, Any] = {"comm_period": None, "dist_pulling_strength": None}
-        assert observed(partial(stepped, name, **defaults, local_pulling_strength=0.0)) != "refused"
-        if name is None:
-            for option in ("timeout", "link"):
-                assert observed(partial(stepped, name, **{option: 5.0})) == "refused"
+        beside |= {"comm_period": 2, "dist_pulling_strength": 0.25}
+    check(stepped, {**numbers, "own_model": True}, beside)
+    for option in ("timeout", "link") if name is None else ():
+        assert observed(partial(stepped, name, **{option: 5.0})) == "refused"
     own = {"optimizer", "dist_optim_name", "world_size", "model", "link", "timeout"}
     assert parameters(la.CommOptimizer) == own | {*numbers}
 

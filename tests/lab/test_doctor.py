@@ -286,7 +286,4 @@ def test_the_command_reports_and_meets_others(
     found = json.loads(capsys.readouterr().out)
     assert "rank 1 of 2 did not join within 1 s" in str(found["findings"])
     assert [host["rank"] for host in found["hosts"]] == [0]
-    bad = Finding("problem", "network", "no way", "find one")
-    monkeypatch.setattr(host_checks, "examine", lambda: [bad])
-    assert main(["doctor", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {"findings": [asdict(bad)]}
+    assert asdict(warning) in found["findings"]
