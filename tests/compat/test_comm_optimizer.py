@@ -380,9 +380,9 @@ def test_nothing_needs_no_other_ranks() -> None:
     assert optimizer.stats().bytes_sent == 0 and KEY not in optimizer.state_dict()
     optimizer.note = "mine"  # type: ignore[attr-defined]
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)  # wraps step()
-    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert twin.note == "mine"
-        twin.step()
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert again.note == "mine"  # type: ignore[attr-defined]
+        again.step()
     with pytest.warns(UserWarning, match="is ignored"):
         optimizer.load_state_dict({**bare.state_dict(), KEY: {"counter": 1, "sync": {}}})
 
@@ -451,12 +451,12 @@ def test_states_that_do_not_fit_are_refused_on_all_ranks(copied: bool) -> None:
         go(parts, rank, 1, 2)
         state = parts[1].state_dict()
         bare = {key: value for key, value in state.items() if rank == 0 or key != KEY}
-        one, (other, optimizer) = (copy.deepcopy(parts) if copied else parts for _ in range(2))
-        p = next(other.parameters())
+        one, other = (copy.deepcopy(parts) if copied else parts for _ in range(2))
+        p = next(other[0].parameters())
         p.data.add_(1.0)
         with pytest.raises(ValueError, match="differ from those saved with this state") as caught:
-            optimizer.load_state_dict(state)
-            optimizer.step()
+            other[1].load_state_dict(state)
+            other[1].step()
         p.data.sub_(1.0)
         with warnings.catch_warnings(), pytest.raises(ValueError, match="some ranks load"):
             warnings.simplefilter("ignore")

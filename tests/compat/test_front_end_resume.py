@@ -213,8 +213,8 @@ def test_loading_goes_back_and_refuses_what_is_not_this_ranks() -> None:
         end = made.go(10).values()
         made.load(state)
         assert made.model.num_updates == 4 and torch.equal(made.go(10).values(), end)
-        inner, given = Run("DDP", rank).model, {"slowmo_frequency": 6, "slowmo_momentum": 0.4}
-        other = SlowMoDistributedDataParallel(inner, 1, **given)
+        inner = Run("DDP", rank).model
+        other = SlowMoDistributedDataParallel(inner, 1, slowmo_frequency=6, slowmo_momentum=0.4)
         other.load_state_dict(state[2])
         optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
         other(torch.ones(4, 6)).square().mean().backward()

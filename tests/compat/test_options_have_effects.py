@@ -150,7 +150,8 @@ def test_options_of_the_optimizer_of_sdtl(name: str | None) -> None:
         beside |= {"comm_period": 2, "dist_pulling_strength": 0.25}
     check(stepped, {**numbers, "own_model": True}, beside)
     for option in ("timeout", "link") if name is None else ():
-        assert observed(partial(stepped, name, **{option: 5.0})) == "refused"
+        given: dict[str, Any] = {option: 5.0}
+        assert observed(partial(stepped, name, **given)) == "refused"
     own = {"optimizer", "dist_optim_name", "world_size", "model", "link", "timeout"}
     assert parameters(la.CommOptimizer) == own | {*numbers}
 

@@ -101,6 +101,8 @@ def test_random_numbers_of_the_model_go_on_where_they_were(results: Results, pro
 @pytest.mark.slow
 def test_what_else_the_trainer_of_transformers_does(results: Results) -> None:
     found = results("transformers")
+    (one, best), (other, _) = found["best"]
+    assert np.array_equal(one, best) and np.array_equal(other, best), "hosts without it receive it"
     hand = found["diloco-2"]["hand"][0]["flat"]
     (kind, trained, one), (_, _, other) = found["followed"]
     assert kind == "DistributedDataParallel" and np.array_equal(one, other), "wrapped again"

@@ -159,6 +159,23 @@ def with_dropout(rank: int, ranks: int, resume: bool) -> np.ndarray:
     return short(LaconicTrainer, network(0.2), "dropout", ranks, path)
 
 
+class Worse(LaconicTrainer):
+    """Takes the first model that it evaluates for the best one."""
+
+    def _determine_best_metric(self, metrics: Any, trial: Any) -> Any:
+        return super()._determine_best_metric(
+            {**metrics, "eval_loss": float(self.state.global_step)}, trial
+        )
+
+
+def best_without_a_shared_folder(rank: int, ranks: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """The model in the end, and the saved one that was the best, which the first host has."""
+    host = f"host{rank}"
+    end = short(Worse, spoil(rank, network()), host, ranks, load_best_model_at_end=True)
+    saved = FOLDER / host / "checkpoint-6"
+    return end, None if rank else flat(GPT2LMHeadModel.from_pretrained(saved))
+
+
 def followed_by_a_trainer(rank: int, ranks: int) -> tuple[str, np.ndarray, np.ndarray]:
     """The model after laconic has trained it, and what a Trainer of Transformers makes of it."""
     model, data = network(), data_of(ranks)
@@ -187,6 +204,7 @@ def refused(_: int, **options: Any) -> None:
 
 def run_the_rest(found: dict[str, Any]) -> None:
     found["dropout"] = forked.run(2, with_dropout, 2, False), forked.run(2, with_dropout, 2, True)
+    found["best"] = forked.run(2, best_without_a_shared_folder, 2)
     found["followed"] = forked.run(2, followed_by_a_trainer, 2)
 
 
