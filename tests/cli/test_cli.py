@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,6 @@ from laconic.cli import COMMANDS, main, overview
 from laconic.cli.completion import candidates
 from laconic.lab.race import report
 
-from tests.support.gloo import free_port
 from tests.support.races import FULL
 
 LACONIC = [sys.executable, "-m", "laconic"]
@@ -138,18 +136,6 @@ def test_streams_that_fail_are_no_error_or_one_line(tmp_path: Path) -> None:
     assert run("laconic nonsense 2>/dev/full").returncode == 2
     said = run(f"PYTHONIOENCODING=ascii laconic report {tmp_path}").stdout
     assert "4 hosts" in said and "?" not in said
-
-
-@pytest.mark.slow
-def test_ctrl_c_is_one_line() -> None:
-    command = [*LACONIC, "coordinator", "--port", str(free_port())]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("coordinator at ")
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=250)
-    assert process.returncode == 130 and said == "laconic: interrupted\n"
 
 
 # -- completion ----

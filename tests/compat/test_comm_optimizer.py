@@ -26,28 +26,19 @@ Trace = list[Any]
 
 # -- the algorithms: against plain loops, and against attach ----
 
+
+BY_GRADIENTS = {"score": "gradient", "score_includes_pulls": False}
+
+
+def lsgd(**score: Any) -> Any:
+    recipe = la.lsgd(4, local_period=0, pull=0.4, drift=0.3)
+    return ("LSGD", 4, 0.4, 0.3), recipe, parameters.lsgd(4, pull=0.4, drift=0.3, **score)
+
+
 ROWS: dict[str, tuple[tuple[Any, ...], la.Recipe, problem.Recipe]] = {
-    "EASGD": (("EASGD", 4, 0.9), la.easgd(4), parameters.easgd(4)),
-    "EASGD, pulled": (
-        ("EASGD", 3, 0.5, 0.3),
-        la.easgd(3, 0.5, pull=0.3),
-        parameters.easgd(3, 0.5, 0.3),
-    ),
-    "LSGD, reports": (
-        ("LSGD", 4, 0.4, 0.3),
-        la.lsgd(4, local_period=0, pull=0.4, drift=0.3),
-        parameters.lsgd(4, pull=0.4, drift=0.3),
-    ),
-    "LSGD, closures": (
-        ("LSGD", 3, 0.2),
-        la.lsgd(3, local_period=0, pull=0.2, drift=0.0),
-        parameters.lsgd(3, pull=0.2, drift=0.0),
-    ),
-    "LSGD": (
-        ("LSGD", 4, 0.4, 0.3),
-        la.lsgd(4, local_period=0, pull=0.4, drift=0.3),
-        parameters.lsgd(4, pull=0.4, drift=0.3, score="gradient", score_includes_pulls=False),
-    ),
+    "EASGD": (("EASGD", 3, 0.5, 0.3), la.easgd(3, 0.5, pull=0.3), parameters.easgd(3, 0.5, 0.3)),
+    "LSGD, reports": lsgd(),
+    "LSGD": lsgd(**BY_GRADIENTS),
     "DDP": (("DDP",), la.ddp(), gradients.DDP()),
 }
 """By name, which says how losses are reported: what follows world_size, the recipe, and the
@@ -65,27 +56,11 @@ def made(row: str, job: Job, rank: int) -> Parts:
     return model, la.CommOptimizer(inner, name, job.workers, *numbers, link=link)
 
 
-def train_step(row: str, job: Job, rank: int, parts: Parts, t: int) -> Any:
+def train_step(job: Job, rank: int, parts: Parts, t: int) -> Any:
     """One step; returns (parameters, consensus) after it."""
     model, optimizer = parts
-    for group, options in enumerate(optimizer.param_groups):
-        options["lr"] = job.lr(group, t)
-    x, y = (torch.from_numpy(a) for a in job.data()[rank][t - 1])
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        return loss
-
-    if "closures" in row:
-        assert isinstance(optimizer.step(closure), Tensor)
-    else:
-        loss = closure()
-        if job.reports:
-            optimizer.report_loss(loss)
-        optimizer.step()
     assert optimizer.sync is not None
+    training.step(job, model, optimizer, job.data()[rank][t - 1], t, optimizer)  # type: ignore[arg-type]
     with optimizer.sync.consensus(mean=False):
         consensus = training.values(model)
     return training.values(model), consensus
@@ -93,7 +68,7 @@ def train_step(row: str, job: Job, rank: int, parts: Parts, t: int) -> Any:
 
 def train(rank: int, row: str, job: Job) -> Trace:
     parts = made(row, job, rank)
-    return [train_step(row, job, rank, parts, t) for t in range(1, job.steps + 1)]
+    return [train_step(job, rank, parts, t) for t in range(1, job.steps + 1)]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -105,42 +80,34 @@ def test_equals_the_plain_loop_and_attach(row: str) -> None:
     assert same_bits(runs, training.simulated(job))
 
 
-def copies(rank: int, row: str, job: Job, how: str) -> tuple[Trace, Trace]:
+def copies(rank: int, row: str, job: Job) -> tuple[Trace, Trace]:
     """The original and a copy after step 6, which go on in turn."""
     parts = made(row, job, rank)
     for t in range(1, 7):
-        train_step(row, job, rank, parts, t)
-    other = parts
-    for way in how.split():
-        other = copy.deepcopy(other) if way == "deepcopy" else pickle.loads(pickle.dumps(other))
-    held = [p for group in other[1].param_groups for p in group["params"]]
-    assert {id(p) for p in held} == {id(p) for p in other[0].parameters()}
-    assert other[1].optimizer is not parts[1].optimizer
-    assert other[1].sync is None and other[1].stats().bytes_sent == 0
-    assert other[1].state_dict()[KEY]["sync"]["step"] == 6
+        train_step(job, rank, parts, t)
+    model, optimizer = other = pickle.loads(pickle.dumps(copy.deepcopy(parts)))
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
+    assert optimizer.sync is None and optimizer.stats().bytes_sent == 0
+    assert optimizer.state_dict()[KEY]["sync"]["step"] == 6
+    optimizer.dist_optimizer.join()
     traces: tuple[Trace, Trace] = ([], [])
     for t in range(7, job.steps + 1):
         for trace, which in zip(traces, (parts, other), strict=True):
-            trace.append(train_step(row, job, rank, which, t))
+            trace.append(train_step(job, rank, which, t))
     return traces
 
 
-@pytest.mark.parametrize(
-    ("row", "how"),
-    [("LSGD, reports", "pickle"), ("LSGD", "pickle deepcopy"), ("DDP", "deepcopy")],
-)
-def test_a_copy_goes_on_as_the_original(row: str, how: str) -> None:
-    job = job_of(row)
-    runs = la.simulate(partial(copies, row=row, job=job, how=how), workers=3)
+@pytest.mark.parametrize("row", ["LSGD", "DDP", "EASGD"])
+def test_a_copy_goes_on_as_the_original(row: str, pool: gloo.Pool) -> None:
+    """In processes copies make links of their own."""
+    job = job_of(row, 4 if row == "EASGD" else 3)
+    if row == "EASGD":
+        runs = pool.run(copies, row, job, ranks=4)
+    else:
+        runs = la.simulate(partial(copies, row=row, job=job), workers=3)
     assert same_bits([own for own, _ in runs], [other for _, other in runs])
-    whole = la.simulate(partial(train, row=row, job=job), workers=3)
-    assert same_bits([run[6:] for run in whole], [own for own, _ in runs])
-
-
-def test_copies_in_processes(pool: gloo.Pool) -> None:
-    """They make links of their own."""
-    runs = pool.run(copies, "EASGD, pulled", job_of("EASGD, pulled", 4), "pickle", ranks=4)
-    assert same_bits([own for own, _ in runs], [other for _, other in runs])
+    assert same_bits([own for own, _ in runs], [run[6:] for run in training.simulated(job)])
 
 
 # -- a small problem ----
@@ -181,13 +148,12 @@ def go(parts: Parts, rank: int, first: int, last: int) -> None:
 # -- the parts of a step, and algorithms of one's own ----
 
 
-@pytest.mark.parametrize("kind", [la.EASGD, la.LSGD])
-def test_one_part_moves_one_sends_and_one_does_neither(kind: type[la.DistOptimizer]) -> None:
+def test_one_part_moves_one_sends_and_one_does_neither() -> None:
     """Driven by hand, as a loop that has no CommOptimizer does it."""
 
     def run(rank: int) -> list[tuple[bool, bool]]:
         model, inner = small(rank)
-        dist, counters, found = kind(inner, 2, 0.3, 0.5, 3), [], []
+        dist, counters, found = la.EASGD(inner, 2, 0.3, 0.5, 3), [], []
         for t in range(1, 8):
             inner.zero_grad()
             loss_of(model, rank, t).backward()
@@ -201,9 +167,8 @@ def test_one_part_moves_one_sends_and_one_does_neither(kind: type[la.DistOptimiz
             found.append((not torch.equal(flat(model), x), dist.stats().bytes_sent > sent))
         return found
 
-    one, other = la.simulate(run, workers=2)
-    assert one[:2] == other[:2] == [(False, False), (True, False)]
-    assert one[2][1] and other[2][1] and (one[2][0] or other[2][0]), "LSGD's leader stays"
+    for found in la.simulate(run, workers=2):
+        assert found == [(False, False), (True, False), (True, True)]
 
 
 class Halves(la.DistOptimizer):
@@ -224,29 +189,21 @@ class Halves(la.DistOptimizer):
 
 
 class Given(la.DistOptimizer):
-    given: Callable[[int], la.Recipe] = staticmethod(la.local_sgd)
-
     def recipe(self) -> la.Recipe:
-        return self.given(self.comm_period)
+        return la.local_sgd(self.comm_period)
 
 
 class NoRounds(la.DistOptimizer):
     pass
 
 
-REFUSED: list[Callable[[int], la.Recipe]] = [
-    lambda period: la.local_sgd(period, delay=1),
-    lambda period: la.slowmo(la.local_sgd(2), period=period, momentum=0.5),
-    lambda period: la.hierarchical(2, period),
-]
-
-
 def test_an_algorithm_of_ones_own() -> None:
-    def run(rank: int) -> tuple[float, list[Tensor]]:
+    def run(rank: int) -> list[Tensor]:
         model, inner = small(0)
         inner.param_groups[0]["momentum"] = 0.0
         optimizer = la.CommOptimizer(inner, Halves, 2, 2, 0.5)
         go((model, optimizer), rank, 1, 1)
+        assert isinstance(optimizer.dist_optimizer, Halves) and optimizer.dist_optimizer.total > 0
         before = flat(model).clone()
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -254,53 +211,44 @@ def test_an_algorithm_of_ones_own() -> None:
         assert torch.equal(flat(model), before / 2)
         with pytest.raises(NotImplementedError, match="must define recipe"):
             NoRounds(small(0)[1], 2, 0.0, 0.5, 2)
-        for recipe in REFUSED:
-            kind = type("Refused", (Given,), {"given": staticmethod(recipe)})
+        for recipe in (la.local_sgd(4, delay=1), la.local_sgd(2), la.hierarchical(2, 4)):
+            kind = type("Refused", (la.DistOptimizer,), {"recipe": lambda _, r=recipe: r})
             with pytest.raises(ValueError, match="rounds must all run every comm_period=4 steps"):
                 kind(small(0)[1], 2, 0.0, 0.5, 4)
         model, inner = small(rank)
         own = model, la.CommOptimizer(inner, Given, 2, 3)
-        assert isinstance(optimizer.dist_optimizer, Halves)
-        return optimizer.dist_optimizer.total, [flat(model).clone() for _ in steps(own, rank, 1, 6)]
+        return [flat(model).clone() for _ in steps(own, rank, 1, 6)]
 
-    (total, one), (other, two) = la.simulate(run, workers=2)
-    assert 0 < total != other > 0
-    assert list(map(torch.equal, one, two)) == [False, False, True] * 2
+    assert list(map(torch.equal, *la.simulate(run, workers=2))) == [False, False, True] * 2
 
 
 # -- a torch optimizer in all respects ----
 
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
-    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
-}
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20)
 
 
 def scheduled(parts: Any, scheduler: Any) -> list[tuple[float, float]]:
     seen = []
-    for t in steps(parts, 0, 1, 10):
-        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        scheduler.step(*([float(t // 4)] if plateau else []))
+    for _ in steps(parts, 0, 1, 10):
+        scheduler.step()
         group = parts[1].param_groups[0]
         seen.append((group["lr"], group["momentum"]))
     return seen
 
 
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_schedulers_made_before_and_after(kind: str) -> None:
+def test_schedulers_made_before_and_after() -> None:
     """Warnings are errors here, those about the order of calls included."""
 
     def run(rank: int) -> None:
         bare, inner = small(0)
-        expected = scheduled((bare, inner), SCHEDULERS[kind](inner))
-        assert len({lr for lr, _ in expected}) > 1
+        expected = scheduled((bare, inner), one_cycle(inner))
         for before in (True, False):
             model, inner = small(0)
-            scheduler = SCHEDULERS[kind](inner) if before else None
+            scheduler = one_cycle(inner) if before else None
             optimizer = la.CommOptimizer(inner, "EASGD", 1, 4 if before else 20, 0.5)
-            scheduler = scheduler or SCHEDULERS[kind](optimizer)
-            assert scheduled((model, optimizer), scheduler) == expected
+            assert scheduled((model, optimizer), scheduler or one_cycle(optimizer)) == expected
             assert torch.equal(flat(model), flat(bare)) != before, "the round after step 4"
 
     la.simulate(run, workers=1)
@@ -348,17 +296,10 @@ def test_hooks_groups_and_state_are_those_of_one_optimizer() -> None:
     la.simulate(run, workers=1)
 
 
-class Particular(torch.optim.SGD):
-    """An optimizer that does something about its groups."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group({**param_group, "label": "particular"})
-
-
 def test_groups_added_to_either_join() -> None:
     def run(rank: int) -> Tensor:
         model, _ = small(rank)
-        inner = Particular(model.parameters(), lr=0.05, momentum=0.9)
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         first = nn.Parameter(torch.full((2,), float(rank + 1)))
         second = nn.Parameter(torch.full((3,), float(rank + 5)))
         optimizer = la.CommOptimizer(inner, "EASGD", 2, 2, 1.0, model=model)
@@ -368,7 +309,6 @@ def test_groups_added_to_either_join() -> None:
         inner.add_param_group({"params": second})
         with pytest.raises(ValueError, match="more than one"):
             optimizer.add_param_group(inner.param_groups[2])
-        assert [g["label"] for g in optimizer.param_groups] == ["particular"] * 3
         go((model, optimizer), rank, 3, 4)
         assert optimizer.stats().rounds == 4, "parameters and buffers, twice"
         return torch.cat([first.detach(), second.detach()])
@@ -379,26 +319,16 @@ def test_groups_added_to_either_join() -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_model_is_for_its_buffers(whole: bool) -> None:
-    """Whatever the optimizer holds starts from rank 0 and is averaged, also what is not of the
-    model, and where none is given. Buffers are averaged where it is."""
+    """All parameters start from rank 0 and are averaged, also where no model is given. Buffers are
+    averaged where it is."""
 
     def run(rank: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-        model = small(rank)[0]
-        more = torch.full((3,), float(rank), requires_grad=True)
-        inner = torch.optim.SGD([*model.parameters(), more], lr=0.1)
-        optimizer = la.CommOptimizer(inner, "DDP", 2, model=model if whole else None)
-        start = torch.cat([flat(model), more.detach().clone()])
-        (loss_of(model, rank, 1) + (more * (rank + 1)).sum()).backward()
-        assert more.grad is not None and more.grad.tolist() == [1.5] * 3, "during backward"
-        optimizer.step()
-        end = torch.cat([flat(model), more.detach()])
         model, inner = small(rank)
         optimizer = la.CommOptimizer(inner, "EASGD", 2, 2, 0.5, model=model if whole else None)
-        go((model, optimizer), rank, 1, 2)
-        buffers = [b.clone() for b in model.buffers()]
-        go((model, optimizer), rank, 3, 3)
+        start = flat(model).clone()
+        go((model, optimizer), rank, 1, 3)
         optimizer.finish()
-        return start, end, [*buffers, *model.buffers(), *model.parameters()]
+        return start, flat(model), list(model.buffers())
 
     (a, x, left), (b, y, right) = la.simulate(run, workers=2)
     assert torch.equal(a, b) and torch.equal(x, y) and not torch.equal(a, x)
@@ -448,22 +378,13 @@ def test_nothing_needs_no_other_ranks() -> None:
     assert torch.equal(flat(model), flat(twin))
     assert optimizer.sync is None and optimizer.dist_optimizer is None
     assert optimizer.stats().bytes_sent == 0 and KEY not in optimizer.state_dict()
+    optimizer.note = "mine"  # type: ignore[attr-defined]
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)  # wraps step()
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert again.note == "mine"  # type: ignore[attr-defined]
+        again.step()
     with pytest.warns(UserWarning, match="is ignored"):
         optimizer.load_state_dict({**bare.state_dict(), KEY: {"counter": 1, "sync": {}}})
-
-
-class Named(la.CommOptimizer):
-    name = ""
-
-
-def test_a_subclass_keeps_its_own_attributes_in_a_copy() -> None:
-    inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    optimizer = Named(inner, None, 1)
-    optimizer.name = "mine"
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)  # wraps step()
-    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert twin.name == "mine" and type(twin) is Named
-        twin.step()
 
 
 # -- GradScaler ----
@@ -473,13 +394,12 @@ def test_a_subclass_keeps_its_own_attributes_in_a_copy() -> None:
 def test_a_scaler_does_what_it_does_without_the_wrapper(clips: bool, fused: bool) -> None:
     """A scale whose inverse is rounded, and two overflows."""
 
-    def run(wrap: bool) -> tuple[Tensor, list[Tensor], float]:
+    def run(wrap: bool) -> tuple[Tensor, float]:
         model = small(0)[0]
         optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
         if wrap:
             optimizer = la.CommOptimizer(optimizer, None, 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=3.0, growth_interval=3, growth_factor=1.7)
-        grads = []
         for t in range(1, 12):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, 0, t) * (math.inf if t in (2, 7) else 1.0)).backward()
@@ -488,13 +408,10 @@ def test_a_scaler_does_what_it_does_without_the_wrapper(clips: bool, fused: bool
                 nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             scaler.step(optimizer)
             scaler.update()
-            grads += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        return flat(model), grads, scaler.get_scale()
+        return flat(model), scaler.get_scale()
 
     bare, scaled = run(False), run(True)
-    assert torch.equal(bare[0], scaled[0]) and bare[2] == scaled[2] != 3.0
-    finite = [pair for pair in zip(bare[1], scaled[1], strict=True) if pair[0].isfinite().all()]
-    assert all(torch.equal(g, h) for g, h in finite)
+    assert torch.equal(bare[0], scaled[0]) and bare[1] == scaled[1] != 3.0
 
 
 # -- saving and loading ----
@@ -504,80 +421,65 @@ def test_an_optimizers_state_alone_starts_communication_afresh() -> None:
     """From the loaded parameters, that is: the old center would pull back to before."""
 
     def run(rank: int) -> tuple[Tensor, Tensor]:
-        model, inner = small(rank)
-        optimizer = la.CommOptimizer(inner, "EASGD", 2, 4, 1.0, model=model)
-        go((model, optimizer), rank, 1, 6)
-        fresh, other = small(rank)
-        state = {k: v for k, v in optimizer.state_dict().items() if k != KEY}
-        again = la.CommOptimizer(other, "EASGD", 2, 4, 1.0, model=fresh)
-        fresh.load_state_dict(model.state_dict())
+        parts = wrapped(rank, "EASGD", 2, 4, 1.0)
+        go(parts, rank, 1, 6)
+        model, again = wrapped(rank, "EASGD", 2, 4, 1.0)
+        model.load_state_dict(parts[0].state_dict())
         with pytest.warns(UserWarning, match="communication starts again"):
-            again.load_state_dict(state)
-        assert again.sync is not None and again.sync.step == 0
-        assert again.dist_optimizer is not None and again.dist_optimizer.counter == 0
-        own, loaded = ([v["momentum_buffer"] for v in o.state.values()] for o in (inner, other))
+            again.load_state_dict({k: v for k, v in parts[1].state_dict().items() if k != KEY})
+        own, loaded = ([v["momentum_buffer"] for v in o.state.values()] for o in (parts[1], again))
         assert all(map(torch.equal, own, loaded))
-        start = flat(fresh).clone()
+        start = flat(model).clone()
         with again.consensus():
-            assert torch.equal(flat(fresh), start), "the center is where they are"
-        go((fresh, again), rank, 7, 10)
-        assert again.stats().rounds == 2
-        return start, flat(model)
+            assert torch.equal(flat(model), start), "the center is where they are"
+        go((model, again), rank, 7, 9)
+        assert again.stats().rounds == 0
+        go((model, again), rank, 10, 10)
+        assert again.stats().rounds == 1
+        return start, flat(parts[0])
 
     (a, x), (b, y) = la.simulate(run, workers=2)
     assert torch.equal(a, b) and torch.equal(a, x) and not torch.equal(x, y)
 
 
-def test_states_that_do_not_fit_are_refused_on_all_ranks() -> None:
-    """Where one rank alone has communication state; and of other parameters. Also in a copy."""
+@pytest.mark.parametrize("copied", [True, False])
+def test_states_that_do_not_fit_are_refused_on_all_ranks(copied: bool) -> None:
+    """Where one rank alone has communication state; and of other parameters."""
 
-    def run(rank: int, copied: bool) -> str:
+    def run(rank: int) -> str:
         parts = wrapped(0, "EASGD", 2, 4, 0.5)
         go(parts, rank, 1, 2)
-        state, bare = parts[1].state_dict(), copy.deepcopy(parts[1].state_dict())
-        if rank == 1:
-            del bare[KEY]
+        state = parts[1].state_dict()
+        bare = {key: value for key, value in state.items() if rank == 0 or key != KEY}
         one, other = (copy.deepcopy(parts) if copied else parts for _ in range(2))
-        with torch.no_grad():
-            next(other[0].parameters()).add_(1.0)
+        p = next(other[0].parameters())
+        p.data.add_(1.0)
         with pytest.raises(ValueError, match="differ from those saved with this state") as caught:
             other[1].load_state_dict(state)
             other[1].step()
-        with torch.no_grad():
-            next(other[0].parameters()).sub_(1.0)
+        p.data.sub_(1.0)
         with warnings.catch_warnings(), pytest.raises(ValueError, match="some ranks load"):
             warnings.simplefilter("ignore")
             one[1].load_state_dict(bare)
             one[1].step()
         return str(caught.value)
 
-    for copied in (False, True):
-        assert len({*la.simulate(partial(run, copied=copied), workers=2)}) == 1
+    assert len({*la.simulate(run, workers=2)}) == 1
 
 
 def test_a_copy_without_other_ranks_cannot_step() -> None:
     pickled = la.simulate(lambda rank: pickle.dumps(wrapped(rank, "EASGD", 1)), workers=1)[0]
-    model, optimizer = pickle.loads(pickled)
-    before = flat(model).clone()
-    loss_of(model, 0, 1).backward()
     with pytest.raises(ValueError, match="no process group"):
-        optimizer.step()
-    assert torch.equal(flat(model), before)
+        go(pickle.loads(pickled), 0, 1, 1)
 
 
 # -- what is refused ----
 
-GOOD: dict[str, Any] = {
-    "dist_optim_name": "EASGD",
-    "world_size": 2,
-    "comm_period": 4,
-    "dist_pulling_strength": 0.5,
-}
+GOOD: dict[str, Any] = {"dist_optim_name": "EASGD", "world_size": 2, "comm_period": 4}
+GOOD["dist_pulling_strength"] = 0.5
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"dist_optim_name": "ADAM"}, r"must be one of 'EASGD', 'LSGD', 'DDP', not 'ADAM'"),
-    ({"dist_optim_name": nn.Module}, r"dist_optim_name \(or None\) must be one of"),
     ({"comm_period": None}, "comm_period must be an integer of at least 1"),
-    ({"comm_period": 0.9}, "comm_period"),  # the strength where the period stands
     ({"dist_pulling_strength": None}, "dist_pulling_strength must be"),
     ({"dist_pulling_strength": 0.0}, "dist_pulling_strength must be .* greater than 0"),
     ({"dist_pulling_strength": 1.5}, "dist_pulling_strength must be .* most 1"),
@@ -591,8 +493,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 UNLIKE: list[tuple[dict[str, Any], str]] = [
     ({"dist_optim_name": "LSGD"}, "attach something other"),
-    ({"comm_period": 5}, "attach something other"),
-    ({"dist_pulling_strength": 0.6}, "attach something other"),
     ({"local_pulling_strength": 0.1}, "attach something other"),
     ({"world_size": 3}, r"must be the number of ranks, 2: .* \[2, 3\]"),
 ]
@@ -618,24 +518,20 @@ def test_bad_arguments_are_refused_on_every_rank() -> None:
 def test_one_optimizer_is_followed_once() -> None:
     def run(rank: int) -> None:
         model, optimizer = wrapped(0, "EASGD", 1)
-        inner = optimizer.optimizer
-        again: list[tuple[Callable[[], object], str]] = [
-            (lambda: la.CommOptimizer(optimizer, "EASGD", 1, 4, 0.5), "not a CommOptimizer"),
-            (lambda: la.CommOptimizer(inner, "EASGD", 1, 4, 0.5), "attached already"),
-            (lambda: la.attach(model, inner, la.easgd(4)), "attached already"),
-            (lambda: la.attach(model, optimizer, la.easgd(4)), "attached already"),
-            (
-                lambda: la.SlowMoDistributedDataParallel(model, 1).bind(optimizer),
-                "attached already",
-            ),
-            (lambda: la.EASGD(model, 1, 0.0, 0.5, 4), "local optimizer must be"),  # type: ignore[arg-type]
+        wrapper = la.SlowMoDistributedDataParallel(model, 1)
+        attempts: list[Callable[[], object]] = [
+            lambda: la.CommOptimizer(optimizer.optimizer, "EASGD", 1, 4, 0.5),
+            lambda: la.attach(model, optimizer.optimizer, la.easgd(4)),
+            lambda: la.attach(model, optimizer, la.easgd(4)),
+            lambda: wrapper.bind(optimizer),
         ]
-        for make, message in again:
-            with pytest.raises(ValueError, match=message):
-                make()
+        for attempt in attempts:
+            with pytest.raises(ValueError, match="attached already"):
+                attempt()
         meta = torch.optim.SGD(nn.Linear(2, 2, device="meta").parameters())
-        with pytest.raises(ValueError, match="meta"):
-            la.CommOptimizer(meta, "EASGD", 1, 4, 0.5)
+        for given, message in ((optimizer, "not a CommOptimizer"), (meta, "meta")):
+            with pytest.raises(ValueError, match=message):
+                la.CommOptimizer(given, "EASGD", 1, 4, 0.5)
 
     la.simulate(run, workers=1)
 
@@ -661,8 +557,7 @@ def test_what_would_go_wrong_in_silence_is_an_error() -> None:
         optimizer.detach()
         before = optimizer.stats()
         go((model, optimizer), rank, 5, 8)
-        after = optimizer.stats()
-        assert (after.bytes_sent, after.rounds) == (before.bytes_sent, before.rounds)
+        assert optimizer.stats() == before
         return flat(model)
 
     assert not torch.equal(*la.simulate(run, workers=2))

@@ -62,11 +62,8 @@ def observed(run: Callable[[], object]) -> str:
 def check(run: Callable[..., object], options: Options, beside: Options) -> None:
     plain = observed(partial(run, **beside))
     assert plain != "refused"
-    same = [
-        name
-        for name in options
-        if observed(partial(run, **beside, **{name: options[name]})) == plain
-    ]
+    changed = {name: {**beside, name: value} for name, value in options.items()}
+    same = [name for name, given in changed.items() if observed(partial(run, **given)) == plain]
     assert not same, f"no effect beside {dict(beside)}: {same}"
 
 
@@ -96,18 +93,15 @@ def attach(recipe: la.Recipe, scaler: bool = False, **options: Any) -> object:
     return la.simulate(partial(attached, recipe=recipe, options=options, scaled=scaler), 4)
 
 
-def on_own_link(use: Callable[..., str], **options: Any) -> object:
-    """``use(rank, link)`` of a simulated worker."""
+def over_links(timeout: float | None = None) -> object:
+    """Over links that are given, of which each has a time-out of its own."""
+    options = {} if timeout is None else {"timeout": timeout}
     links: dict[int, la.links.Link] = {}
 
-    def keep(link: la.links.Link) -> la.links.Link:
-        return links.setdefault(link.rank, link)
+    def run(rank: int) -> str:
+        return attached(rank, la.local_sgd(2), {"link": links[rank], **options}, scaled=False)
 
-    return la.simulate(lambda rank: use(rank, links[rank], **options), 2, link=keep)
-
-
-def attached_to(rank: int, link: la.links.Link, **options: Any) -> str:
-    return attached(rank, la.local_sgd(2), {"link": link, **options}, scaled=False)
+    return la.simulate(run, 2, link=lambda link: links.setdefault(link.rank, link))
 
 
 GIVEN = {"model", "optimizer", "recipe"}
@@ -123,7 +117,7 @@ def test_options_of_attach(tmp_path: Path) -> None:
     check(attach, {"buffers": "broadcast"}, {"recipe": la.ddp()})
     groups = [attach(la.hierarchical(1, 2), group_size=size) for size in (1, 2)]
     assert groups[0] != groups[1]
-    check(partial(on_own_link, attached_to), {"timeout": 5.0}, {})
+    check(over_links, {"timeout": 5.0}, {})
     attach(la.local_sgd(2), metrics=written)
     assert written.read_text()
     tested = {*alike, "seed", "timeout", "metrics", "group_size"}
@@ -151,24 +145,13 @@ def stepped(name: str | None, workers: int = 3, own_model: bool = False, **optio
 @pytest.mark.parametrize("name", ["EASGD", "LSGD", "DDP", None])
 def test_options_of_the_optimizer_of_sdtl(name: str | None) -> None:
     numbers = {"comm_period": 3, "dist_pulling_strength": 0.5, "local_pulling_strength": 0.1}
+    beside: dict[str, Any] = {"name": name}
     if name in ("EASGD", "LSGD"):
-        for option in ("comm_period", "dist_pulling_strength"):
-            others: dict[str, Any] = {"comm_period": 2, "dist_pulling_strength": 0.25}
-            before = observed(partial(stepped, name, **others))
-            assert observed(partial(stepped, name, **others | {option: numbers[option]})) != before
-        beside = {"name": name, "comm_period": 2, "dist_pulling_strength": 0.25}
-        check(stepped, {"local_pulling_strength": 0.1, "own_model": True}, beside)
-    else:
-        check(stepped, {**numbers, "own_model": True}, {"name": name})
-        defaults: dict[str, Any] = {"comm_period": None, "dist_pulling_strength": None}
-        assert observed(partial(stepped, name, **defaults, local_pulling_strength=0.0)) != "refused"
-        if name is None:
-            assert observed(partial(stepped, name, timeout=5.0)) == "refused"
-
-            def linked(rank: int, link: la.links.Link) -> str:
-                return str(la.CommOptimizer(training(rank)[1], name, 2, link=link))
-
-            assert observed(partial(on_own_link, linked)) == "refused"
+        beside |= {"comm_period": 2, "dist_pulling_strength": 0.25}
+    check(stepped, {**numbers, "own_model": True}, beside)
+    for option in ("timeout", "link") if name is None else ():
+        given: dict[str, Any] = {option: 5.0}
+        assert observed(partial(stepped, name, **given)) == "refused"
     own = {"optimizer", "dist_optim_name", "world_size", "model", "link", "timeout"}
     assert parameters(la.CommOptimizer) == own | {*numbers}
 
@@ -218,22 +201,10 @@ def slowmo(nodes: int = 3, nprocs_per_node: int = 1, **options: Any) -> object:
     return la.simulate(worker, nodes * nprocs_per_node)
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [
-        {"slowmo_base_algorithm": la.SlowMoBaseAlgorithm.LOCALSGD, "slowmo_frequency": 3},
-        {"slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP, "slowmo_frequency": 3},
-        {
-            "slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP,
-            "slowmo_memory_efficient": False,
-            "slowmo_frequency": 3,
-        },
-        {"slowmo_momentum": 0.0, "slowmo_frequency": 3},
-    ],
-    ids=["local SGD", "SGP", "SGP, not sharded", "no slow step"],
-)
-def test_options_of_the_wrapper_of_fairscale(beside: Options) -> None:
+@pytest.mark.parametrize("algorithm", la.SlowMoBaseAlgorithm)
+def test_options_of_the_wrapper_of_fairscale(algorithm: la.SlowMoBaseAlgorithm) -> None:
     """fairscale ignores some, so here a warning names them."""
+    beside: Options = {"slowmo_base_algorithm": algorithm, "slowmo_frequency": 3}
     options = {name: value for name, value in SLOWMO.items() if name not in beside}
     check(slowmo, options, beside)
     wrapper = la.SlowMoDistributedDataParallel.__init__

@@ -4,7 +4,6 @@ digests run the wrapper with other settings."""
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,17 +50,14 @@ FAIRSCALE: list[tuple[int, dict[str, Any], str, float]] = [
     (2, slow(4), "adamw", 145.01906493900074),
     (2, slow(6, slowmo_memory_efficient=False), "nesterov", 84.00038300978599),
     (2, slow(48, slowmo_momentum=0.0, localsgd_frequency=4), "adamw", 81.40890330570012),
-    (4, slow(4), "nesterov", 81.11688803573006),
     (1, sgp(), "nesterov", 80.62507348731532),
     (2, sgp(), "adamw", 135.33698310394752),
     (1, sgp(**INEFFICIENT), "nesterov", 80.6884742368244),
     (1, sgp(**INEFFICIENT, slowmo_sgp_average_params=True), "sgd", 78.76014286141918),
     (1, sgp(GRAPHS[0], 2), "nesterov", 80.81209056460484),
     (1, sgp(GRAPHS[1]), "nesterov", 80.83102785075877),
-    # of four nodes: all send to the next, and to the one before
-    *((1, sgp(graph), "nesterov", 80.8121930621775) for graph in GRAPHS[2:5]),
+    (1, sgp(GRAPHS[2]), "nesterov", 80.8121930621775),
     (1, sgp(GRAPHS[5]), "nesterov", 80.65429112248177),
-    (1, sgp(GRAPHS[5], 2), "nesterov", 81.21604452471615),
 ]
 """Ranks of a node, options, the optimizer, and the sums of squares of the parameters of four ranks
 after 11 calls, times 1 to 4, summed, as fairscale 0.4.13 itself computes them: run over gloo, with
@@ -72,31 +68,28 @@ starting alike. Chosen where fairscale is not wrong."""
 
 
 def steps_of(
-    rank: int, job: Job, per_node: int, options: dict[str, Any], alike: bool = False
+    rank: int, job: Job, per_node: int, options: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], SlowMoDistributedDataParallel]:
-    """The parameters after every iteration of the guide's loop, and the wrapper. ``alike``: with
-    batches and initial parameters that need no random numbers."""
+    """The parameters after every iteration of the guide's loop, and the wrapper.
+    Batches and initial parameters need no random numbers."""
     module, optimizer = training.build(job, rank)
-    given, data = {"slowmo_frequency": 6, **options}, list(job.data()[rank])
+    given = {"slowmo_frequency": 6, **options}
     if "graph" in given:
         name, peers = given["graph"]
         node, nodes = rank // per_node, job.workers // per_node
         given["graph"] = getattr(la, name)(node, nodes, peers_per_itr=peers)
-    if alike:
-        rows, columns = np.arange(20.0).reshape(4, 5), np.arange(44.0).reshape(4, 11)
-        for t in range(job.steps):
-            x = np.sin((1 + 0.1 * rank) * rows + t)
-            data[t] = x, np.cos(0.3 * columns + rank - 0.2 * t)
-        for i, (p, shape) in enumerate(zip(module.parameters(), SHAPES.values(), strict=True)):
-            x = 0.5 * np.sin(1.0 + i + np.arange(np.prod(shape))).reshape(shape)
-            p.data.copy_(torch.from_numpy(x))
+    for i, (p, shape) in enumerate(zip(module.parameters(), SHAPES.values(), strict=True)):
+        x = 0.5 * np.sin(1.0 + i + np.arange(np.prod(shape))).reshape(shape)
+        p.data.copy_(torch.from_numpy(x))
+    rows, columns = np.arange(20.0).reshape(4, 5), np.arange(44.0).reshape(4, 11)
     model, trace = SlowMoDistributedDataParallel(module, per_node, **given), []
-    for t, batch in enumerate(data, 1):
+    for t in range(1, job.steps + 1):
         for group, each in enumerate(optimizer.param_groups):
             each["lr"] = job.lr(group, t)
             if job.optimizer == "sgd":
                 each["weight_decay"] = 0.1
-        inputs, wanted = map(torch.from_numpy, batch)
+        inputs = torch.from_numpy(np.sin((1 + 0.1 * rank) * rows + t - 1))
+        wanted = torch.from_numpy(np.cos(0.3 * columns + rank - 0.2 * (t - 1)))
         nn.functional.mse_loss(model(inputs), wanted).backward()
         optimizer.step()
         model.zero_grad(set_to_none=True)
@@ -114,24 +107,9 @@ def test_against_fairscale(
     per_node: int, options: dict[str, Any], optimizer: str, expected: float
 ) -> None:
     job = Job((), 4, 11, optimizer, slower, seed=17)
-    runs = la.simulate(lambda rank: steps_of(rank, job, per_node, options, True)[0], workers=4)
+    runs = la.simulate(lambda rank: steps_of(rank, job, per_node, options)[0], workers=4)
     squares = [sum(float(np.sum(run[-1][name] ** 2)) for name in NAMES) for run in runs]
     assert np.dot(squares, [1, 2, 3, 4]) == pytest.approx(expected, rel=1e-11)
-
-
-def test_a_slow_step_between_two_rounds_averages_too() -> None:
-    """Which the original does where it is memory efficient alone."""
-    job = Job((), 4, 9)
-
-    def run(rank: int, efficient: bool) -> list[dict[str, Any]]:
-        return steps_of(rank, job, 1, slow(8, slowmo_memory_efficient=efficient))[0]
-
-    ones, others = (
-        la.simulate(partial(run, efficient=efficient), workers=4) for efficient in (True, False)
-    )
-    for one, other in zip(ones, others, strict=True):
-        assert equal(one[7], ones[0][7]) and not equal(one[6], one[7])
-        assert all(np.allclose(one[7][k], other[7][k], rtol=0, atol=1e-12) for k in NAMES)
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -182,23 +160,23 @@ def test_graphs_name_the_peers_of_the_original(name: str) -> None:
 def test_mixing_and_what_graphs_refuse() -> None:
     mixing = la.UniformMixing(la.RingGraph(0, 4, peers_per_itr=2), torch.device("cpu"))
     weights = mixing.get_mixing_weights()
-    assert weights["lo"].item() == pytest.approx(1 / 3)
+    assert weights["lo"].item() == pytest.approx(1 / 3) and mixing.is_regular()
     assert weights["uniform"].item() == weights[1].item() == weights[3].item() == 1.0
     assert mixing.get_mixing_weights(False)[1].item() == pytest.approx(1 / 3)
-    assert mixing.is_regular() and mixing.is_uniform()
-    with pytest.raises(ValueError, match="graph must be a GraphManager"):
-        la.UniformMixing("ring")  # type: ignore[arg-type]
-    for given, message in (((4, 4), "rank 4 must be below world_size 4"), ((0, 0), "world_size")):
+    refused: list[tuple[Any, str]] = [
+        (lambda: la.UniformMixing("ring"), "graph must be a GraphManager"),  # type: ignore[arg-type]
+        (lambda: la.RingGraph(4, 4), "rank 4 must be below world_size 4"),
+        (lambda: la.GraphManager(0, 4), r"graph must be one of .*RingGraph"),
+    ]
+    for make, message in refused:
         with pytest.raises(ValueError, match=message):
-            la.RingGraph(*given)
-    with pytest.raises(ValueError, match=r"graph must be one of .*RingGraph"):
-        la.GraphManager(0, 4)
+            make()
 
 
 # -- state and traffic ----
 
 
-@pytest.mark.parametrize(("shards", "per_node"), [(1, 1), (3, 1), (32, 1), (2, 2)])
+@pytest.mark.parametrize(("shards", "per_node"), [(3, 1), (2, 2)])
 def test_shards_divide_the_slow_state_and_change_no_bit(shards: int, per_node: int) -> None:
     """Two tensors over the number of shards on owners, and nothing elsewhere: counted in elements
     of all tensors that the rounds keep, numbers aside."""
@@ -232,48 +210,12 @@ class Wide(nn.Module):
         return found
 
 
-def test_by_default_three_times_less_goes_across_nodes_than_with_ddp() -> None:
-    def run(rank: int, wrap: bool) -> int:
-        torch.manual_seed(0)
-        model = Wide()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        wrapped: Any = SlowMoDistributedDataParallel(model, 1, False) if wrap else model
-        counted = wrapped if wrap else la.attach(model, optimizer, la.ddp(), buffers="keep")
-        before = 0
-        for t in range(49):
-            if t == 1:  # what is sent once, at the start, aside
-                before = counted.stats().bytes_sent
-            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * rank + t))
-            wrapped(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if wrap:
-                wrapped.perform_slowmo(optimizer)
-        return int(counted.stats().bytes_sent) - before
-
-    slowmo, ddp = (la.simulate(partial(run, wrap=wrap), workers=4)[0] for wrap in (True, False))
-    assert ddp == pytest.approx(3 * slowmo, rel=0.001)
-
-
-def test_inside_a_node_gradients_and_across_nodes_a_part_for_each_rank() -> None:
-    """Across nodes every rank sends its part of the model, as if the node had one rank."""
-    sent = {}
-    for size in (1, 2):
-
-        def run(rank: int, size: int = size) -> Any:
-            return steps_of(rank, Job((), 2 * size, 6), size, {})[1].stats().bytes_by_set
-
-        sent[size] = la.simulate(run, workers=2 * size)
-    assert not any("replica" in each for each in sent[1])
-    assert all(each["replica"] > 0 for each in sent[2])
-    both = sum(each["workers"] for each in sent[2][:2])
-    assert both == pytest.approx(sent[1][0]["workers"], rel=0.05)  # padding
-
-
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_neither_forward_nor_eval_sends_anything_and_buffers_meet_at_rounds(
+def test_by_default_a_third_of_ddps_bytes_is_sent_and_buffers_meet_at_rounds(
     broadcast: bool,
 ) -> None:
+    """In every third call, and nothing by forward or eval."""
+
     def run(rank: int) -> list[Tensor]:
         torch.manual_seed(0)
         model = SlowMoDistributedDataParallel(Wide(), 1, broadcast)
@@ -284,14 +226,18 @@ def test_neither_forward_nor_eval_sends_anything_and_buffers_meet_at_rounds(
         model.state_dict()
         assert model.stats().bytes_sent == before and model.module.training
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        means = []
-        for t in range(3):
+        means, sent = [], []
+        for t in range(6):
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * rank + t))
             model(x).square().mean().backward()
             optimizer.step()
             model.zero_grad()
             model.perform_slowmo(optimizer)
             means.append(model.module.state_dict()["layers.1.running_mean"].clone())
+            sent.append(model.stats().bytes_sent)
+        elements = sum(p.numel() for p in model.parameters()) + 2 * 256 * broadcast
+        ddp = 2 * (3 - 1) / 3 * 4 * elements
+        assert sent[5] - sent[2] == pytest.approx(ddp, rel=0.001) and sent[3] == sent[4] == sent[2]
         return means
 
     runs = la.simulate(run, workers=3)

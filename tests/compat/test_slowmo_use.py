@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic as la
@@ -39,16 +37,6 @@ SHORT: dict[str, Any] = {"slowmo_frequency": 4, "localsgd_frequency": 2}
 
 def simulate(run: Any, workers: int = 2) -> list[Any]:
     return la.simulate(run, workers=workers)
-
-
-@contextlib.contextmanager
-def over_gloo(ranks: int) -> Iterator[None]:
-    """Within a pool's process: the wrapper's link is over its first ``ranks`` processes."""
-    token = current_link.set(gloo.link_of(ranks))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    current_link.reset(token)
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -106,207 +94,108 @@ def test_ranks_start_alike_and_a_slow_step_at_lr_0_is_harmless() -> None:
         assert all(torch.equal(x, runs[0][1][3]) for x in trace[3:])
 
 
-def test_what_has_no_effect_is_switched_off() -> None:
-    """One node has no base algorithm, and says so; momentum 0 and a slow lr of 1 no slow step."""
-
-    def run(rank: int, **given: Any) -> tuple[list[Tensor], int, Any]:
-        model, optimizer = tiny(rank, **given)
-        trace = go(model, optimizer, rank, 4)
-        return trace, model.stats().rounds, model.synchronizer.state_dict()["rounds"]
-
-    with pytest.warns(UserWarning, match=r"there is one node only: .*; the slow step is on"):
-        runs = simulate(partial(run, nprocs_per_node=4, slowmo_frequency=4), 4)
-    for trace, rounds, _ in runs:  # gradients are averaged at every step
-        assert all(map(torch.equal, trace, runs[0][0])) and rounds == 1, "the slow step"
-    _, rounds, state = simulate(partial(run, slowmo_momentum=0.0, **SHORT))[0]
-    assert rounds == 2 and len(state) == 1 and not any(state[0]["state"])
-
-
 @pytest.mark.filterwarnings("ignore:the learning rate rose")
-def test_a_scaler_that_skips_a_step_on_one_rank_hangs_nobody(pool: gloo.Pool) -> None:
-    """The first step, too, at which the wrapper learns of its optimizer. Nothing is sent while the
-    optimizer steps, which one rank does not do: a collective of the user's fits in."""
-    for runs in (simulate(skipping), pool.run(skipping_over_gloo, ranks=2)):
-        assert [calls for calls, _ in runs] == [6, 6]
-        assert torch.equal(runs[0][1], runs[1][1])
+def test_a_scaler_that_skips_a_step_on_one_rank_hangs_nobody() -> None:
+    """The first step, too, at which the wrapper learns of its optimizer."""
 
+    def run(rank: int) -> tuple[int, Tensor]:
+        model, optimizer = tiny(0, slowmo_frequency=6)
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)  # before training, which is no optimizer's step
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for t in range(6):
+            factor = math.inf if (t, rank) in ((0, 1), (2, 0)) else 1.0
+            scaler.scale(model(batch(rank, t)).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad(set_to_none=True)
+            model.perform_slowmo(optimizer)
+        return model.num_updates, flat(model)
 
-def skipping(rank: int, own: Any = None) -> tuple[int, Tensor]:
-    model, optimizer = tiny(0, slowmo_frequency=6)
-    with torch.no_grad():
-        next(model.parameters()).mul_(0.5)  # before training, which is no optimizer's step
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for t in range(6):
-        factor = math.inf if (t, rank) in ((0, 1), (2, 0)) else 1.0
-        scaler.scale(model(batch(rank, t)).square().mean() * factor).backward()
-        scaler.step(optimizer)
-        if own is not None:
-            dist.all_reduce(torch.ones(1), group=own)
-        scaler.update()
-        model.zero_grad(set_to_none=True)
-        model.perform_slowmo(optimizer)
-    return model.num_updates, flat(model)
-
-
-def skipping_over_gloo(rank: int) -> tuple[int, Tensor]:
-    with over_gloo(2):
-        return skipping(rank, gloo._groups[2])
+    (calls, one), (others_calls, other) = simulate(run)
+    assert calls == others_calls == 6 and torch.equal(one, other)
 
 
 def test_gradients_are_the_nodes_mean_when_backward_returns() -> None:
     """From the first step on, before any optimizer step told which optimizer there is; under
-    no_sync() they accumulate, and nothing is sent."""
+    no_sync() they accumulate."""
 
-    def run(rank: int) -> tuple[Tensor, int, Tensor]:
-        torch.manual_seed(rank)
+    def run(rank: int) -> tuple[Tensor, Tensor]:
         model = SlowMoDistributedDataParallel(nn.Linear(3, 2), 2)
         weight, x = next(model.parameters()), torch.ones(1, 3) * (rank + 1)
-        model(x).sum().backward()
-        assert weight.grad is not None
-        first, before = weight.grad.clone(), model.stats().bytes_sent
-        weight.grad = None
         with model.no_sync():
             model(x).sum().backward()
-        sent = model.stats().bytes_sent - before
-        model(x).sum().backward()
         assert weight.grad is not None
-        return first, sent, weight.grad.clone()
+        own = weight.grad.clone()
+        model(x).sum().backward()
+        return own, weight.grad
 
-    for rank, (first, sent, both) in enumerate(simulate(run, 4)):
-        mean = 1.5 if rank < 2 else 3.5
-        assert sent == 0 and torch.equal(first, torch.full((2, 3), mean))
-        assert torch.equal(both, torch.full((2, 3), 2 * mean))
-
-
-@pytest.mark.parametrize(("freq", "gossips"), [(0, 14), (3, 5)])
-def test_overlapped_gossip(freq: int, gossips: int) -> None:
-    """A message is sent every max(1, synch_freq) calls, and folded before the slow step: after it
-    all are equal."""
-
-    def run(rank: int) -> tuple[list[Tensor], int]:
-        model, optimizer = tiny(rank, torch.float64, **LATE, synch_freq=freq, slowmo_frequency=8)
-        return go(model, optimizer, rank, 16), model.stats().rounds
-
-    made = simulate(run, 4)
-    assert [rounds for _, rounds in made] == [2 + gossips] * 4, "and two slow steps"
-    (one, _), (other, _), *_ = made
-    assert [torch.equal(one[t], other[t]) for t in (5, 7, 15)] == [False, True, True]
+    for rank, (own, both) in enumerate(simulate(run, 4)):
+        assert torch.equal(own, torch.full((2, 3), rank + 1.0))
+        assert torch.equal(both, torch.full((2, 3), 3.0 if rank < 2 else 7.0))
 
 
 # -- half precision with float32 masters ----
 
 
-def masters_run(
-    rank: int, kind: str, dtype: torch.dtype, steps: int = 8, **given: Any
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:
-    """Masters before and after every call, the parameters, and the bytes sent between nodes."""
-    model, _ = tiny(rank, dtype, **SHORT, **given)
-    params = list(model.parameters())
-    sizes = [p.numel() for p in params]
-    whole = flat(model).float()
-    pieces = [piece.clone() for piece in torch.split(whole, sizes)]
-    held = pieces if kind == "list" else [whole]
-    fp32: Any = {"flat": whole, "list": pieces, "dict": {"all": whole}}[kind]
-    optimizer = torch.optim.SGD(held, lr=0.05, momentum=0.9)
-    before, masters, halves = [], [], []
-    for t in range(steps):
-        model(batch(rank, t).to(dtype)).square().mean().backward()
-        gradient = torch.cat([p.grad.float().view(-1) for p in params if p.grad is not None])
-        for master, g in zip(held, torch.split(gradient, [h.numel() for h in held]), strict=True):
-            master.grad = g.clone()
-        optimizer.step()
-        before.append(torch.cat([master.clone() for master in held]))
-        for p, values in zip(params, torch.split(before[-1], sizes), strict=True):
-            p.data.copy_(values.view_as(p))
-        model.zero_grad(set_to_none=True)
-        model.perform_slowmo(optimizer, fp32)
-        masters.append(torch.cat([master.clone() for master in held]))
-        halves.append(flat(model))
-    return before, masters, halves, model.stats().bytes_by_set["workers"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("flat", torch.float16), ("list", torch.bfloat16), ("dict", torch.float16)],
-)
-def test_masters_in_float32_are_what_is_averaged(kind: str, dtype: torch.dtype) -> None:
+def test_masters_in_float32_are_what_is_averaged() -> None:
     """Averages travel in half precision and what rounding cuts off stays; slow steps travel in
     float32 and leave equal masters."""
-    runs = simulate(partial(masters_run, kind=kind, dtype=dtype), 4)
-    rounded = torch.stack([before[1].to(dtype).float() for before, _, _, _ in runs])
-    mean = (rounded.sum(0) / 4).to(dtype).float()
-    for rank, (before, masters, halves, _) in enumerate(runs):
-        expected = before[1] - rounded[rank] + mean
-        assert torch.allclose(masters[1], expected, rtol=0, atol=1e-7)
-        assert all(torch.equal(masters[t], runs[0][1][t]) for t in (3, 7))
-        assert all(torch.equal(masters[t].to(dtype), halves[t]) for t in (1, 3, 5, 7))
-    assert not torch.equal(runs[0][1][1], runs[1][1][1]), "each keeps what rounding cut off"
-    run = partial(masters_run, kind=kind, dtype=dtype, steps=4)
-    once = 2 * 3 * 84 // 4  # 2(n-1)/n of the elements, 83, padded
-    for given, sent in (({"slowmo_momentum": 0.0}, once * 2 * 2), ({}, once * 2 + once * 4)):
-        assert simulate(partial(run, **given), 4)[0][3] == sent
 
-
-def test_half_and_full_precision_in_one_module_with_masters_for_some() -> None:
-    """The node's gradients are the same at every step; the layout of the module is kept."""
-
-    def run(rank: int) -> list[Tensor]:
-        torch.manual_seed(rank)
-        half = nn.Conv2d(3, 4, 3).half().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        norm = nn.LayerNorm(4)
-        model = SlowMoDistributedDataParallel(nn.ModuleList([half, norm]), 2, slowmo_frequency=3)
-        held = [*(p.detach().float() for p in half.parameters()), *norm.parameters()]
-        optimizer, found = torch.optim.SGD(held, lr=0.1), []
+    def run(rank: int, **given: Any) -> tuple[list[Tensor], list[Tensor], int]:
+        """The masters before and after every call, and the bytes sent between nodes."""
+        model, _ = tiny(rank, torch.float16, **SHORT, **given)
+        params = list(model.parameters())
+        masters = [p.detach().float() for p in params]
+        optimizer = torch.optim.SGD(masters, lr=0.05, momentum=0.9)
+        before, after = [], []
         for t in range(4):
-            out = half(torch.cat([batch(rank, t)] * 9).reshape(-1, 3, 3, 3).half())
-            norm(out.float().flatten(1)).square().sum().backward()
-            grads = [p.grad.float() for p in model.parameters() if p.grad is not None]
-            found.append(torch.cat([g.reshape(-1) for g in grads]))
-            for master, g in zip(held[:2], grads, strict=False):
-                master.grad = g
+            model(batch(rank, t).half()).square().mean().backward()
+            for p, master in zip(params, masters, strict=True):
+                assert p.grad is not None
+                master.grad = p.grad.float()
             optimizer.step()
+            before.append(torch.cat([master.flatten() for master in masters]))
+            for p, master in zip(params, masters, strict=True):
+                p.data.copy_(master)
             model.zero_grad(set_to_none=True)
-            model.perform_slowmo(optimizer, held)
-            assert all(map(torch.equal, half.parameters(), (m.half() for m in held[:2])))
-        assert half.weight.is_contiguous(memory_format=torch.channels_last)
-        return found
+            model.perform_slowmo(optimizer, masters)
+            after.append(torch.cat([master.flatten() for master in masters]))
+            assert torch.equal(flat(model), after[t].half())
+        return before, after, model.stats().bytes_by_set["workers"]
 
-    one, mate, other, others_mate = simulate(run, 4)
-    assert all(map(torch.equal, one, mate)) and all(map(torch.equal, other, others_mate))
+    runs, once = simulate(run, 4), 2 * 3 * 84 // 4  # 2(n-1)/n of the elements, 83, padded
+    rounded = torch.stack([before[1].half().float() for before, _, _ in runs])
+    mean = (rounded.sum(0) / 4).half().float()
+    for rank, (before, after, sent) in enumerate(runs):
+        assert torch.allclose(after[1], before[1] - rounded[rank] + mean, rtol=0, atol=1e-7)
+        assert torch.equal(after[3], runs[0][1][3]) and sent == once * 2 + once * 4
+    assert not torch.equal(runs[0][1][1], runs[1][1][1]), "each keeps what rounding cut off"
+    assert simulate(partial(run, slowmo_momentum=0.0), 4)[0][2] == once * 2 * 2
 
 
 # -- arguments ----
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"nprocs_per_node": 0}, "nprocs_per_node .* must be an integer of at least 1"),
-        ({"nprocs_per_node": 3}, "divide their number: there are 4 ranks"),
-        ({"slowmo_base_algorithm": "adpsgd"}, "must be one of .*localsgd.*'adpsgd'|LOCALSGD"),
-        ({"slowmo_momentum": 1.0}, "slowmo_momentum must be"),
-        ({"slowmo_lr": 0.0}, "slowmo_lr must be"),
-        ({"timeout": 0.0}, "timeout must be"),
-        ({"slowmo_frequency": 0}, "slowmo_frequency must be"),
-        ({"localsgd_frequency": 2.5}, "localsgd_frequency must be"),
-        ({"slowmo_num_shards": 0}, "slowmo_num_shards must be"),
-        ({"broadcast_buffers": 1}, "broadcast_buffers must be True or False"),
-        ({"graph": "ring"}, "graph must be one of laconic's .*RingGraph"),
-        ({"graph": la.RingGraph(0, 7)}, "graph is of node 0 of 7"),
-        ({"mixing": 0.5}, "mixing must be a laconic.UniformMixing"),
-        ({"overlap": True}, "overlap=True needs .*SGP; local SGD"),
-        ({"process_world_size": 5}, "process_world_size is 5, where laconic finds 4"),
-        ({"process_rank": 9}, "process_rank is 9"),
-        ({"comm_device": "cuda"}, "comm_device must be"),
-    ],
-)
-def test_bad_arguments_are_one_line_on_every_rank(given: dict[str, Any], message: str) -> None:
-    def run(rank: int) -> None:
-        with pytest.raises(ValueError, match=message) as caught:
-            SlowMoDistributedDataParallel(nn.Linear(2, 2), **{"nprocs_per_node": 1, **given})
-        assert "\n" not in str(caught.value)
-
-    simulate(run, 4)
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"nprocs_per_node": 0}, "nprocs_per_node .* must be an integer of at least 1"),
+    ({"nprocs_per_node": 2}, "divide their number: there are 3 ranks"),
+    ({"slowmo_base_algorithm": "adpsgd"}, "must be one of .*localsgd.*'adpsgd'|LOCALSGD"),
+    ({"slowmo_momentum": 1.0}, "slowmo_momentum must be"),
+    ({"slowmo_lr": 0.0}, "slowmo_lr must be"),
+    ({"timeout": 0.0}, "timeout must be"),
+    ({"slowmo_frequency": 0}, "slowmo_frequency must be"),
+    ({"localsgd_frequency": 2.5}, "localsgd_frequency must be"),
+    ({"slowmo_num_shards": 0}, "slowmo_num_shards must be"),
+    ({"broadcast_buffers": 1}, "broadcast_buffers must be True or False"),
+    ({"graph": "ring"}, "graph must be one of laconic's .*RingGraph"),
+    ({"graph": la.RingGraph(0, 7)}, "graph is of node 0 of 7"),
+    ({"mixing": 0.5}, "mixing must be a laconic.UniformMixing"),
+    ({"overlap": True}, "overlap=True needs .*SGP; local SGD"),
+    ({"process_world_size": 5}, "process_world_size is 5, where laconic finds 3"),
+    ({"process_rank": 9}, "process_rank is 9"),
+    ({"comm_device": "cuda"}, "comm_device must be"),
+]
 
 
 class Unready(la.RingGraph):
@@ -314,10 +203,12 @@ class Unready(la.RingGraph):
         raise TypeError("no graph yet")
 
 
-def test_what_is_wrong_on_one_rank_is_an_error_on_all() -> None:
+def test_bad_arguments_are_one_line_on_every_rank() -> None:
+    """Also what is wrong on one rank alone."""
+
     def run(rank: int) -> None:
         uneven = la.DynamicBipartiteExponentialGraph(rank, 3)
-        cases: list[tuple[dict[str, Any], str]] = [
+        unlike: list[tuple[dict[str, Any], str]] = [
             ({"slowmo_frequency": 9 + 3 * (rank == 2)}, "attach something other than rank 0"),
             ({**LATE, "graph": uneven, "push_sum": False}, "push_sum=False needs a graph"),
             ({**LATE, "graph": la.RingGraph(0, 3)}, "graph is of node 0 of 3, but this is node"),
@@ -328,9 +219,10 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all() -> None:
                 "no graph yet",
             ),
         ]
-        for given, message in cases:
-            with pytest.raises(ValueError, match=message):
-                SlowMoDistributedDataParallel(nn.Linear(2, 2), 1, **given)
+        for given, message in [*BAD, *unlike]:
+            with pytest.raises(ValueError, match=message) as caught:
+                wrap(**{"nprocs_per_node": 1, **given})
+            assert "\n" not in str(caught.value)
 
     simulate(run, 3)
 
@@ -347,15 +239,17 @@ def misfits(rank: int) -> list[str]:
     from torch.distributed.fsdp import fully_shard
 
     module = nn.Linear(4, 4)
-    with pytest.MonkeyPatch.context() as env:
+    with pytest.MonkeyPatch.context() as env, pytest.raises(ValueError) as uneven:
         env.setenv("LOCAL_WORLD_SIZE", "1" if rank == 3 else "3")
-        # the wrapper's own link, not one that a simulation would give it
-        with pytest.raises(ValueError) as uneven:
-            SlowMoDistributedDataParallel(module, 2)
+        SlowMoDistributedDataParallel(module, 2)
     fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
     with pytest.raises(ValueError) as sharded:
         SlowMoDistributedDataParallel(module, 1)
     return [str(uneven.value), str(sharded.value)]
+
+
+def wrap(**given: Any) -> SlowMoDistributedDataParallel:
+    return SlowMoDistributedDataParallel(nn.Linear(2, 2), **given)
 
 
 def test_what_the_original_advises_against_is_warned_of() -> None:
@@ -366,13 +260,14 @@ def test_what_the_original_advises_against_is_warned_of() -> None:
         ({"slowmo_frequency": 10, "slowmo_momentum": 0.0}, "no effect: slowmo_frequency"),
         ({"slowmo_base_algorithm": SGP}, "sends an all-reduce"),
         (sgp, ""),
+        ({"nprocs_per_node": 2}, "there is one node only"),
         ({"use_streams": False}, "these arguments have no effect: use_streams=False"),
         ({**sgp, "synch_freq": 2}, "these arguments have no effect: synch_freq"),
     ]
     for given, message in cases:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            simulate(lambda rank, g=given: SlowMoDistributedDataParallel(nn.Linear(2, 2), 1, **g))
+            simulate(lambda rank, g={"nprocs_per_node": 1, **given}: wrap(**g))
         told = " ".join(str(w.message) for w in caught)
         assert message in told and bool(message) == bool(told)
 
@@ -423,6 +318,11 @@ def test_optimizers_that_do_not_fit_are_refused() -> None:
         model(batch(rank)).sum().backward()
         body.step()
         refused("a second optimizer updates parameters", head.step)
+        model, _ = tiny(rank)
+        model(batch(rank)).sum().backward()
+        own = sgd([*model.parameters(), nn.Parameter(torch.tensor([1.0 + rank]))])
+        own.step()
+        refused("put parameters of your own into", partial(model.perform_slowmo, own))
 
     simulate(run)
 
@@ -446,33 +346,7 @@ def test_optimizers_of_parts_and_of_two_modules() -> None:
     assert all(map(torch.equal, one, two)) and not torch.equal(*one)
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_parameters_that_are_not_the_modules(alike: bool) -> None:
-    """They are averaged too, gradients in the node included, if they start alike."""
-
-    def run(rank: int) -> Tensor:
-        model, _ = tiny(rank, nprocs_per_node=2, localsgd_frequency=1, slowmo_momentum=0.0)
-        scale = nn.Parameter(torch.ones(1) if alike else torch.tensor([1.0 + rank]))
-        optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
-        for t in range(3):
-            (scale * (rank + 1) + model(batch(rank, t)).mean() * 0).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model.perform_slowmo(optimizer)
-        return scale.detach().clone()
-
-    if alike:
-        for found in simulate(run, 4):
-            assert torch.allclose(found, torch.tensor([1 - 3 * 0.1 * 2.5]))
-    else:
-        with pytest.raises(ValueError, match="put parameters of your own into the module"):
-            simulate(run, 4)
-
-
-@pytest.mark.parametrize("steps", [0, 8])
-def test_another_optimizer_over_the_same_parameters_takes_over_with_its_lr(steps: int) -> None:
-    """Also where its first step is skipped, before a slow step."""
-
+def test_another_optimizer_over_the_same_parameters_takes_over_with_its_lr() -> None:
     def run(rank: int, fresh: bool) -> Any:
         model, optimizer = tiny(rank, slowmo_frequency=3)
         go(model, optimizer, rank, 2)
@@ -482,9 +356,7 @@ def test_another_optimizer_over_the_same_parameters_takes_over_with_its_lr(steps
             for index, p in enumerate(model.parameters()):
                 optimizer.state[p].update(state[index])
         optimizer.param_groups[0]["lr"] = 0.02
-        if not steps:
-            model.perform_slowmo(optimizer)
-        go(model, optimizer, rank, steps)
+        go(model, optimizer, rank, 8)
         slow = model.synchronizer.state_dict()["rounds"][-1]["state"][0]["u"]
         return slow.clone(), flat(model)
 
@@ -500,12 +372,8 @@ def test_another_optimizer_over_the_same_parameters_takes_over_with_its_lr(steps
 def test_profile_mode_prints_the_parts_and_writes_a_trace(pool: gloo.Pool, tmp_path: Path) -> None:
     table, nothing = pool.run(profiled, str(tmp_path), ranks=2)
     assert nothing == "" and table.count("forward") >= 2, "one table for each slow step"
-    lines = [line.split() for line in table.splitlines()]
-    parts = {" ".join(line[:-3]): line[-3:] for line in lines if len(line) > 3}
-    assert parts["SlowMomentum round"][0] == parts["Average round"][0] == "1"
-    assert parts["forward"][0] == parts["perform_slowmo, total"][0] == "6"
-    # 83 numbers in float32, padded to 84, twice half of them
-    assert float(parts["Average round"][2]) == pytest.approx(84 * 4 / 1e6, abs=6e-4)
+    for name in ("SlowMomentum round", "Average round", "forward", "perform_slowmo, total"):
+        assert name in table
     for rank in range(2):
         trace = json.loads((tmp_path / f"slowmo_trace.rank{rank}.json").read_text())
         names = [event.get("name") for event in trace["traceEvents"]]
@@ -513,28 +381,18 @@ def test_profile_mode_prints_the_parts_and_writes_a_trace(pool: gloo.Pool, tmp_p
 
 
 def profiled(rank: int, directory: str) -> str:
+    token = current_link.set(gloo.link_of(2))
     with (
-        over_gloo(2),
         pytest.MonkeyPatch.context() as env,
+        warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()) as out,
     ):
+        warnings.simplefilter("ignore")
         env.chdir(directory)
         model, optimizer = tiny(rank, profile_mode=True, slowmo_frequency=6)
         go(model, optimizer, rank, 12)
+    current_link.reset(token)
     return out.getvalue()
-
-
-def test_verbose_logs_a_line_of_json_for_every_call(caplog: pytest.LogCaptureFixture) -> None:
-    def run(rank: int) -> None:
-        model, optimizer = tiny(rank, verbose=True, slowmo_frequency=6)
-        go(model, optimizer, rank, 6)
-        model.synchronizer.detach()
-
-    with caplog.at_level(logging.DEBUG, "laconic.slowmo"):
-        simulate(run)
-    records = [json.loads(r.message) for r in caplog.records if r.name == "laconic.slowmo"]
-    own = [r for r in records if r["rank"] == 1 and r["event"] == "steps"]
-    assert [r["step"] for r in own] == [1, 2, 3, 4, 5, 6]
 
 
 # -- what users do ----
@@ -545,37 +403,33 @@ def test_state_between_the_optimizers_step_and_the_call() -> None:
 
     def run(rank: int) -> None:
         graph = la.DynamicBipartiteExponentialGraph(rank, 3)
-        first: Any = tiny(rank, slowmo_base_algorithm=SGP, graph=graph)
-        other: Any = tiny(rank, slowmo_base_algorithm=SGP, graph=graph)
+        (model, optimizer), (other, its) = (
+            tiny(rank, slowmo_base_algorithm=SGP, graph=graph) for _ in range(2)
+        )
 
-        def state() -> list[Any]:
-            return copy.deepcopy([part.state_dict() for part in first])
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, t: int) -> None:
+            model.zero_grad()
+            model(batch(rank, t)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
 
-        def load(states: list[Any]) -> None:
-            for part, saved in zip(other, states, strict=True):
-                part.load_state_dict(saved)
+        def saved() -> Any:
+            return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
-        def half_a_step(parts: Any, t: int) -> None:
-            parts[0].zero_grad()
-            parts[0](batch(rank, t)).square().mean().backward()
-            parts[1].step()
-
-        def end(parts: Any) -> Tensor:
-            parts[0].zero_grad()
-            parts[0].perform_slowmo(parts[1])
-            return flat(parts[0])
-
-        go(first[0], first[1], rank, 3)
-        good = state()
-        half_a_step(first, 8)
-        middle, expected = state(), end(first)
-        go(other[0], other[1], rank, 1)
-        load(middle)
-        assert torch.equal(end(other), expected)
-        half_a_step(other, 9)  # and no call: back to what was good
-        load(good)
-        half_a_step(other, 8)
-        assert torch.equal(end(other), expected)
+        go(model, optimizer, rank, 3)
+        good = saved()
+        step(model, optimizer, 8)
+        middle = saved()
+        model.perform_slowmo(optimizer)
+        go(other, its, rank, 1)
+        for (weights, moments), left in ((middle, False), (good, True)):
+            other.load_state_dict(weights)
+            its.load_state_dict(moments)
+            if left:
+                step(other, its, 8)
+            other.perform_slowmo(its)
+            assert torch.equal(flat(other), flat(model))
+            step(other, its, 9)  # and no call: back to what was good
 
     simulate(run, 3)
 
@@ -594,14 +448,13 @@ class Cached(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
-def test_buffers_whose_shape_follows_the_data_are_each_ranks_own(per_node: int) -> None:
-    """The others are averaged, on one node without a slow step as well."""
+def test_buffers_whose_shape_follows_the_data_are_each_ranks_own() -> None:
+    """The others are averaged, here on one node without a slow step."""
 
     def run(rank: int) -> tuple[Tensor, Any, int]:
         torch.manual_seed(0)
         given = {**SHORT, "slowmo_frequency": 3, "slowmo_momentum": 0.0}
-        model = SlowMoDistributedDataParallel(Cached(), per_node, **given)
+        model = SlowMoDistributedDataParallel(Cached(), 2, **given)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for t in range(2):
             model(batch(rank, t)[: 3 + rank]).square().mean().backward()
@@ -616,9 +469,11 @@ def test_buffers_whose_shape_follows_the_data_are_each_ranks_own(per_node: int) 
     assert (one, two) == (3, 4)
 
 
-def test_detached_or_dropped_it_leaves_nothing_behind() -> None:
+def test_calls_are_logged_and_detached_or_dropped_it_leaves_nothing_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def run(rank: int) -> Tensor:
-        model, optimizer = tiny(rank, slowmo_frequency=3)
+        model, optimizer = tiny(rank, slowmo_frequency=3, verbose=True)
         go(model, optimizer, rank, 3)
         model.detach()
         before = model.stats().bytes_sent
@@ -626,11 +481,10 @@ def test_detached_or_dropped_it_leaves_nothing_behind() -> None:
         assert model.stats().bytes_sent == before and model.num_updates == 3
         again = SlowMoDistributedDataParallel(model.module, 1, slowmo_frequency=3)
         assert again.num_updates == 0
-        module = nn.Linear(6, 3)
-        for _ in range(3):
-            SlowMoDistributedDataParallel(module, 2)
-            gc.collect()
-        assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
         return go(again, optimizer, rank, 3)[2]
 
-    assert torch.equal(*simulate(run))
+    with caplog.at_level(logging.DEBUG, "laconic.slowmo"):
+        assert torch.equal(*simulate(run))
+    records = [json.loads(r.message) for r in caplog.records if r.name == "laconic.slowmo"]
+    own = [r for r in records if r["rank"] == 1 and r["event"] == "steps"]
+    assert [r["step"] for r in own] == [1, 2, 3]

@@ -83,11 +83,6 @@ def test_the_loops_run_learn_and_have_a_before_and_an_after(pool: gloo.Pool) -> 
         assert all(r == runs[0] for r in runs) == ("laconic" in block.code), block
     for heading in ("From Dist", "From fairscale", "From SDTL", "From torch", "Hier", "From Accel"):
         assert "laconic" not in one(heading, "Before:") and "laconic" in one(heading, "After:")
-    code = "\n".join(block.code for block in LOOPS)
-    diffs = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    for line in "".join(diffs).splitlines():
-        said = line[1:].strip()
-        assert said == "..." or said in code or said.partition(" = ")[2] in code
 
 
 def test_loops_before_and_after_are_the_same_training(pool: gloo.Pool) -> None:

@@ -1,5 +1,5 @@
 """The tutorial: its chapters run, its pages are of these chapters, and its exercises tell right
-answers from wrong ones. That its loops are laconic's recipes, chapter 6 asserts."""
+answers from what stands there first. That its loops are laconic's recipes, chapter 6 asserts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,11 @@ import pytest
 
 from tutorial import __main__ as command
 from tutorial import checks, pages
-from tutorial.checks import CHECKS, verdict
+from tutorial.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS = sorted(ROOT.glob("tutorial/chapter*.py"))
 NUMBERS = [path.stem.removeprefix("chapter") for path in CHAPTERS]
-
-
-def python(*arguments: str) -> str:
-    """What a program prints that ends well."""
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "TUTORIAL_SCALE": "0.01", "MPLBACKEND": "agg"},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=290,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
 
 
 # -- chapters and their pages ----
@@ -43,7 +29,11 @@ def python(*arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_chapter_runs_and_says_that_it_is_scaled(number: str) -> None:
-    assert "scaled to 0.01 of the work" in python("-m", "tutorial", number)
+    env = {**os.environ, "TUTORIAL_SCALE": "0.01", "MPLBACKEND": "agg"}
+    command = [sys.executable, "-m", "tutorial", number]
+    ended = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=290)
+    assert ended.returncode == 0, ended.stderr
+    assert "scaled to 0.01 of the work" in ended.stdout
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
@@ -108,27 +98,3 @@ def test_solutions_are_right_and_what_stands_there_first_is_not(
     tutorial(monkeypatch, "check", number)
     found = re.findall(r"^Exercise (\d\.\d): (.*?)\.", capsys.readouterr().out, re.M)
     assert found == [(exercise, "right") for exercise in there]
-
-
-WRONG: list[tuple[str, Any, str]] = [
-    ("1.1", lambda i, d, z: i * z + z + d * (z * z + z), "should be 1021"),  # no output layer
-    ("1.2", lambda samples, batch: samples // batch + 1, "no samples are left"),
-    ("2.2", 200, "not a third"),
-    ("2.3", lambda parameters, bits, rate: 8 * parameters * bits / rate, "count the bits"),
-    ("3.2", lambda samples, batch, ranks: True, r"\[10, 9\] samples"),
-    ("4.4", lambda ready, travel: ready[-1] + travel[-1], "should be 7"),
-    ("5.1", lambda node, local, per_node: local * per_node + node, "each once"),
-    ("5.4", {"model", "optimizer"}, "differ"),
-    ("6.1", 30, "a shorter period is enough"),
-    ("6.2", lambda x, a, beta: (x - beta * (x - a), (1 - beta) * a + beta * x.mean(0)), "is now"),
-    ("7.1", lambda p, hosts, compute: 8 * p * 2 * (hosts - 1) / hosts / compute, "8 bits each"),
-]
-
-
-@pytest.mark.slow
-def test_wrong_answers_are_not_right_and_told_why() -> None:
-    for number, answer, why in WRONG:
-        right, told = verdict(number, answer)
-        assert not right and re.search(why, told), f"{number}: {told}"
-    with pytest.raises(ValueError, match=r"no exercise '9\.9': choose from 1\.1, 1\.2"):
-        verdict("9.9", 1)

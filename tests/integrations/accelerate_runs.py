@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -129,10 +129,12 @@ def shipped(rank: int, folder: Path) -> dict[str, Tensor]:
 
 
 def prepared(what: str) -> None:
-    accelerator, model = Accelerator(cpu=True), network()
-    given: dict[str, Any] = {"model": model}
+    options = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options] * (what == "options"))
+    given: dict[str, Any] = {"model": (model := network())}
     given["optimizer"] = torch.optim.AdamW(model.parameters())
-    given[what] = accelerator.prepare(given[what])
+    if what != "options":
+        given[what] = accelerator.prepare(given[what])
     integration.attach(accelerator, **given, recipe=RECIPES["ddp"])
 
 
@@ -145,4 +147,5 @@ if __name__ == "__main__":
         *(by_accelerate, by_hand, shipped, ".", "laconic", run_the_rest),
         model=lambda _: prepared("model"),
         optimizer=lambda _: prepared("optimizer"),
+        options=lambda _: prepared("options"),
     )

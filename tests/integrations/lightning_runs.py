@@ -229,29 +229,21 @@ class Random(Module):
         self.network.insert(2, nn.Dropout(0.2))
 
 
-def with_dropout(
-    rank: int, ranks: int, folder: Path, last: int, resume_from: str | None, saving: dict[str, Any]
-) -> tuple[np.ndarray, list[str]]:
-    """Parameters after ``last`` epochs of 6 batches in random order, and what is saved then."""
+def with_dropout(rank: int, ranks: int, folder: Path, last: int, resume: bool) -> np.ndarray:
+    """Parameters after ``last`` epochs of 6 batches in random order."""
     quiet()
     torch.manual_seed(5 + rank)
-    keeping = ModelCheckpoint(folder, "{epoch}-{step}", enable_version_counter=False, **saving)
+    keeping = ModelCheckpoint(
+        folder, "{epoch}-{step}", enable_version_counter=False, monitor="step", mode="max",
+        save_top_k=2,
+    )  # fmt: skip
     trainer = trainer_of(
         ranks, "diloco", folder, max_epochs=last, callbacks=[keeping], logger=False
     )
     module, data = Random(), TensorDataset(*samples(6 * BATCH * ranks))
-    path = None if resume_from is None else folder / resume_from
+    path = folder / "epoch=1-step=12.ckpt" if resume else None
     trainer.fit(module, Resumable(data, batch_size=BATCH, shuffle=True), ckpt_path=path)
-    return flat(module), sorted(p.name for p in folder.iterdir())
-
-
-def resumed_with_dropout(name: str, saving: dict[str, Any]) -> dict[str, Any]:
-    """Trainings that resume from the checkpoint ``name``, and what is left of earlier ones."""
-    folder = FOLDER / f"dropout-{name}"
-    whole = forked.run(2, with_dropout, 2, folder / "whole", 3, None, saving)
-    before = forked.run(2, with_dropout, 2, folder / "cut", 2, None, saving)
-    after = forked.run(2, with_dropout, 2, folder / "cut", 3, name, saving)
-    return {"whole": whole, "before": before, "after": after}
+    return flat(module)
 
 
 def shipped(rank: int, file: Path) -> dict[str, Tensor]:
@@ -266,12 +258,11 @@ def quiet() -> None:
 
 def run_the_rest(found: dict[str, Any]) -> None:
     found["manual"] = forked.run(2, manually, 2), forked.run(2, by_hand_manually, 2)
-    each = {"every_n_train_steps": 5, "save_top_k": -1}
-    newest = {"monitor": "step", "mode": "max", "save_top_k": 2}
-    found["dropout"] = {
-        "in an epoch": resumed_with_dropout("epoch=1-step=10.ckpt", each),
-        "after an epoch": resumed_with_dropout("epoch=1-step=12.ckpt", newest),
-    }
+    cut = FOLDER / "dropout" / "cut"
+    whole = forked.run(2, with_dropout, 2, FOLDER / "dropout" / "whole", 3, False)
+    forked.run(2, with_dropout, 2, cut, 2, False)
+    found["dropout"] = whole, forked.run(2, with_dropout, 2, cut, 3, True)
+    found["kept"] = sorted(p.name for p in cut.iterdir())
     found["averaged"] = forked.run(2, averaged, 2)
 
 

@@ -18,12 +18,16 @@ import laconic as la
 ROOT = Path(__file__).parents[2]
 
 
+def made(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
 def by_hand(rank: int) -> tuple[float, list[torch.Tensor]]:
     """The same training without Ray: the mean loss of the last step, and the parameters before
     the training ends."""
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = made(rank)
     with la.attach(model, optimizer, la.diloco(10)) as sync:
         while sync.step < 200:
             x = torch.randn(32, 16)
@@ -38,14 +42,10 @@ def by_hand(rank: int) -> tuple[float, list[torch.Tensor]]:
 @pytest.mark.slow
 def test_a_worker_that_is_killed_goes_on_to_the_bit(tmp_path: Path) -> None:
     paths = [ROOT / "src", ROOT / "examples", ROOT]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     program = subprocess.Popen(
         [sys.executable, "-m", "tests.integrations.ray_runs", str(tmp_path)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "OMP_NUM_THREADS": "1",
-            "RAY_USAGE_STATS_ENABLED": "0",
-        },
+        env={**env, "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -64,8 +64,7 @@ def test_a_worker_that_is_killed_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert found["metrics"] == {"step": 200, "loss": hand[0][0]}
 
     def loaded(rank: int) -> list[torch.Tensor]:
-        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        model, optimizer = made(rank)
         with la.attach(model, optimizer, la.diloco(10)):
             la.load(found["checkpoint"], model, optimizer)
             return [p.detach().clone() for p in model.parameters()]

@@ -15,32 +15,24 @@ from laconic.integrations import versions
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("installed", "problem"),
-    [
-        ("2.4.9", "lightning 2.4.9 is too old"),
-        ("1.99", "lightning 1.99 is too old"),
-        (None, "lightning is not installed"),
-        ("2.6", None),
-        ("2.6.0.post0", None),
-        ("2.10.1", None),
-        ("3.0.0rc1", None),
-    ],
-)
-def test_what_is_too_old_is_refused(
-    monkeypatch: pytest.MonkeyPatch, installed: str | None, problem: str | None
-) -> None:
-    def version(library: str) -> str:
-        if installed is None:
-            raise PackageNotFoundError(library)
-        return installed
+TOO_OLD = {"2.4.9": "lightning 2.4.9 is too old", "1.99": "lightning 1.99 is too old"}
 
-    monkeypatch.setattr(versions, "version", version)
-    if problem is None:
-        versions.check_versions("lightning")
-    else:
-        said = f"laconic.integrations.lightning: {problem}: run pip install 'lightning>=2.6'"
-        with pytest.raises(ImportError, match=re.escape(said)):
+
+def test_what_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for installed in ("2.4.9", "1.99", None, "2.6", "2.6.0.post0", "2.10.1", "3.0.0rc1"):
+
+        def version(library: str, found: str | None = installed) -> str:
+            if found is None:
+                raise PackageNotFoundError(library)
+            return found
+
+        monkeypatch.setattr(versions, "version", version)
+        if installed in TOO_OLD or installed is None:
+            problem = TOO_OLD.get(str(installed), "lightning is not installed")
+            said = f"laconic.integrations.lightning: {problem}: run pip install 'lightning>=2.6'"
+            with pytest.raises(ImportError, match=re.escape(said)):
+                versions.check_versions("lightning")
+        else:
             versions.check_versions("lightning")
 
 

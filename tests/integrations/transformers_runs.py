@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,17 +176,14 @@ def best_without_a_shared_folder(rank: int, ranks: int) -> tuple[np.ndarray, np.
     return end, None if rank else flat(GPT2LMHeadModel.from_pretrained(saved))
 
 
-def followed_by_a_trainer(rank: int, ranks: int, first: str) -> tuple[str, np.ndarray, np.ndarray]:
+def followed_by_a_trainer(rank: int, ranks: int) -> tuple[str, np.ndarray, np.ndarray]:
     """The model after laconic has trained it, and what a Trainer of Transformers makes of it."""
     model, data = network(), data_of(ranks)
     quiet = {"eval_strategy": "no", "save_strategy": "no", "average_tokens_across_devices": False}
-    at = arguments(FOLDER / first, **quiet)
-    if first == "callback":
-        Plain(model, at, **data, callbacks=[LaconicCallback(RECIPES["diloco"])]).train()
-    else:
-        InOrder(model, at, **data, recipe=RECIPES["diloco"]).train()
+    at = arguments(FOLDER / "followed", **quiet)
+    Plain(model, at, **data, callbacks=[LaconicCallback(RECIPES["diloco"])]).train()
     trained = flat(model)
-    second = Trainer(model, arguments(FOLDER / first, **quiet, max_steps=4), **data)
+    second = Trainer(model, arguments(FOLDER / "followed", **quiet, max_steps=4), **data)
     second.train()
     return type(second.model_wrapped).__name__, trained, flat(model)
 
@@ -199,17 +197,15 @@ def evaluated_by_a_callback(_: int) -> None:
     Trainer(network(), at, **data_of(1), callbacks=callbacks)
 
 
-def of_any_batch_size(_: int) -> None:
-    at = arguments(FOLDER / "refused", auto_find_batch_size=True)
+def refused(_: int, **options: Any) -> None:
+    at = arguments(FOLDER / "refused", **options)
     InOrder(network(), at, **data_of(1), recipe=RECIPES["ddp"])
 
 
 def run_the_rest(found: dict[str, Any]) -> None:
     found["dropout"] = forked.run(2, with_dropout, 2, False), forked.run(2, with_dropout, 2, True)
     found["best"] = forked.run(2, best_without_a_shared_folder, 2)
-    found["followed"] = [
-        forked.run(2, followed_by_a_trainer, 2, first) for first in ("trainer", "callback")
-    ]
+    found["followed"] = forked.run(2, followed_by_a_trainer, 2)
 
 
 if __name__ == "__main__":
@@ -217,6 +213,7 @@ if __name__ == "__main__":
     main(
         *(by_trainer, by_hand, shipped, checkpoint, f"{checkpoint}/laconic", run_the_rest),
         callback=evaluated_by_a_callback,
-        batch_size=of_any_batch_size,
+        batch_size=partial(refused, auto_find_batch_size=True),
+        options=partial(refused, ddp_bucket_cap_mb=25),
         one_host=lambda rank: short(LaconicTrainer, network(), f"host{rank}", 2, resume=True),
     )

@@ -55,31 +55,22 @@ def texts(findings: list[Finding], level: str) -> str:
 MASTER, IFNAME = "MASTER_ADDR", "GLOO_SOCKET_IFNAME"
 
 
-@pytest.mark.parametrize(
-    ("environ", "name", "level", "said", "remedy"),
-    [
-        ({}, "10.0.0.5", "ok", "host name", ""),
-        ({}, "127.0.1.1", "warning", "resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
-        ({}, "", "warning", "does not resolve", "GLOO_SOCKET_IFNAME=eth0"),
-        ({MASTER: "10.0.0.1"}, "127.0.1.1", "problem", "no other host reaches", "export"),
-        ({MASTER: "127.0.0.1"}, "127.0.1.1", "warning", "a single host works", "export"),
-        ({MASTER: "10.0.0.1"}, "10.0.0.5", "ok", "reached from 10.0.0.5, eth0", ""),
-        ({MASTER: "head"}, "10.0.0.5", "problem", "does not resolve", "/etc/hosts"),
-        ({IFNAME: "eth0"}, "127.0.1.1", "ok", "interfaces", ""),
-        ({IFNAME: "eth7"}, "", "problem", "eth7 does not exist", "lo, eth0, eth1"),
-        ({IFNAME: "wlan0"}, "", "problem", "wlan0 has no address", "set it to"),
-        ({IFNAME: "eth1", MASTER: "10.0.0.1"}, "", "warning", "but GLOO_SOCKET_IFNAME=eth1",
-         "set GLOO_SOCKET_IFNAME=eth0"),
-    ],
-)  # fmt: skip
-def test_the_network_of_a_host(
-    environ: dict[str, str],
-    name: str,
-    level: str,
-    said: str,
-    remedy: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+NETWORKS: list[tuple[dict[str, str], str, str, str, str]] = [
+    ({}, "10.0.0.5", "ok", "host name", ""),
+    ({}, "127.0.1.1", "warning", "resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
+    ({}, "", "warning", "does not resolve", "GLOO_SOCKET_IFNAME=eth0"),
+    ({MASTER: "10.0.0.1"}, "127.0.1.1", "problem", "no other host reaches", "export"),
+    ({MASTER: "127.0.0.1"}, "127.0.1.1", "warning", "a single host works", "export"),
+    ({MASTER: "10.0.0.1"}, "10.0.0.5", "ok", "reached from 10.0.0.5, eth0", ""),
+    ({MASTER: "head"}, "10.0.0.5", "problem", "does not resolve", "/etc/hosts"),
+    ({IFNAME: "eth7"}, "", "problem", "eth7 does not exist", "lo, eth0, eth1"),
+    ({IFNAME: "wlan0"}, "", "problem", "wlan0 has no address", "set it to"),
+    ({IFNAME: "eth1", MASTER: "10.0.0.1"}, "", "warning", "but GLOO_SOCKET_IFNAME=eth1", "=eth0"),
+]
+"""Variables, what the host's name resolves to, and what is found."""
+
+
+def test_the_network_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def toward(host: str) -> str | None:
         """Every remote host is reached through eth0, and names do not resolve."""
         if host == "localhost" or host.startswith("127."):
@@ -87,11 +78,12 @@ def test_the_network_of_a_host(
         return "10.0.0.5" if host[0].isdigit() else None
 
     monkeypatch.setattr(host_checks, "address_toward", toward)
-    found = host_checks.network(environ, CARDS, [name] if name else [])
-    worst = [f for f in found if f.level != "ok"] or found
-    assert {f.level for f in worst} == {level} and any(said in f.text for f in worst)
-    assert remedy in " ".join(f.remedy for f in found)
-    assert all(f.remedy for f in worst if level != "ok")
+    for environ, name, level, said, remedy in NETWORKS:
+        found = host_checks.network(environ, CARDS, [name] if name else [])
+        worst = [f for f in found if f.level != "ok"] or found
+        assert {f.level for f in worst} == {level} and any(said in f.text for f in worst)
+        assert remedy in " ".join(f.remedy for f in found)
+        assert all(f.remedy for f in worst if level != "ok")
 
 
 def test_the_lab_and_connections_of_this_host(
@@ -107,15 +99,14 @@ def test_the_lab_and_connections_of_this_host(
     for name in names:
         monkeypatch.delenv(name, raising=False)
     assert connections.settings() == {"TLS": "off", "secret": "none", "LACONIC_CONGESTION": ""}
-    path = tmp_path / "secret"
-    path.write_bytes(b"s" * 32)
+    path, seen = tmp_path / "secret", set()
     monkeypatch.setenv("LACONIC_SECRET_FILE", str(path))
-    found = connections.settings()["secret"]
-    path.write_bytes(b"t" * 32)
-    assert "s" * 8 not in found and connections.settings()["secret"] not in (found, "none")
+    for letter in (b"s", b"t"):
+        path.write_bytes(letter * 32)
+        seen.add(connections.settings()["secret"])
+    assert len(seen) == 2 and not any("none" in each or "s" * 8 in each for each in seen)
     for name in names:
         monkeypatch.setenv(name, "/nothing")
-    assert {*connections.settings().values()} == {"invalid"}
     assert connections.security().level == connections.congestion_control().level == "problem"
 
 
@@ -226,7 +217,7 @@ def host(rank: int, **settings: str) -> probes.HostInfo:
     return probes.HostInfo(rank, f"host{rank}", "127.0.0.1", 1, {}, settings)
 
 
-def sent(*names: str, trip: float = 0.08, lost: float | None = None) -> NetworkReport:
+def sent(*names: str, lost: float | None = None) -> NetworkReport:
     """The report of a ring whose hosts used these congestion controls."""
     world = range(len(names))
     rates = [
@@ -234,20 +225,18 @@ def sent(*names: str, trip: float = 0.08, lost: float | None = None) -> NetworkR
         for r in world
     ]
     hosts = [host(r, LACONIC_CONGESTION="") for r in world]
-    return NetworkReport([], hosts, [probes.Pair(0, r, trip) for r in world[1:]], rates)
+    return NetworkReport([], hosts, [probes.Pair(0, r, 0.08) for r in world[1:]], rates)
 
 
 def test_rates_losses_congestion_control_and_settings() -> None:
     rates = [probes.Rate(r, (r + 1) % 4, 1e9 if r != 2 else 1e8) for r in range(4)]
-    (found,) = network_findings.rate_findings(NetworkReport(rates=rates))
-    assert found.level == "warning" and "100 Mbit/s (rank 2 to 3)" in found.text
-    failed = NetworkReport(rates=[probes.Rate(0, 1, 0.0, "no answer")])
-    (found,) = network_findings.rate_findings(failed)
-    assert "sending from rank 0 to rank 1 failed: no answer" in found.text
+    failed = [probes.Rate(0, 1, 0.0, "no answer")]
+    for measured, text in ((rates, "100 Mbit/s (rank 2 to 3)"), (failed, "rank 1 failed: no answ")):
+        (found,) = network_findings.rate_findings(NetworkReport(rates=measured))
+        assert found.level != "ok" and text in found.text
     for report, level, said in (
         (sent("bbr", "bbr"), "ok", "round trips of 80 ms, laconic's connections use bbr on all"),
         (sent("bbr", "cubic", "cubic"), "warning", "bbr on rank 0; cubic on ranks 1, 2"),
-        (sent("cubic", "cubic", trip=0.001), "ok", "round trips of 1 ms"),
     ):
         (found,) = network_findings.congestion_findings(report)
         assert found.level == level and said in found.text
@@ -255,7 +244,6 @@ def test_rates_losses_congestion_control_and_settings() -> None:
     for lost, said in ((0.0, "no packet had to be sent again"), (0.0006, "at most 0.12% of the")):
         (found,) = network_findings.loss_findings(sent("", "", lost=lost))
         assert said in found.text
-    assert network_findings.loss_findings(sent("", "")) == [], "the system does not report it"
 
     def security(*secrets: str) -> list[Finding]:
         tls = [{"TLS": "off" if s == "none" else "on", "secret": s} for s in secrets]
@@ -298,7 +286,4 @@ def test_the_command_reports_and_meets_others(
     found = json.loads(capsys.readouterr().out)
     assert "rank 1 of 2 did not join within 1 s" in str(found["findings"])
     assert [host["rank"] for host in found["hosts"]] == [0]
-    bad = Finding("problem", "network", "no way", "find one")
-    monkeypatch.setattr(host_checks, "examine", lambda: [bad])
-    assert main(["doctor", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {"findings": [asdict(bad)]}
+    assert asdict(warning) in found["findings"]
