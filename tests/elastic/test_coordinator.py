@@ -9,7 +9,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -45,11 +45,10 @@ def attached(port: int, wait: float = 60.0, **options: Any) -> laconic.Synchroni
     """A run of one worker."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    elastic = laconic.Elastic(
-        f"127.0.0.1:{port}", **{"workers": 1, "min_workers": 1, "wait": wait, **options}
-    )
+    given: Any = {"workers": 1, "min_workers": 1, "wait": wait, **options}
     before = signal.getsignal(signal.SIGTERM)
     try:
+        elastic = laconic.Elastic(f"127.0.0.1:{port}", **given)
         return laconic.attach(model, optimizer, laconic.ddp(), elastic=elastic)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -127,10 +126,9 @@ def test_strangers_read_nothing_and_delay_nobody(
     nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
     with ExitStack() as ending:
         raw = ending.enter_context(socket.create_connection(("127.0.0.1", port), 60))
-        with pytest.raises(OSError), nobody.wrap_socket(raw) as connection:  # alert, or end
+        with suppress(OSError), nobody.wrap_socket(raw) as connection:  # an alert, or the end
             connection.sendall(b"hello")
             assert not connection.recv(1)
-            raise ConnectionError
         for _ in range(300):
             ending.enter_context(socket.create_connection(("127.0.0.1", port)))
         attached(port).detach()
@@ -161,7 +159,6 @@ def test_the_command_refuses_wrong_files(
     assert main(["coordinator", "--port", str(gloo.free_port())]) == 2
     said = capsys.readouterr().err
     assert said.startswith("laconic: cannot read /none.pem (GLOO_DEVICE_TRANSPORT_TCP_")
-    assert said.count("\n") == 1
 
 
 # -- processes that end ----
@@ -172,7 +169,7 @@ atexit.register(lambda: print([t.name for t in threading.enumerate()]))  # after
 import torch, laconic
 model = torch.nn.Linear(20, 5)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-elastic = laconic.Elastic(sys.argv[1], workers=2, min_workers=2, wait=float(sys.argv[2]))
+elastic = laconic.Elastic(sys.argv[1], workers=2, min_workers=2)
 sync = laconic.attach(model, optimizer, laconic.ddp(), elastic=elastic)
 print("ready", flush=True)
 while True:
@@ -181,18 +178,13 @@ while True:
 """
 
 
-def program(port: int, wait: float) -> subprocess.Popen[str]:
-    """A process that was not forked: Python stops its threads when it ends."""
-    command = [sys.executable, "-c", ENDS, f"127.0.0.1:{port}", str(wait)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.slow
 @pytest.mark.fault("a process that was interrupted while it waited ended with a thread in torch")
 def test_a_worker_that_is_interrupted_ends_its_threads(start: Start) -> None:
     """Else it is aborted, and the exit code is that of SIGABRT."""
-    port = start().port
-    workers = [program(port, SECONDS) for _ in range(2)]
+    command = [sys.executable, "-c", ENDS, f"127.0.0.1:{start().port}"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    workers = [subprocess.Popen(command, **pipes) for _ in range(2)]
     try:
         for worker in workers:
             assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
@@ -208,12 +200,3 @@ def test_a_worker_that_is_interrupted_ends_its_threads(start: Start) -> None:
         for worker in workers:
             worker.kill()
             worker.communicate()
-
-
-@pytest.mark.slow
-def test_a_worker_whose_coordinator_never_answers_is_not_aborted() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        worker = program(server.getsockname()[1], 1.0)
-        said = worker.communicate(timeout=SECONDS)[1]
-    assert worker.returncode == 1 and "the coordinator at 127.0.0.1:" in said
-    assert "does not answer" in said

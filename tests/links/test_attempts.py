@@ -51,19 +51,14 @@ sync.finish()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_attempts_under_torchrun_go_on_from_the_checkpoint(tmp_path: Path, rendezvous: str) -> None:
+def test_attempts_under_torchrun_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     """The first two attempts lose a rank, which leaves addresses of both in the agent's store."""
     program = tmp_path / "train.py"
     program.write_text(TRAIN)
-    port = gloo.free_port()
-    where = {
-        "static": ["--master-addr=127.0.0.1", f"--master-port={port}"],
-        "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run"],
-    }
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
+    launcher = ["torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
+    where = ["--master-addr=127.0.0.1", f"--master-port={gloo.free_port()}"]
     ended = subprocess.run(
-        [sys.executable, *launcher, *where[rendezvous], str(program), str(tmp_path)],
+        [sys.executable, "-m", *launcher, *where, str(program), str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -93,38 +88,32 @@ def test_every_attempt_has_a_name_of_its_own() -> None:
         agree_on_attempt(HashStore(), 1, 3, short)
 
 
-@pytest.mark.parametrize(
-    ("visible", "local", "on_host", "expected"),
-    [
-        *[(1, "0", "1", 0), (1, "3", "8", 0), (8, "3", "8", 3), (8, "3", None, 3)],
-        *[(4, None, None, 0), (4, "1", "6", None), (4, "5", "6", None)],
-    ],
-)
-def test_the_gpu_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch,
-    visible: int,
-    local: str | None,
-    on_host: str | None,
-    expected: int | None,
-) -> None:
+def test_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each process sees one alone, that one, whatever LOCAL_RANK is. More ranks than GPUs are
     refused on all of the host."""
     chosen = list[int]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
-    for name, value in (("RANK", None), ("LOCAL_RANK", local), ("LOCAL_WORLD_SIZE", on_host)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
+    monkeypatch.delenv("RANK", raising=False)
+    cases: tuple[tuple[int, str, str, int | None], ...] = (
+        *((1, "0", "1", 0), (1, "3", "8", 0), (8, "3", "8", 3), (8, "3", "", 3)),
+        *((4, "", "", 0), (4, "1", "6", None), (4, "5", "6", None)),
+    )
+    for visible, local, on_host, expected in cases:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
+        for name, value in (("LOCAL_RANK", local), ("LOCAL_WORLD_SIZE", on_host)):
             monkeypatch.setenv(name, value)
-    if expected is None:
-        with pytest.raises(ValueError, match=f"4 GPUs are visible to LOCAL_RANK {local} of 6"):
+            if not value:
+                monkeypatch.delenv(name)
+        chosen.clear()
+        if expected is None:
+            with pytest.raises(ValueError, match=f"4 GPUs are visible to LOCAL_RANK {local} of 6"):
+                la.init()
+        else:
             la.init()
-    else:
-        la.init()
-    assert chosen == ([] if expected is None else [expected])
+        assert chosen == ([] if expected is None else [expected])
 
 
 def test_the_store_listens_where_the_address_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,11 +131,10 @@ def test_the_store_listens_where_the_address_is_clear(monkeypatch: pytest.Monkey
 
 def init_again(pipe: object) -> list[object]:
     la.init()
-    found = [torch.distributed.get_world_size(), torch.distributed.get_backend()]
     la.init()
     torch.distributed.destroy_process_group()
     la.init()
-    return found
+    return [torch.distributed.get_world_size(), torch.distributed.get_backend()]
 
 
 def test_a_process_may_init_again() -> None:

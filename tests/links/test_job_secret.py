@@ -121,7 +121,11 @@ def test_a_process_without_tls(jobs: job_keys.Jobs) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("LACONIC_CONGESTION", "fast"), ("LACONIC_PORTS", "many"), ("LACONIC_TLS", "yes")],
+    [
+        ("LACONIC_CONGESTION", "fast"),
+        pytest.param("LACONIC_PORTS", "many", marks=pytest.mark.slow),
+        pytest.param("LACONIC_TLS", "yes", marks=pytest.mark.slow),
+    ],
 )
 def test_a_wrong_setting_of_one_rank(name: str, value: str) -> None:
     """Ends all ranks at once: that rank with a ValueError, the others with its text."""

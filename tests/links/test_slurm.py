@@ -31,57 +31,44 @@ TASKS = ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 
 
 def test_the_variables_are_torchruns() -> None:
-    assert torchrun_variables(STEP) == {
-        "RANK": "9",
-        "WORLD_SIZE": "11",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "3",
-        "MASTER_ADDR": "gpu03",
-        "MASTER_PORT": "26711",
-    }
+    rank_9 = torchrun_variables(STEP)
+    assert rank_9.pop("MASTER_ADDR") == "gpu03" and rank_9.pop("MASTER_PORT") == "26711"
+    local = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+    assert rank_9 == {"RANK": "9", "WORLD_SIZE": "11", **local}
     assert torchrun_variables({**STEP, "SLURM_NODEID": "1"})["LOCAL_WORLD_SIZE"] == "4"
+    for hosts, first in (
+        ("node1", "node1"),
+        ("10.0.0.1,10.0.0.2", "10.0.0.1"),
+        ("node[7,09-12],gpu3", "node7"),
+        ("rack[1-2]node[03-04]-ib,gpu3", "rack1node03-ib"),
+    ):
+        assert first_host(hosts) == first
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
+def test_without_ranks_of_slurms_there_are_none() -> None:
+    for environ in (
         {},
         {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # the batch script
         {**STEP, "SLURM_STEP_NUM_TASKS": "1"},  # a shell by srun
         {**STEP, "RANK": "0", "WORLD_SIZE": "2"},  # torchrun's
         {**STEP, "SLURM_TASKS_PER_NODE": "1"},  # a batch script that a step has submitted
-    ],
-)
-def test_without_ranks_of_slurms_there_are_none(environ: dict[str, str]) -> None:
-    assert torchrun_variables(environ) == {}
+    ):
+        assert torchrun_variables(environ) == {}
 
 
-def test_the_first_host() -> None:
-    for hosts, first in {
-        "node1": "node1",
-        "10.0.0.1,10.0.0.2": "10.0.0.1",
-        "node[08-12]": "node08",
-        "node[7,09-12],gpu3": "node7",
-        "rack[1-2]node[03-04]-ib,gpu3": "rack1node03-ib",
-    }.items():
-        assert first_host(hosts) == first
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"SLURM_STEP_NODELIST": None}, "srun has not set SLURM_STEP_NODELIST: set RANK and"),
+def test_mistakes_name_the_variable() -> None:
+    for change, said in (
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST has no host in it: ''"),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID is no number: 'x'"),
-        ({n: "4(y2)" for n in TASKS}, "SLURM_STEP_TASKS_PER_NODE cannot be read"),
+        (dict.fromkeys(TASKS, "4(y2)"), "SLURM_STEP_TASKS_PER_NODE cannot be read"),
         ({"SLURM_DISTRIBUTION": "arbitrary"}, "set MASTER_ADDR to the host of task 0"),
         ({"SLURM_NODEID": "3"}, r"has no host number 3 \(SLURM_NODEID\)"),
-    ],
-)
-def test_mistakes_name_the_variable(change: dict[str, str | None], said: str) -> None:
-    environ = {k: v for k, v in {**STEP, **change}.items() if v is not None}
-    with pytest.raises(ValueError, match=said):
-        torchrun_variables(environ)
+    ):
+        with pytest.raises(ValueError, match=said):
+            torchrun_variables({**STEP, **change})
+    lacking = {name: value for name, value in STEP.items() if name != "SLURM_STEP_NODELIST"}
+    with pytest.raises(ValueError, match="srun has not set SLURM_STEP_NODELIST: set RANK and"):
+        torchrun_variables(lacking)
 
 
 @pytest.mark.slow
