@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import laconic
-from laconic.cli import main
 from laconic.links import talks
 
 from tests.links.test_secured import Between
@@ -86,9 +85,8 @@ def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, which says what to start."""
     monkeypatch.setattr("laconic.links.elastic.registry.CALL_SECONDS", 0.5)
     port = gloo.free_port()
-    for job in ("default", "other"):
-        said = refused(port, job=job, wait=0.5)
-        assert f"answers at 127.0.0.1:{port}: start one by `laconic coordinator" in said
+    said = refused(port, job="other", wait=0.5)
+    assert f"answers at 127.0.0.1:{port}: start one by `laconic coordinator" in said
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert "127.0.0.1:" in refused(server.getsockname()[1], wait=0.5)
 
@@ -148,17 +146,6 @@ def test_what_travels_is_encrypted(
         assert [w in between.passed for w in (b"a name", b"secret", b"127.0.0.1")] == [
             not secure
         ] * 3
-
-
-def test_the_command_refuses_wrong_files(
-    monkeypatch: pytest.MonkeyPatch,
-    jobs: job_keys.Jobs,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    job_keys.turn_on(monkeypatch, jobs.one, CERT="/none.pem")
-    assert main(["coordinator", "--port", str(gloo.free_port())]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("laconic: cannot read /none.pem (GLOO_DEVICE_TRANSPORT_TCP_")
 
 
 # -- processes that end ----

@@ -18,12 +18,6 @@ from tests.support.strangers import RAW, Attack, Stranger, Usage
 LOCAL_SGD = "laconic.local_sgd(2)"
 
 
-def all_on(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:
-    job_keys.turn_on(monkeypatch, jobs.one)
-    for name, value in job_keys.variables(jobs.one, secret=True).items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.mark.parametrize("secure", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_coordinator_is_killed_and_started_again_empty(
     secure: bool, monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
@@ -31,7 +25,8 @@ def test_the_coordinator_is_killed_and_started_again_empty(
     """And a worker is lost meanwhile. The workers listen at the given ports only."""
     job_keys.turn_off(monkeypatch)
     if secure:
-        all_on(monkeypatch, jobs)
+        job_keys.turn_on(monkeypatch, jobs.one)
+        monkeypatch.setenv("LACONIC_SECRET_FILE", str(jobs.one / "secret"))
     ports = gloo.free_ports(12)
     monkeypatch.setenv(addresses.PORTS, f"{ports[0]}-{ports[-1]}")
     with Run(LOCAL_SGD, count=3) as run:
@@ -50,7 +45,8 @@ def test_the_coordinator_is_killed_and_started_again_empty(
 def test_a_worker_of_another_job(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:
     """It ends with one line, long before ``wait=`` is over, and the run goes on. So does one that
     the others cannot reach."""
-    all_on(monkeypatch, jobs)
+    job_keys.turn_on(monkeypatch, jobs.one)
+    monkeypatch.setenv("LACONIC_SECRET_FILE", str(jobs.one / "secret"))
     with Run(LOCAL_SGD, count=2, wait=600.0) as run:
         run.ready()
         with monkeypatch.context() as patch:

@@ -4,7 +4,8 @@ ranks get that one, or the accelerator's own."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, cast
 
@@ -94,40 +95,26 @@ def with_parts(link: Link, on: Callable[[Tensor], Tensor], m: int) -> list[Tenso
     return [total.cpu(), source.cpu()]
 
 
-def on_late(rank: int, size: int) -> list[Tensor]:
-    """`everything` on the stand-in."""
-    with late.device() as device, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(staged, "PIECE_BYTES", 64)
-        link = StagedLink(cast(HostLink, gloo.link_of(size)), device)
-        stream = late.LateAccelerator().new_stream(device)
-        try:
-            with late.LateAccelerator().on_stream(stream):
-                return everything(link, lambda x: x.to(device))
-        finally:
-            link.close()
-
-
-def on_cpu(rank: int, size: int) -> list[Tensor]:
-    link = gloo.link_of(size)
-    try:
-        return everything(link, lambda x: x)
-    finally:
-        link.close()
-
-
-def same(one: Sequence[Sequence[Tensor]], two: Sequence[Sequence[Tensor]]) -> bool:
-    return all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        for ours, theirs in zip(one, two, strict=True)
-        for a, b in zip(ours, theirs, strict=True)
-    )
+def brought(rank: int, size: int, on_stand_in: bool) -> list[bytes]:
+    """`everything` on the stand-in, or on CPUs."""
+    link, to = gloo.link_of(size), torch.device("cpu")
+    with ExitStack() as ending:
+        if on_stand_in:
+            to = ending.enter_context(late.device())
+            patched = ending.enter_context(pytest.MonkeyPatch.context())
+            patched.setattr(staged, "PIECE_BYTES", 64)
+            link = StagedLink(cast(HostLink, link), to)
+            stream = late.LateAccelerator().new_stream(to)
+            ending.enter_context(late.LateAccelerator().on_stream(stream))
+        ending.callback(link.close)
+        found = everything(link, lambda x: x.to(to) if on_stand_in else x)
+        return [x.view(torch.uint8).numpy().tobytes() for x in found]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_collectives_bring_the_same_bits_as_on_cpus(late_pool: gloo.Pool, size: int) -> None:
-    expected = late_pool.run(on_cpu, size, ranks=size)
-    found = late_pool.run(on_late, size, ranks=size)
-    assert same(found, expected)
+    expected = late_pool.run(brought, size, False, ranks=size)
+    assert late_pool.run(brought, size, True, ranks=size) == expected
 
 
 SECONDS = timedelta(seconds=20)

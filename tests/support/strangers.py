@@ -150,15 +150,11 @@ class Attack:
             self._open.popleft().close()
 
 
-def drawn(
-    strategy: st.SearchStrategy[Stranger], count: int, visit: Callable[[Stranger], None]
-) -> None:
-    """``visit`` so many strangers, the same ones in every run."""
-    same: Any = {"derandomize": True, "database": None}
-    quiet = list(HealthCheck)
-    settings(max_examples=count, deadline=None, suppress_health_check=quiet, **same)(
-        given(strategy)(lambda stranger: visit(stranger))
-    )()
+def drawn(strategy: st.SearchStrategy[Any], count: int, check: Callable[[Any], object]) -> None:
+    """``check`` so many examples, the same ones in every run."""
+    same: Any = {"derandomize": True, "database": None, "deadline": None}
+    quiet = settings(max_examples=count, suppress_health_check=list(HealthCheck), **same)
+    quiet(given(strategy)(lambda example: check(example)))()
 
 
 @contextmanager
