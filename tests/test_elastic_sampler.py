@@ -6,8 +6,8 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,9 +44,8 @@ class Simulation:
 
     def __init__(self, samples: int, shuffle: bool, epochs: int | None, lost: str) -> None:
         self.endless, self.again = epochs is None, lost == "again"
-        self.sampler: Callable[[], ElasticSampler] = lambda: ElasticSampler(
-            samples, shuffle=shuffle, seed=7, epochs=epochs, lost=lost
-        )
+        more: Any = {"shuffle": shuffle, "seed": 7, "epochs": epochs, "lost": lost}
+        self.sampler = partial(ElasticSampler, samples, **more)
         # For epochs=None, more than any test draws.
         self.sequence = sequence(samples, shuffle, 7, epochs or 4000 // samples + 1)
         self.remaining = set(range(len(self.sequence)))
@@ -73,11 +72,10 @@ class Simulation:
             count = len(worker.positions)
             assert worker.sampler.freeze() == (count, worker.contributed)
             if number in lost:
-                told = worker.sampler.counts_for(count, worker.contributed)
-                dropped = 0 if self.again else count - worker.contributed
-                count = worker.contributed if self.again else count
-                assert told == (count, dropped)
-                lost_samples += dropped
+                dropped = count - worker.contributed
+                expected = (worker.contributed, 0) if self.again else (count, dropped)
+                assert worker.sampler.counts_for(count, worker.contributed) == expected
+                count, lost_samples = expected[0], lost_samples + expected[1]
             counts.append(count)
             self.final.update(worker.positions[:count])
             self.remaining -= set(worker.positions[:count])

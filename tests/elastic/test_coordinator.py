@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from laconic.links import talks
 from tests.links.test_secured import Between
 from tests.support import gloo, job_keys
 from tests.support.elastic_runs import SECONDS, Coordinator
+from tests.support.strangers import anybody
 
 Start = Callable[[], Coordinator]
 
@@ -120,11 +120,9 @@ def test_strangers_read_nothing_and_delay_nobody(
     """Not even the greeting, without a certificate; and however many they are."""
     job_keys.turn_on(monkeypatch, jobs.one)
     port = start().port
-    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
     with ExitStack() as ending:
         raw = ending.enter_context(socket.create_connection(("127.0.0.1", port), 60))
-        with suppress(OSError), nobody.wrap_socket(raw) as connection:  # an alert, or the end
+        with suppress(OSError), anybody().wrap_socket(raw) as connection:  # an alert, or the end
             connection.sendall(b"hello")
             assert not connection.recv(1)
         for _ in range(300):

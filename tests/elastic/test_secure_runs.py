@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 
 import pytest
@@ -58,16 +57,11 @@ def test_a_worker_of_another_job(monkeypatch: pytest.MonkeyPatch, jobs: job_keys
             other.append(run.add())
             job_keys.turn_on(patch, jobs.other)
             other.append(run.add())
-        for worker, said in zip(
-            other,
-            (
-                "the run does not take in this worker.* at 127.0.0.77 does not answer",
-                "this worker has another secret in LACONIC_SECRET_FILE than the first",
-                "has a certificate that this worker does not trust",
-            ),
-            strict=True,
-        ):
-            assert worker.end() == 1 and re.search(said, worker.errors.splitlines()[-1])
+        said = [worker.errors.splitlines()[-1] for worker in other if worker.end() == 1]
+        assert "the run does not take in this worker" in said[0]
+        assert "at 127.0.0.77 does not answer" in said[0]
+        assert "this worker has another secret in LACONIC_SECRET_FILE than the first" in said[1]
+        assert "has a certificate that this worker does not trust" in said[2]
         run.check_same(2, *other)
 
 

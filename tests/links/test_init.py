@@ -131,19 +131,17 @@ def test_the_store_listens_where_the_address_is_clear(monkeypatch: pytest.Monkey
     assert listen_at("this-host", port) is None, "other hosts have another address for it"
 
 
+TASKS = ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 STEP = {
+    **dict.fromkeys(TASKS, "4(x2),3"),
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "2",
     "SLURM_STEP_NUM_TASKS": "11",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
-    "SLURM_TASKS_PER_NODE": "4(x2),3",
     "SLURM_STEP_NODELIST": "gpu[03-04,17]",
     "SLURM_NODEID": "2",
     "SLURM_PROCID": "9",
     "SLURM_LOCALID": "1",
 }
-
-TASKS = ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 
 
 def test_the_variables_are_torchruns() -> None:
@@ -199,11 +197,7 @@ def test_a_process_may_init_again() -> None:
     """By torchrun, by itself, or by srun."""
     assert launched.results([*launched.of_torchrun(1), {}], init_again) == [[0, 1]] * 2
     step = {**STEP, "SLURM_STEP_NUM_TASKS": "3", **dict.fromkeys(TASKS, "2,1")}
-    step |= {"SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.[2-3]"}
-    step |= {"MASTER_PORT": str(gloo.free_port())}
-    places = [
-        {"SLURM_PROCID": str(rank), "SLURM_NODEID": node, "SLURM_LOCALID": local}
-        for rank, (node, local) in enumerate([("0", "0"), ("0", "1"), ("1", "0")])
-    ]
-    ended = launched.results([step | place for place in places], init_again)
-    assert ended == [[0, 3], [1, 3], [2, 3]]
+    step |= {"SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
+    names = "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"
+    ranks = [step | dict(zip(names, place, strict=True)) for place in ("000", "101", "210")]
+    assert launched.results(ranks, init_again) == [[0, 3], [1, 3], [2, 3]]

@@ -106,9 +106,10 @@ def test_a_job_that_is_done_keeps_no_tensor() -> None:
     thread.close()
 
 
-def test_no_job_runs_after_one_that_failed() -> None:
+@pytest.mark.parametrize("threaded", [False, True])
+def test_no_job_runs_after_one_that_failed(threaded: bool) -> None:
     """Without a thread, too: as the ranks would no longer be in step."""
-    thread = CommThread(False, torch.device("cpu"), lambda: None)
+    thread = CommThread(threaded, torch.device("cpu"), lambda: None)
     ran: list[int] = []
 
     def fail() -> None:
@@ -119,3 +120,4 @@ def test_no_job_runs_after_one_that_failed() -> None:
         with pytest.raises(ValueError, match="no"):
             pending.wait()
     assert not ran
+    thread.close()

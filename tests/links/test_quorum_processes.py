@@ -30,11 +30,8 @@ CODED = la.diloco(4, quorum=2, codec=la.codecs.Int8(8, stochastic=True))
 
 def slowly(rank: int, job: Job, steps: Sequence[int], seconds: Sequence[float]) -> Ran:
     """As `quorum.work`, with this worker's seconds for each step."""
-
-    def pause(_: int) -> None:
-        time.sleep(seconds[rank])
-
-    return quorum.work(job, rank, steps[rank], link=gloo.link_of(job.workers), before=pause)
+    own = {"link": gloo.link_of(job.workers), "before": lambda _: time.sleep(seconds[rank])}
+    return quorum.work(job, rank, steps[rank], **own)
 
 
 @pytest.mark.parametrize(
