@@ -7,7 +7,6 @@ import itertools
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -32,99 +31,70 @@ def sequence(samples: int, shuffle: bool, seed: int, epochs: int) -> list[int]:
     return found
 
 
-class Worker:
-    """A sampler; the positions of its share that it has drawn, and how many contributed."""
-
-    def __init__(self, sampler: ElasticSampler) -> None:
-        self.sampler, self.positions, self.contributed = sampler, list[int](), 0
-
-
-class Simulation:
-    """Workers with samplers, beside a set of remaining positions and the shares dealt from it."""
-
-    def __init__(self, samples: int, shuffle: bool, epochs: int | None, lost: str) -> None:
-        self.endless, self.again = epochs is None, lost == "again"
-        more: Any = {"shuffle": shuffle, "seed": 7, "epochs": epochs, "lost": lost}
-        self.sampler = partial(ElasticSampler, samples, **more)
-        # For epochs=None, more than any test draws.
-        self.sequence = sequence(samples, shuffle, 7, epochs or 4000 // samples + 1)
-        self.remaining = set(range(len(self.sequence)))
-        self.final: Counter[int] = Counter()
-        """How often each position was drawn, without draws that are to be repeated."""
-        self.forgotten = 0
-        self.share_out([Worker(self.sampler())])
-
-    def share_out(self, workers: list[Worker]) -> None:
-        self.workers, ascending = workers, sorted(self.remaining)
-        self.shares = [ascending[number :: len(workers)] for number in range(len(workers))]
-
-    def draw(self, number: int, count: int) -> None:
-        worker, share = self.workers[number], self.shares[number]
-        for sample in itertools.islice(worker.sampler, count):
-            worker.positions.append(share[len(worker.positions)])
-            assert sample == self.sequence[worker.positions[-1]]
-        if not self.endless:
-            assert len(worker.sampler) == len(share) - len(worker.positions)
-
-    def deal(self, lost: set[int], rotation: int, newcomers: int) -> None:
-        counts, lost_samples = [], 0
-        for number, worker in enumerate(self.workers):
-            count = len(worker.positions)
-            assert worker.sampler.freeze() == (count, worker.contributed)
-            if number in lost:
-                dropped = count - worker.contributed
-                expected = (worker.contributed, 0) if self.again else (count, dropped)
-                assert worker.sampler.counts_for(count, worker.contributed) == expected
-                count, lost_samples = expected[0], lost_samples + expected[1]
-            counts.append(count)
-            self.final.update(worker.positions[:count])
-            self.remaining -= set(worker.positions[:count])
-        self.forgotten += lost_samples
-        stay = [w.sampler for number, w in enumerate(self.workers) if number not in lost]
-        joined = [self.sampler() for _ in range(newcomers)]
-        for sampler in joined:
-            sampler.freeze()
-            sampler.load_state_dict(json.loads(json.dumps(stay[-1].state_dict())))
-        everyone = [*joined, *stay]
-        rotation %= len(everyone)
-        everyone = everyone[rotation:] + everyone[:rotation]
-        self.share_out([Worker(sampler) for sampler in everyone])
-        frontier = max(set(range(len(self.sequence))) - self.remaining, default=-1) + 1
-        gaps = sorted(position for position in self.remaining if position < frontier)
-        for number, sampler in enumerate(everyone):
-            sampler.deal(counts, number, len(everyone), lost_samples)
-            state = sampler.state_dict()
-            assert [state[name] for name in OWN] == [number, len(everyone), 0, 0]
-            assert (state["gaps"], state["frontier"]) == (gaps, frontier)
-            assert state["samples_lost"] == sampler.samples_lost == self.forgotten
-
-
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_each_position_is_drawn_once_in_any_history(data: st.DataObject) -> None:
-    samples = data.draw(st.integers(1, 30), "samples")
-    epochs = data.draw(st.sampled_from([None, 1, 2, 5]), "epochs")
-    lost = data.draw(st.sampled_from(["again", "counted"]), "lost")
-    simulation = Simulation(samples, data.draw(st.booleans(), "shuffle"), epochs, lost)
-    for _ in range(data.draw(st.integers(0, 6), "deals")):
-        present = len(simulation.workers)
-        for _ in range(data.draw(st.integers(0, 6), "draws")):
-            number = data.draw(st.integers(0, present - 1), "worker")
-            simulation.draw(number, data.draw(st.integers(0, 15), "count"))
-            if data.draw(st.booleans(), "mark"):
-                worker = simulation.workers[number]
-                worker.sampler.mark()
-                worker.contributed = len(worker.positions)
-        simulation.deal(
-            data.draw(st.sets(st.integers(0, present - 1), max_size=present - 1), "lost workers"),
-            data.draw(st.integers(0, 5), "rotation"),
-            data.draw(st.integers(0, 3 if present < 5 else 0), "newcomers"),
-        )
+    """Beside the samplers, there are a set of remaining positions, and shares dealt from it."""
+    samples, lost = data.draw(st.integers(1, 30)), data.draw(st.sampled_from(["again", "counted"]))
+    shuffle, epochs = data.draw(st.booleans()), data.draw(st.sampled_from([None, 1, 2, 5]))
+    more: Any = {"shuffle": shuffle, "seed": 7, "epochs": epochs, "lost": lost}
+    samplers = [ElasticSampler(samples, **more)]
+    # For epochs=None, more than this draws.
+    order = sequence(samples, shuffle, 7, epochs or 4000 // samples + 1)
+    remaining, forgotten = set(range(len(order))), 0
+    final: Counter[int] = Counter()
+    """How often each position was drawn, without draws that are to be repeated."""
+    deals = data.draw(st.integers(0, 6), "deals")
+    for deal in range(deals + 1):
+        workers = range(len(samplers))
+        shares = [sorted(remaining)[number :: len(samplers)] for number in workers]
+        drawn, contributed = [list[int]() for _ in workers], [0 for _ in workers]
+        each = st.tuples(st.sampled_from(workers), st.integers(0, 15), st.booleans())
+        draws = data.draw(st.lists(each, max_size=6), "worker, draws, whether they contribute")
+        if epochs is not None and deal == deals:
+            draws = [(number, len(order) + 1, False) for number in workers]
+        for number, count, mark in draws:
+            sampler, share, positions = samplers[number], shares[number], drawn[number]
+            for sample in itertools.islice(sampler, count):
+                positions.append(share[len(positions)])
+                assert sample == order[positions[-1]]
+            if epochs is not None:
+                assert len(sampler) == len(share) - len(positions)
+            if mark:
+                sampler.mark()
+                contributed[number] = len(positions)
+        gone = set[int]()
+        if deal < deals:
+            gone = data.draw(st.sets(st.sampled_from(workers), max_size=len(workers) - 1), "lost")
+        counts, lost_samples = [], 0
+        for number, sampler in enumerate(samplers):
+            count, sent = len(drawn[number]), contributed[number]
+            assert sampler.freeze() == (count, sent)
+            if number in gone:
+                expected = (sent, 0) if lost == "again" else (count, count - sent)
+                assert sampler.counts_for(count, sent) == expected
+                count, lost_samples = expected[0], lost_samples + expected[1]
+            counts.append(count)
+            final.update(drawn[number][:count])
+            remaining -= set(drawn[number][:count])
+        forgotten += lost_samples
+        stay = [sampler for number, sampler in enumerate(samplers) if number not in gone]
+        newcomers = range(data.draw(st.integers(0, 3 if len(samplers) < 5 else 0), "newcomers"))
+        joined = [ElasticSampler(samples, **more) for _ in newcomers]
+        for sampler in joined:
+            sampler.freeze()
+            sampler.load_state_dict(json.loads(json.dumps(stay[-1].state_dict())))
+        samplers = data.draw(st.permutations([*joined, *stay]), "order")
+        frontier = max(set(range(len(order))) - remaining, default=-1) + 1
+        gaps = sorted(position for position in remaining if position < frontier)
+        for number, sampler in enumerate(samplers):
+            sampler.deal(counts, number, len(samplers), lost_samples)
+            state = sampler.state_dict()
+            assert [state[name] for name in OWN] == [number, len(samplers), 0, 0]
+            assert (state["gaps"], state["frontier"]) == (gaps, frontier)
+            assert state["samples_lost"] == sampler.samples_lost == forgotten
     if epochs is not None:
-        for number, worker in enumerate(simulation.workers):
-            simulation.draw(number, len(simulation.sequence) + 1)
-            simulation.final.update(worker.positions)
-        assert simulation.final == dict.fromkeys(range(samples * epochs), 1)
+        assert final == dict.fromkeys(range(samples * epochs), 1)
 
 
 def test_one_worker_draws_the_sequence() -> None:

@@ -9,8 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -185,8 +184,7 @@ def test_a_throttled_run_computes_the_same_and_books_the_same() -> None:
     assert all(waited >= 0.004 for _, waited in slow)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A collective: its name, the ranks (of the world) that this rank sends to, the bytes."""
 
     name: str

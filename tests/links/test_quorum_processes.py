@@ -123,11 +123,11 @@ def resume(
     link = gloo.link_of(job.workers) if processes else None
     sync = la.attach(model, optimizer, job.recipe, link=link)
     la.load(folder, model, optimizer)
-    trace = []
+    trace, data = [], job.data()[rank]
     for t in range(sync.step + 1, end[rank] + 1):
         if processes:
             time.sleep((0.004, 0.004, 0.013)[rank])
-        training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+        training.step(job, model, optimizer, data[t - 1], t)
         trace.append(training.values(model))
     sync.finish()
     return [*trace, training.values(model)], sync.closings
@@ -144,8 +144,8 @@ def test_processes_resume_what_threads_have_saved(
     def save(rank: int) -> None:
         model, optimizer = training.build(job, rank)
         la.attach(model, optimizer, job.recipe)
-        for t in range(1, at[rank] + 1):
-            training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+        for t, batch in enumerate(job.data()[rank][: at[rank]], 1):
+            training.step(job, model, optimizer, batch, t)
         la.save(tmp_path, model, optimizer)
 
     la.simulate(save, workers=3, step_seconds=[1, 1, 3])
@@ -171,14 +171,13 @@ def train(
     """Rounds of three workers of which all must come. ``before(step, sync)``: before each step."""
     job = Job(la.local_sgd(4, quorum=3, codec=codec), 3, steps)
     model, optimizer = training.build(job, rank)
-    link = la.links.TorchLink(
-        gloo._groups[3], torch.device("cpu"), timedelta(seconds=seconds or 60.0)
-    )
+    limit, data = timedelta(seconds=seconds or 60.0), job.data()[rank]
+    link = la.links.TorchLink(gloo._groups[3], torch.device("cpu"), limit)
     with la.attach(model, optimizer, job.recipe, link=link) as sync:
         for t in range(1, steps + 1):
             before(t, sync)
             try:
-                training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+                training.step(job, model, optimizer, data[t - 1], t)
             except AlarmError:
                 if seconds:
                     raise

@@ -152,7 +152,7 @@ class Attack:
             self._open.popleft().close()
 
 
-def drawn(strategy: st.SearchStrategy[Any], count: int, check: Callable[[Any], object]) -> None:
+def drawn(strategy: st.SearchStrategy[Any], count: int, check: Callable[[Any], None]) -> None:
     """``check`` so many examples, the same ones in every run."""
     same: Any = {"derandomize": True, "database": None, "deadline": None}
     quiet = settings(max_examples=count, suppress_health_check=list(HealthCheck), **same)
