@@ -151,13 +151,10 @@ def test_data_loader() -> None:
 
 
 def test_what_does_not_fit_is_an_error_and_changes_nothing() -> None:
-    wrong: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"data_source": 0}, "data_source, unless it has a length, must be an integer of at"),
-        ({"lost": "agian"}, "lost must be one of 'again', 'counted', not 'agian'"),
-    )
-    for arguments, match in wrong:
-        with pytest.raises(ValueError, match=match):
-            ElasticSampler(**{"data_source": 10, **arguments})
+    with pytest.raises(ValueError, match="data_source, unless it has a length, must be an integ"):
+        ElasticSampler(0)
+    with pytest.raises(ValueError, match="lost must be one of 'again', 'counted', not 'agian'"):
+        ElasticSampler(10, lost="agian")
     sampler = ElasticSampler(10, shuffle=False, epochs=2)
     sampler.deal([0], 1, 2)
     before = sampler.state_dict()
@@ -172,7 +169,7 @@ def test_what_does_not_fit_is_an_error_and_changes_nothing() -> None:
     saved.deal([3, 0], 1, 2)
     list(itertools.islice(saved, 2))
     state = saved.state_dict()
-    wrong = (
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"num_samples": 11}, "saved with num_samples=11, this ElasticSampler has num_samples=10"),
         ({"extra": 1}, "not a state of an ElasticSampler: it must have .*'extra'"),
         ({"worker": 2}, "worker in the state must be at most 1, not 2"),

@@ -59,7 +59,6 @@ def test_a_trace_repeats_a_run_bit_for_bit(recipe: str, tmp_path: Path) -> None:
         events = run.done(gone)
     done = dict(zip(ids, events, strict=True))
     trace = laconic.Trace(tmp_path)
-    assert trace.workers == 4
 
     def repeat(number: int) -> str:
         said: list[dict[str, Any]] = []

@@ -6,6 +6,7 @@ import datetime
 import importlib
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +188,10 @@ def test_a_newcomer_that_joins_at_the_end_finishes() -> None:
 
 @pytest.mark.parametrize("seeds", [[1], pytest.param(range(20), marks=pytest.mark.slow)])
 def test_plans_at_random(seeds: Sequence[int]) -> None:
+    plan_of = partial(laconic.Faults.random, start=4, steps=80, mtbf=10, restart=8)
     for each in seeds:
-        plan = laconic.Faults.random(start=4, steps=80, mtbf=10, seed=each, restart=8)
-        assert plan == laconic.Faults.random(start=4, steps=80, mtbf=10, seed=each, restart=8)
-        assert plan != laconic.Faults.random(start=4, steps=80, mtbf=10, seed=each + 1, restart=8)
+        plan = plan_of(seed=each)
+        assert plan == plan_of(seed=each) != plan_of(seed=each + 1)
         found = laconic.simulate(program("laconic.diloco(8)", steps=80), faults=plan)
         killed = {worker for worker, _ in plan.kill}
         assert killed and all(found[w] is not None for w in range(4) if w not in killed)
@@ -234,30 +235,27 @@ def test_state_that_cannot_be_sent_is_an_error_at_the_start() -> None:
 
 
 def test_a_checkpoint_deals_the_samples_to_other_workers(tmp_path: Path) -> None:
-    def worker(load: bool, steps: int) -> Any:
-        def run(number: int) -> list[int]:
-            torch.manual_seed(0)
-            model = nn.Linear(4, 2)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            sampler = laconic.ElasticSampler(10_000, seed=1)
-            elastic = laconic.Elastic("simulated", others={"data": sampler})
-            sync = laconic.attach(model, optimizer, laconic.diloco(4), elastic=elastic)
-            if load:
-                laconic.load(tmp_path, model, optimizer, others={"data": sampler})
-            samples, drawn = iter(sampler), list[int]()
-            while sync.step < steps:
-                drawn.append(next(samples))
-                model(torch.ones(1, 4) * drawn[-1] / 1e4).sum().backward()
-                optimizer.step()
-            if not load:
-                laconic.save(tmp_path, model, optimizer, others={"data": sampler})
-            return drawn
+    def run(load: bool, steps: int, number: int) -> list[int]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = laconic.ElasticSampler(10_000, seed=1)
+        elastic = laconic.Elastic("simulated", others={"data": sampler})
+        sync = laconic.attach(model, optimizer, laconic.diloco(4), elastic=elastic)
+        if load:
+            laconic.load(tmp_path, model, optimizer, others={"data": sampler})
+        samples, drawn = iter(sampler), list[int]()
+        while sync.step < steps:
+            drawn.append(next(samples))
+            model(torch.ones(1, 4) * drawn[-1] / 1e4).sum().backward()
+            optimizer.step()
+        if not load:
+            laconic.save(tmp_path, model, optimizer, others={"data": sampler})
+        return drawn
 
-        return run
-
-    before = laconic.simulate(worker(False, 10), faults=laconic.Faults(3))
+    before = laconic.simulate(partial(run, False, 10), faults=laconic.Faults(3))
     for workers in (3, 4, 2):
-        after = laconic.simulate(worker(True, 20), faults=laconic.Faults(workers))
+        after = laconic.simulate(partial(run, True, 20), faults=laconic.Faults(workers))
         drawn = sorted(sample for samples in (*before, *after) for sample in samples)
         assert len(drawn) == len(set(drawn)) == 30 + 10 * workers
 

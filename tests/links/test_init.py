@@ -151,7 +151,6 @@ def test_the_variables_are_torchruns() -> None:
     assert rank_9 == {"RANK": "9", "WORLD_SIZE": "11", **local}
     assert torchrun_variables({**STEP, "SLURM_NODEID": "1"})["LOCAL_WORLD_SIZE"] == "4"
     for hosts, first in (
-        ("node1", "node1"),
         ("10.0.0.1,10.0.0.2", "10.0.0.1"),
         ("node[7,09-12],gpu3", "node7"),
         ("rack[1-2]node[03-04]-ib,gpu3", "rack1node03-ib"),
