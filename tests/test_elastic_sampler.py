@@ -32,7 +32,7 @@ def sequence(samples: int, shuffle: bool, seed: int, epochs: int) -> list[int]:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 def test_each_position_is_drawn_once_in_any_history(data: st.DataObject) -> None:
     """Beside the samplers, there are a set of remaining positions, and shares dealt from it."""
     samples, lost = data.draw(st.integers(1, 30)), data.draw(st.sampled_from(["again", "counted"]))
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_an_error_and_changes_nothing() -> None:
             sampler.deal(drawn, worker, workers)
     saved = ElasticSampler(10, shuffle=False)
     saved.deal([0], 0, 2)
-    saved.deal([3, 0], 1, 2)
+    saved.deal([3, 0], 1, 2, lost=4)
     list(itertools.islice(saved, 2))
     state = saved.state_dict()
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
