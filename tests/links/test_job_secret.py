@@ -49,7 +49,7 @@ def test_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [
         job_secret.derive(secret, purpose, name, salt)
         for secret in (ONE, OTHER)
-        for purpose, name in (("a", "bc"), ("ab", "c"), ("abc", ""))
+        for purpose, name in (("a", "bc"), ("ab", "c"), ("ab", ""))
         for salt in (b"", b"x")
     ]
     assert len(set(made)) == len(made)
