@@ -5,23 +5,22 @@ from __future__ import annotations
 
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 import torch
 
 import laconic
-from laconic.cli import main
 from laconic.links import talks
 
 from tests.links.test_secured import Between
 from tests.support import gloo, job_keys
 from tests.support.elastic_runs import SECONDS, Coordinator
+from tests.support.strangers import anybody
 
 Start = Callable[[], Coordinator]
 
@@ -45,11 +44,10 @@ def attached(port: int, wait: float = 60.0, **options: Any) -> laconic.Synchroni
     """A run of one worker."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    elastic = laconic.Elastic(
-        f"127.0.0.1:{port}", **{"workers": 1, "min_workers": 1, "wait": wait, **options}
-    )
+    given: Any = {"workers": 1, "min_workers": 1, "wait": wait, **options}
     before = signal.getsignal(signal.SIGTERM)
     try:
+        elastic = laconic.Elastic(f"127.0.0.1:{port}", **given)
         return laconic.attach(model, optimizer, laconic.ddp(), elastic=elastic)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -87,11 +85,10 @@ def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, which says what to start."""
     monkeypatch.setattr("laconic.links.elastic.registry.CALL_SECONDS", 0.5)
     port = gloo.free_port()
-    for job in ("default", "other"):
-        said = refused(port, job=job, wait=0.5)
-        assert f"answers at 127.0.0.1:{port}: start one by `laconic coordinator" in said
+    said = refused(port, job="other", wait=0.5)
+    assert f"answers at 127.0.0.1:{port}: start one by `laconic coordinator" in said
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert "127.0.0.1:" in refused(server.getsockname()[1], wait=0.5)
+        assert "does not answer" in refused(server.getsockname()[1], wait=0.5)
 
 
 def test_too_few_workers_come(start: Start) -> None:
@@ -123,14 +120,11 @@ def test_strangers_read_nothing_and_delay_nobody(
     """Not even the greeting, without a certificate; and however many they are."""
     job_keys.turn_on(monkeypatch, jobs.one)
     port = start().port
-    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
     with ExitStack() as ending:
         raw = ending.enter_context(socket.create_connection(("127.0.0.1", port), 60))
-        with pytest.raises(OSError), nobody.wrap_socket(raw) as connection:  # alert, or end
+        with suppress(OSError), anybody().wrap_socket(raw) as connection:  # an alert, or the end
             connection.sendall(b"hello")
             assert not connection.recv(1)
-            raise ConnectionError
         for _ in range(300):
             ending.enter_context(socket.create_connection(("127.0.0.1", port)))
         attached(port).detach()
@@ -152,18 +146,6 @@ def test_what_travels_is_encrypted(
         ] * 3
 
 
-def test_the_command_refuses_wrong_files(
-    monkeypatch: pytest.MonkeyPatch,
-    jobs: job_keys.Jobs,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    job_keys.turn_on(monkeypatch, jobs.one, CERT="/none.pem")
-    assert main(["coordinator", "--port", str(gloo.free_port())]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("laconic: cannot read /none.pem (GLOO_DEVICE_TRANSPORT_TCP_")
-    assert said.count("\n") == 1
-
-
 # -- processes that end ----
 
 ENDS = """
@@ -172,7 +154,7 @@ atexit.register(lambda: print([t.name for t in threading.enumerate()]))  # after
 import torch, laconic
 model = torch.nn.Linear(20, 5)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-elastic = laconic.Elastic(sys.argv[1], workers=2, min_workers=2, wait=float(sys.argv[2]))
+elastic = laconic.Elastic(sys.argv[1], workers=2, min_workers=2)
 sync = laconic.attach(model, optimizer, laconic.ddp(), elastic=elastic)
 print("ready", flush=True)
 while True:
@@ -181,18 +163,13 @@ while True:
 """
 
 
-def program(port: int, wait: float) -> subprocess.Popen[str]:
-    """A process that was not forked: Python stops its threads when it ends."""
-    command = [sys.executable, "-c", ENDS, f"127.0.0.1:{port}", str(wait)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.slow
 @pytest.mark.fault("a process that was interrupted while it waited ended with a thread in torch")
 def test_a_worker_that_is_interrupted_ends_its_threads(start: Start) -> None:
     """Else it is aborted, and the exit code is that of SIGABRT."""
-    port = start().port
-    workers = [program(port, SECONDS) for _ in range(2)]
+    command = [sys.executable, "-c", ENDS, f"127.0.0.1:{start().port}"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    workers = [subprocess.Popen(command, **pipes) for _ in range(2)]
     try:
         for worker in workers:
             assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
@@ -208,12 +185,3 @@ def test_a_worker_that_is_interrupted_ends_its_threads(start: Start) -> None:
         for worker in workers:
             worker.kill()
             worker.communicate()
-
-
-@pytest.mark.slow
-def test_a_worker_whose_coordinator_never_answers_is_not_aborted() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        worker = program(server.getsockname()[1], 1.0)
-        said = worker.communicate(timeout=SECONDS)[1]
-    assert worker.returncode == 1 and "the coordinator at 127.0.0.1:" in said
-    assert "does not answer" in said

@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,27 +26,17 @@ RUN = ["--steps", "300", "--pause", "0.02", "--min-workers", "2"]
 SECONDS = 200.0
 
 
-def environment(**more: str) -> dict[str, str]:
-    """Without this process's settings."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("LACONIC_", "SLURM"))}
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
-
-
 class Program:
-    """A program whose output goes to a file."""
+    """A program whose output goes to a file, without this process's settings."""
 
     def __init__(self, command: list[str], log: Path, **more: str) -> None:
         self.log = log
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("LACONIC_", "SLURM"))}
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        environ = {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+        more_options: Any = {"stderr": subprocess.STDOUT, "cwd": ROOT, "start_new_session": True}
         with log.open("w") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment(**more),
-                cwd=ROOT,
-                start_new_session=True,
-            )
+            self.process = subprocess.Popen(command, stdout=file, env=environ, **more_options)
 
     @property
     def said(self) -> str:
@@ -55,43 +45,27 @@ class Program:
     def end(self) -> int:
         return self.process.wait(SECONDS)
 
-    def kill(self) -> None:
+    def workers(self) -> list[int]:
+        """Those that have begun, in their order."""
+        return [int(pid) for pid in re.findall(r"\[(\d+)\] worker \w+ begins", self.said)]
+
+    def kill_worker(self, *others: Program) -> None:
+        """Kill the first one once all have come to step 100."""
+        programs, end = (self, *others), time.monotonic() + SECONDS
+        while sum(each.said.count("step 100:") for each in programs) < 2:
+            assert time.monotonic() < end, "\n---\n".join(each.said for each in programs)
+            time.sleep(0.05)
+        os.kill(self.workers()[0], signal.SIGKILL)
+
+    def close(self) -> None:
         """End it and what it has started, which is in its session or known by its lines."""
-        for pid in {*map(int, re.findall(r"^\[(\d+)\]", self.said, re.MULTILINE))}:
-            if TRAIN in command_of(pid) or "examples/elastic/train.py" in command_of(pid):
-                os.kill(pid, signal.SIGKILL)
+        for pid in self.workers():
+            with suppress(OSError):
+                if "examples/elastic/train.py" in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(SECONDS)
-
-
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
-
-
-def wait_for(what: Callable[[], object], programs: list[Program]) -> None:
-    end = time.monotonic() + SECONDS
-    while not what():
-        assert time.monotonic() < end, "\n---\n".join(p.said for p in programs)
-        time.sleep(0.05)
-
-
-@contextmanager
-def ended(programs: list[Program]) -> Iterator[None]:
-    """End all programs on leaving."""
-    try:
-        yield
-    finally:
-        for program in programs:
-            program.kill()
-
-
-def pids(text: str) -> list[int]:
-    """Those of the workers that have begun, in their order."""
-    return [int(pid) for pid in re.findall(r"\[(\d+)\] worker \w+ begins", text)]
 
 
 def digests(text: str) -> list[str]:
@@ -102,21 +76,22 @@ def digests(text: str) -> list[str]:
 def test_torchrun_starts_a_killed_worker_again(tmp_path: Path) -> None:
     port, trace = gloo.free_port(), tmp_path / "trace"
     coordinator = [sys.executable, "-m", "laconic", "coordinator", "--port", str(port)]
-    programs = [Program(coordinator, tmp_path / "coordinator")]
     command = [sys.executable, *TORCHRUN, TRAIN, *RUN, "--trace", str(trace)]
     address = {"LACONIC_COORDINATOR": f"127.0.0.1:{port}"}
-    with ended(programs):
-        programs += [Program(command, tmp_path / f"host{i}", **address) for i in range(2)]
-        first, second = programs[1:]
-        wait_for(lambda: "step 100:" in first.said and "step 100:" in second.said, programs)
-        os.kill(pids(first.said)[0], signal.SIGKILL)
+    with ExitStack() as ending:
+        ending.enter_context(closing(Program(coordinator, tmp_path / "coordinator")))
+        first, second = (
+            ending.enter_context(closing(Program(command, tmp_path / f"host{i}", **address)))
+            for i in range(2)
+        )
+        first.kill_worker(second)
         assert [first.end(), second.end()] == [0, 0], first.said + second.said
         steps = re.findall(r"begins after step (\d+)", first.said)
         assert len(steps) == 2 and 100 <= int(steps[1]) < 300, "it goes on where the others are"
         assert "lost: 1 workers" in second.said
         (digest,) = {*digests(first.said), *digests(second.said)}
-    again = Program([sys.executable, TRAIN, *RUN, "--repeat", str(trace)], tmp_path / "again")
-    with ended([again]):
+    command = [sys.executable, TRAIN, *RUN, "--repeat", str(trace)]
+    with closing(Program(command, tmp_path / "again")) as again:
         assert again.end() == 0, again.said
         assert f"digests: ['{digest}', '{digest}']" in again.said
 
@@ -134,22 +109,19 @@ exit $status
 def test_the_script_for_slurm(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
+    programs = str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]
     slurm = {
-        "PATH": os.pathsep.join(
-            [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
-        ),
+        "PATH": os.pathsep.join(programs),
         "SLURM_JOB_ID": str(gloo.free_ports(1)[0] - 20000),
         "SLURM_NTASKS": "2",
         "SLURMD_NODENAME": "127.0.0.1",
     }
     model = tmp_path / "model.pt"
-    options = [*RUN, "--model", str(model)]
-    job = Program(["bash", str(EXAMPLES / "slurm.sh"), *options], tmp_path / "job", **slurm)
-    with ended([job]):
-        wait_for(lambda: job.said.count("step 100:") == 2, [job])
-        os.kill(pids(job.said)[0], signal.SIGKILL)
+    command = ["bash", str(EXAMPLES / "slurm.sh"), *RUN, "--model", str(model)]
+    with closing(Program(command, tmp_path / "job", **slurm)) as job:
+        job.kill_worker()
         assert job.end() == 0, job.said
-        assert len(pids(job.said)) == 3 and model.exists(), job.said
+        assert len(job.workers()) == 3 and model.exists(), job.said
         found = digests(job.said)
         assert len(found) == 2 and len(set(found)) == 1, job.said
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -22,15 +23,9 @@ class Forbidden:
         return bytes(68) + (100_000).to_bytes(4, "little")
 
 
-def test_long_round_trips_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(congestion.VARIABLE, raising=False)
-    monkeypatch.setattr(congestion, "available", lambda: ["bbr", "cubic"])
-    assert congestion.name_for(0.1) == "bbr" and congestion.name_for(0.001) == ""
-    monkeypatch.setenv(congestion.VARIABLE, "system")
-    assert congestion.name_for(0.1) == ""
-
-
-def test_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_is_used_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long round trips have their own. Where it cannot be set the system's is used, unless somebody
+    has asked for it."""
     name = next(iter(congestion.available()), "")  # none but on Linux
     monkeypatch.setenv(congestion.VARIABLE, name)
     with socket.socket() as connection:
@@ -38,16 +33,16 @@ def test_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
         if name:
             found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
             assert found.rstrip(b"\0").decode() == name
-
-
-def test_where_it_cannot_be_set_the_systems_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless somebody has asked for it."""
-    monkeypatch.delenv(congestion.VARIABLE, raising=False)
-    monkeypatch.setattr(congestion, "available", lambda: ["bbr"])
-    assert congestion.choose(Forbidden()) == ""  # type: ignore[arg-type]
+    monkeypatch.setattr(congestion, "available", lambda: ["bbr", "cubic"])
+    monkeypatch.setenv(congestion.VARIABLE, "system")
+    assert congestion.name_for(0.1) == ""
+    monkeypatch.delenv(congestion.VARIABLE)
+    assert congestion.name_for(0.1) == "bbr" and congestion.name_for(0.001) == ""
+    forbidden: Any = Forbidden()
+    assert congestion.choose(forbidden) == ""
     monkeypatch.setenv(congestion.VARIABLE, "bbr")
     with pytest.raises(ValueError, match="may not set it"):
-        congestion.choose(Forbidden())  # type: ignore[arg-type]
+        congestion.choose(forbidden)
 
 
 class Reported:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import laconic as la
 from laconic.errors import LinkError
@@ -101,29 +102,29 @@ class FakeTime:
         self.now += seconds
 
 
-def test_a_rank_that_never_comes_to_attach_is_logged_before_the_timeout(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    """Of rank 0 of two."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(rendezvous, "time", FakeTime())
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(rendezvous, "time", clock := FakeTime())
+    return clock
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_rank_that_never_comes_to_attach_is_logged_before_the_timeout(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with pytest.raises(LinkError, match="rank 1 has not come within 100 s"):
-        rendezvous.Rendezvous(store).wait_for_all(100.0)
+        rendezvous.Rendezvous(HashStore()).wait_for_all(100.0)
     assert [record.getMessage()[:45] for record in caplog.records] == [
         "rank 0 has waited 30 s for rank 1 in laconic.",
         "rank 0 has waited 60 s for rank 1 in laconic.",
     ]
 
 
-def test_a_rank_that_ends_before_attach_is_named_within_seconds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    clock = FakeTime()
-    monkeypatch.setattr(rendezvous, "time", clock)
-    store = dist.HashStore()  # type: ignore[attr-defined]
+def test_a_rank_that_ends_before_attach_is_named_within_seconds(clock: FakeTime) -> None:
+    store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = str(Address("127.0.0.1", server.getsockname()[1], "00" * 8))
     dist.PrefixStore("laconic", store).set("beacon/1", address)  # type: ignore[attr-defined]

@@ -1,23 +1,22 @@
-"""The byte ledger against arithmetic and the system's own counters, the cost model and the
-throttled link against the clock."""
+"""The byte ledger against arithmetic and the system's own counters, the throttled link against the
+clock, and who sends what to whom: gossip to its peers alone, each rank of a worker its part, and
+groups among themselves."""
 
 from __future__ import annotations
 
 import math
 import os
 import socket
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import laconic as la
-from laconic import buckets
-from laconic.engine import gradient_rounds
+from laconic.algorithms.topology import Graph
 from laconic.links import Ledger, Link, Metered, Throttled, cost
 from laconic.links.sockets import borrowed
 
@@ -29,71 +28,20 @@ SHAPES = [(7, 5), (7,), (11, 7), (11,)]
 ELEMENTS = sum(map(math.prod, SHAPES))
 
 
-class Plain(nn.Module):
-    """Parameters of given shapes, all of which get a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in SHAPES)
-
-    def forward(self, scale: float) -> torch.Tensor:
-        return torch.stack([(scale * p + 1).square().mean() for p in self.all]).sum()
-
-
 def attached(rank: int, recipe: la.Recipe, **options: Any) -> tuple[la.Synchronizer, Any]:
-    """A synchronizer, and what takes a step."""
+    """A synchronizer, and what takes a step, in which all parameters get a gradient."""
     torch.manual_seed(rank)
-    model = Plain()
+    model = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in SHAPES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     sync = la.attach(model, optimizer, recipe, **options)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        model(1.0 + rank).backward()
+        torch.stack([((1 + rank) * p + 1).square().mean() for p in model]).sum().backward()
         optimizer.step()
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        return torch.cat([p.detach().reshape(-1) for p in model])
 
     return sync, step
-
-
-def padded(elements: int, n: int) -> int:
-    """Elements of a bucket: a multiple of n."""
-    return math.ceil(elements / n) * n
-
-
-def ring(size: int, n: int) -> int:
-    """Bytes that a rank sends in an all-reduce of ``size`` bytes."""
-    assert 2 * (n - 1) * size % n == 0
-    return 2 * (n - 1) * size // n
-
-
-def sent_by(sync: la.Synchronizer, call: Callable[[], object]) -> dict[str, int]:
-    """The bytes that a call sends, by collective."""
-    before = dict(sync.stats().bytes_by_collective)
-    call()
-    after = sync.stats().bytes_by_collective
-    found = {name: size - before.get(name, 0) for name, size in after.items()}
-    return {name: size for name, size in found.items() if size}
-
-
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2), la.diloco(2)])
-def test_cutting_into_many_buckets_costs_padding_alone(
-    recipe: la.Recipe, n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At 40 bytes a bucket, 130 elements make 13 buckets of 10, each padded by itself."""
-    for module in (buckets, gradient_rounds):
-        monkeypatch.setattr(module, "BUCKET_BYTES", 40)
-    monkeypatch.setattr(gradient_rounds, "FIRST_BYTES", 40)
-    assert ELEMENTS == 130
-
-    def run(rank: int) -> int:
-        sync, step = attached(rank, recipe)
-        step()
-        found = sent_by(sync, step)
-        return sum(found.get(name, 0) for name in ("mean", "reduce_scatter", "all_gather"))
-
-    assert la.simulate(run, workers=n) == [13 * ring(4 * padded(10, n), n)] * n
 
 
 def test_calls_are_booked_under_their_names() -> None:
@@ -101,12 +49,21 @@ def test_calls_are_booked_under_their_names() -> None:
 
     def run(rank: int) -> None:
         sync, _ = attached(rank, la.slowmo(la.local_sgd(2), 4, momentum=0.5))
-        model = 4 * padded(ELEMENTS, 3)
+
+        def sent_by(call: Callable[[], object]) -> dict[str, int]:
+            before = dict(sync.stats().bytes_by_collective)
+            call()
+            after = sync.stats().bytes_by_collective.items()
+            found = {name: size - before.get(name, 0) for name, size in after}
+            return {name: size for name, size in found.items() if size}
+
         for call in (sync.consensus_state_dict, sync.finish):
-            found = sent_by(sync, call)
-            assert found.pop("mean") == ring(model, 3) and sum(found.values()) < 100
-        assert sent_by(sync, lambda: sync.mean(1.0))["mean"] == 2 * 8
-        assert sent_by(sync, sync.state_dict) == {}
+            found = sent_by(call)
+            # a ring sends 2 (n - 1) / n of the elements, which are padded to a multiple of n = 3
+            assert found.pop("mean") == 4 * 4 * math.ceil(ELEMENTS / 3)
+            assert sum(found.values()) < 100
+        assert sent_by(lambda: sync.mean(1.0))["mean"] == 2 * 8
+        assert sent_by(sync.state_dict) == {}
         total = sync.stats()
         assert total.bytes_sent == total.bytes_received == sum(total.bytes_by_collective.values())
 
@@ -187,43 +144,194 @@ def test_the_ledger_counts_what_passes_the_sockets(pool: gloo.Pool) -> None:
 # -- the cost model, and the throttled link ----
 
 
-@pytest.mark.parametrize(("n", "seconds"), [(2, 0.320), (3, 0.427), (4, 0.480), (8, 0.560)])
-def test_four_megabytes_at_100_mbit(n: int, seconds: float) -> None:
-    assert math.isclose(cost.mean(4_000_000, n).seconds(1e8, 0.0), seconds, abs_tol=5e-4)
-
-
-@pytest.mark.parametrize(
-    ("bandwidth", "latency"), [("20mbit", "0"), (None, "100ms"), ("20mbit", "100ms")]
-)
-def test_a_throttled_mean_takes_the_cost_models_time(
-    bandwidth: str | None, latency: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_throttled_mean_takes_the_cost_models_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Any = controlled(monkeypatch)
+    for n, seconds in ((2, 0.320), (3, 0.427), (8, 0.560)):
+        assert math.isclose(cost.mean(4_000_000, n).seconds(1e8, 0.0), seconds, abs_tol=5e-4)
 
-    def run(link: Link) -> tuple[float, float]:
-        throttled = Throttled(link, bandwidth, latency)
-        link.gather(torch.zeros(1))  # all workers stand before the mean
-        start = clock.perf_counter()
-        throttled.mean(torch.zeros(50_000))
-        return start, clock.perf_counter()
+    def took(bandwidth: str | None, latency: str) -> float:
+        def run(link: Link) -> tuple[float, float]:
+            throttled = Throttled(link, bandwidth, latency)
+            link.gather(torch.zeros(1))  # all workers stand before the mean
+            start = clock.perf_counter()
+            throttled.mean(torch.zeros(50_000))
+            return start, clock.perf_counter()
 
-    starts, ends = zip(*with_links(run, 2), strict=True)
-    rate = math.inf if bandwidth is None else 20e6
-    law = cost.mean(200_000, 2).seconds(rate, 0.0 if latency == "0" else 0.05)
-    assert law > 0.05 and max(ends) - max(starts) == pytest.approx(law, rel=1e-3)
+        starts, ends = zip(*with_links(run, 2), strict=True)
+        return float(max(ends) - max(starts))
+
+    law = cost.mean(200_000, 2)
+    for bandwidth, latency, rate, seconds in (
+        ("20mbit", "0", 20e6, 0.0),
+        (None, "100ms", math.inf, 0.05),
+        ("20mbit", "100ms", 20e6, 0.05),
+    ):
+        expected = law.seconds(rate, seconds)
+        assert expected > 0.05 and took(bandwidth, latency) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_throttled_run_computes_the_same_and_books_the_same() -> None:
-    def run(rank: int) -> tuple[list[float], dict[str, int], float]:
+    def run(rank: int) -> tuple[Any, float]:
         sync, step = attached(rank, la.slowmo(la.local_sgd(1), 2, momentum=0.5))
-        for _ in range(4):
-            params = step()
+        params = [step().tolist() for _ in range(4)]
         sync.finish()
         stats = sync.stats()
-        return params.tolist(), dict(stats.bytes_by_collective), stats.seconds_waiting
+        return (params, dict(stats.bytes_by_collective)), stats.seconds_waiting
 
-    begin = time.perf_counter()
     fast = la.simulate(run, workers=2)
     slow = la.simulate(run, workers=2, link=lambda link: Throttled(link, "100mbit", "2ms"))
-    assert [r[:2] for r in fast] == [r[:2] for r in slow]
-    assert all(0.004 <= waited <= time.perf_counter() - begin for *_, waited in slow)
+    assert [ran for ran, _ in fast] == [ran for ran, _ in slow]
+    assert all(waited >= 0.004 for _, waited in slow)
+
+
+class Call(NamedTuple):
+    """A collective: its name, the ranks (of the world) that this rank sends to, the bytes."""
+
+    name: str
+    to: tuple[int, ...]
+    size: int
+
+
+class Recording:
+    """``link``, noting each of its collectives, and those of links split from it."""
+
+    def __init__(self, link: Link, log: list[Call], members: Sequence[int] | None = None) -> None:
+        self.link, self.log = link, log
+        self.members = range(link.size) if members is None else members
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.link, name)
+        if name not in ("mean", "reduce_scatter", "all_gather", "broadcast", "gather", "swap"):
+            return method
+
+        def noted(*at: Any, **more: Any) -> Any:
+            x: Tensor = at[1] if name == "all_gather" else at[0]
+            others = [r for r in range(self.link.size) if r != self.link.rank]
+            to = tuple(self.members[r] for r in (at[1] if name == "swap" else others))
+            self.log.append(Call(name, to, x.numel() * x.element_size()))
+            return method(*at, **more)
+
+        return noted
+
+    def split(self, sets: Sequence[Sequence[int]]) -> Any:
+        self.log.append(Call("split", (), 0))
+        (mine,) = [ranks for ranks in sets if self.link.rank in ranks]
+        return Recording(self.link.split(sets), self.log, [self.members[r] for r in mine])
+
+
+def recorded(
+    recipe: la.Recipe, n: int, steps: int = 6, **options: Any
+) -> tuple[Sequence[list[Call]], Sequence[list[list[Call]]]]:
+    """By rank: what `laconic.attach` does, and what every step does."""
+
+    def run(rank: int) -> tuple[list[Call], list[list[Call]]]:
+        _, step = attached(rank, recipe, **options)
+        log, found = logs[rank], [list(logs[rank])]
+        for _ in range(steps):
+            log.clear()
+            step()
+            found.append(list(log))
+        return found[0], found[1:]
+
+    logs: dict[int, list[Call]] = {r: [] for r in range(n)}
+    wrap: Any = lambda link: Recording(link, logs[link.rank])  # noqa: E731
+    setups, runs = zip(*la.simulate(run, workers=n, link=wrap), strict=True)
+    return setups, runs
+
+
+@pytest.mark.parametrize(("graph", "n"), [("directed_exponential", 5), ("bipartite_linear", 6)])
+def test_gossip_reaches_out_peers_and_nobody_else(graph: str, n: int) -> None:
+    recipe = la.slowmo(la.sgp(graph, 2), 3, momentum=0.5)
+    for rank, run in enumerate(recorded(recipe, n, steps=8)[1]):
+        gossips = [calls for t, calls in enumerate(run[1:], 2) if t % 3]
+        for k, (call,) in enumerate(gossips, 1):  # a slow step does not advance the graph
+            assert (call.name, call.to) == ("swap", Graph(graph, 2).out_peers(rank, n, k))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "rider"),
+    [
+        (la.sgp("ring", 2, delay=1), "swap", 8),
+        (la.easgd(1), "mean", 0),
+        (la.downpour(1), "reduce_scatter", 0),
+        (la.lsgd(1, local_period=0), "broadcast", 0),
+    ],
+)
+def test_each_of_two_ranks_of_a_worker_sends_half_across(
+    recipe: la.Recipe, name: str, rider: int
+) -> None:
+    """The rest of the model reaches it from the other rank of its own worker. ``rider``: the bytes
+    of the push weight behind every message of SGP."""
+    model = 4 * (ELEMENTS + 2)  # padded
+    for rank, run in enumerate(recorded(recipe, 6, nprocs_per_node=2)[1]):
+        for calls in run[1:]:
+            worker = {rank - rank % 2, rank - rank % 2 + 1}
+            crossing = [c for c in calls if not set(c.to) <= worker and c.name == name]
+            assert [c.size - rider for c in crossing] == [model // 2]
+            assert {r % 2 for c in crossing for r in c.to} == {rank % 2}, "equal places"
+            inside = [c for c in calls if set(c.to) <= worker]
+            assert {"mean", "all_gather"} <= {c.name for c in inside}, "gradients, and the rest"
+
+
+def test_rounds_inside_groups_stay_there() -> None:
+    recipe = la.hierarchical(2, 4)
+    for rank, run in enumerate(recorded(recipe, 6, group_size=3)[1]):
+        first = rank - rank % 3
+        neighbours = tuple(r for r in range(first, first + 3) if r != rank)
+        everyone = tuple(r for r in range(6) if r != rank)
+        said = [[(c.name, c.to) for c in calls] for calls in run]
+        inner, outer = [("mean", neighbours)], [("mean", everyone)]
+        assert said[1:] == [inner, [], outer, [], inner]
+
+
+def test_attaching_takes_as_many_calls_among_many_workers() -> None:
+    """And gossip needs no link for each edge."""
+    recipe = la.slowmo(la.sgp("complete"), 4, momentum=0.5)
+    few, many = ([call.name for call in recorded(recipe, n, steps=1)[0][0]] for n in (2, 12))
+    assert few == many and len(few) < 12 and "split" not in many
+
+
+def test_buffers_of_gossip_go_to_the_peers_alone() -> None:
+    """And not to everyone at every step; the running mean is mixed as the graph says."""
+
+    def run(rank: int) -> tuple[set[str], Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before: list[Tensor] = []
+        norm: Any = model[1]
+        optimizer.register_step_post_hook(lambda *_: before.append(norm.running_mean.clone()))
+        sync = la.attach(model, optimizer, la.sgp("ring"))
+        for step in range(2):
+            booked = dict(sync.stats().bytes_by_collective)
+            torch.manual_seed(10 * rank + step)
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+        after = sync.stats().bytes_by_collective
+        used = {name for name, size in after.items() if size > booked.get(name, 0)}
+        return used, before[-1], norm.running_mean.clone()
+
+    runs = la.simulate(run, workers=4)
+    for rank, (used, own, mixed) in enumerate(runs):
+        assert "mean" not in used and "swap" in used
+        assert torch.allclose(mixed, (own + runs[rank - 1][1]) / 2)
+
+
+# -- a link and its synchronizer ----
+
+
+def twice_and_afterward(rank: int) -> tuple[float, list[float]]:
+    """A second `laconic.attach` on a link, and what calls give after leaving."""
+    link = gloo.link_of(2)
+    sync, _ = attached(rank, la.local_sgd(2), link=link)
+    with sync, pytest.raises(ValueError, match="a link for each"):
+        attached(rank, la.local_sgd(2), link=link)
+    mean = sync.mean(float(rank))
+    found = [float(x.sum()) for x in sync.consensus_state_dict().values()]
+    attached(rank, la.local_sgd(2), link=link)[0].detach()
+    return mean, found
+
+
+def test_one_link_carries_one_synchronizer_and_calls_after_leaving_run(pool: gloo.Pool) -> None:
+    one, other = pool.run(twice_and_afterward, ranks=2)
+    assert one == other and one[0] == 0.5

@@ -2,54 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+import weakref
+from functools import partial
 
 import numpy as np
+import pytest
 import torch
 
 from laconic import simulate
 from laconic.links import Metered
 from laconic.links.agreement import MOST_CHARACTERS, agree
+from laconic.links.comm_thread import CommThread
 from laconic.links.simulated import current_link
 
 from tests.support import gloo
 
 
-def agreed(problem_of: Callable[[int], str | None]) -> list[tuple[str, dict[str, int]]]:
-    """What each of four ranks raises, and what it sent."""
-
-    def run(rank: int) -> tuple[str, dict[str, int]]:
-        link = current_link.get()
-        assert link is not None
-        metered = Metered(link)
-        try:
-            agree(metered.gather, problem_of(rank))
-        except ValueError as error:
-            return str(error), metered.ledger.by_collective
-        return "", metered.ledger.by_collective
-
-    return simulate(run, workers=4)
-
-
 def test_a_problem_is_raised_in_its_own_words_on_all_ranks() -> None:
     """What another rank says is cut and printable. Without a problem there is one small gather."""
-    assert agreed(lambda rank: None) == [("", {"gather": 3 * 4})] * 4
-    said = [text for text, _ in agreed(lambda rank: f"no {rank % 2}" if rank else None)]
-    assert said == ["ranks 1, 3: no 1; rank 2: no 0", "no 1", "no 0", "no 1"]
-    texts = agreed(lambda rank: "\x1b[2J" + "ü" * 9000 if rank == 3 else None)
-    assert texts[0][0] == ("rank 3:  [2J" + "ü" * 9000)[: MOST_CHARACTERS + len("rank 3: ")]
-    assert texts[3][0].startswith("\x1b[2J")
+
+    def said(*problems: str | None) -> list[str]:
+        def run(rank: int) -> str:
+            link = current_link.get()
+            assert link is not None
+            metered = Metered(link)
+            try:
+                agree(metered.gather, problems[rank])
+            except ValueError as error:
+                return str(error)
+            return str(metered.ledger.by_collective)
+
+        return simulate(run, workers=4)
+
+    assert said(None, None, None, None) == ["{'gather': 12}"] * 4
+    assert said(None, "a", "b", "a") == ["ranks 1, 3: a; rank 2: b", "a", "b", "a"]
+    texts = said(None, None, None, "\x1b[2J" + "ü" * 9000)
+    assert texts[0] == ("rank 3:  [2J" + "ü" * 9000)[: MOST_CHARACTERS + len("rank 3: ")]
+    assert texts[3].startswith("\x1b[2J")
 
 
 def short_sums(rank: int, kind: str) -> list[torch.Tensor]:
     link = gloo.link_of(3) if kind == "tcp" else gloo.nccl_link_of(3)
-    found = []
-    for length in (12, 13, 1):
-        x = torch.randn(length, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    draw = torch.Generator().manual_seed(rank)
+    found = [torch.randn(length, generator=draw).bfloat16() for length in (12, 13, 1)]
+    for x in found:
         link.mean(x)
-        found.append(x)
-    x = torch.randn(12, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    found.append(link.reduce_scatter(x).clone())
+    found.append(link.reduce_scatter(torch.randn(12, generator=draw).bfloat16()).clone())
     link.close()
     return found
 
@@ -62,27 +61,6 @@ def test_short_numbers_are_summed_in_float32_by_the_link_for_nccl(pool: gloo.Poo
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b, rtol=2**-8, atol=0)
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[3], theirs[3])
-
-
-def split_twice(rank: int) -> tuple[list[float], list[float], int]:
-    """Sums over halves of four ranks, and over pairs of these; and how many process groups it
-    took."""
-    groups = torch.distributed.distributed_c10d._world.pg_map
-    world, before = gloo.link_of(4), len(groups)
-    half = world.split([[0, 1], [3, 2]])
-    across = world.split([[0, 3], [1, 2]])
-    found = half.gather(torch.tensor([float(rank)])).flatten().tolist()
-    other = across.gather(torch.tensor([float(rank)])).flatten().tolist()
-    for link in (half, across, world):
-        link.close()
-    return found, other, len(groups) - before
-
-
-def test_a_split_makes_no_process_group(pool: gloo.Pool) -> None:
-    said = pool.run(split_twice, ranks=4)
-    assert [half for half, _, _ in said] == [[0, 1], [0, 1], [3, 2], [3, 2]]
-    assert [across for _, across, _ in said] == [[0, 3], [1, 2], [1, 2], [0, 3]]
-    assert [made for _, _, made in said] == [0] * 4
 
 
 def drawn(rank: int, workers: int) -> list[float]:
@@ -108,3 +86,38 @@ def test_each_simulated_worker_has_its_own_numpy_numbers() -> None:
     alone = [simulate(lambda _, r=r: drawn(r, 1), workers=1)[0] for r in range(3)]  # type: ignore[misc]
     assert together == alone
     assert np.random.get_state(legacy=False)["state"]["key"].tolist() == before
+
+
+# -- the communication thread ----
+
+
+def test_a_job_that_is_done_keeps_no_tensor() -> None:
+    """Its thread waits for the next one meanwhile, perhaps for long."""
+    thread = CommThread(True, torch.device("cpu"), lambda: None)
+    flat = torch.ones(4)
+    seen = weakref.ref(flat)
+    assert float(thread.submit(partial(torch.sum, flat), "a sum").wait()) == 4.0
+    del flat
+    thread.submit(lambda: None, "another job").wait()
+    end = time.monotonic() + 60
+    while seen() is not None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert seen() is None
+    thread.close()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_no_job_runs_after_one_that_failed(threaded: bool) -> None:
+    """Without a thread, too: as the ranks would no longer be in step."""
+    thread = CommThread(threaded, torch.device("cpu"), lambda: None)
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    first, second = thread.submit(fail, "a failure"), thread.submit(partial(ran.append, 1), "a job")
+    for pending in (first, second):
+        with pytest.raises(ValueError, match="no"):
+            pending.wait()
+    assert not ran
+    thread.close()

@@ -47,88 +47,71 @@ def test_the_first_free_port_of_the_range(monkeypatch: pytest.MonkeyPatch) -> No
         taken[1].close()
         again = closing.enter_context(listen("127.0.0.1")[0])
         assert again.getsockname()[1] == given[1]
-    monkeypatch.setenv(addresses.PORTS, str(given[0]))
-    listen("127.0.0.1")[0].close()
-    monkeypatch.setenv(addresses.PORTS, " ")
-    listen("127.0.0.1")[0].close()
+    for text in (str(given[0]), " "):
+        monkeypatch.setenv(addresses.PORTS, text)
+        listen("127.0.0.1")[0].close()
 
 
-@pytest.mark.parametrize(
-    ("bind", "announced", "at"),
-    [
-        (None, None, ("127.0.0.1", "127.0.0.1")),
-        ("127.0.0.2", None, ("127.0.0.2", "127.0.0.2")),
-        ("127.0.0.1", "127.0.0.77", ("127.0.0.1", "127.0.0.77")),
-        ("0.0.0.0", None, ("0.0.0.0", "127.0.0.1")),  # only where that is asked for
-    ],
-)
 def test_the_address_to_listen_at_and_the_one_that_others_call(
-    monkeypatch: pytest.MonkeyPatch, bind: str | None, announced: str | None, at: tuple[str, str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As behind a NAT."""
-    for name, value in ((addresses.BIND, bind), (addresses.ADDRESS, announced)):
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    server, host = listen("127.0.0.1")
-    with server:
-        assert (server.getsockname()[0], host) == at
-
-
-@pytest.mark.parametrize(
-    ("variable", "text", "said"),
-    [
+    for bind, announced, at in (
+        ("", "", ("127.0.0.1", "127.0.0.1")),
+        ("127.0.0.2", "", ("127.0.0.2", "127.0.0.2")),
+        ("127.0.0.1", "127.0.0.77", ("127.0.0.1", "127.0.0.77")),
+        ("0.0.0.0", "", ("0.0.0.0", "127.0.0.1")),  # only where that is asked for
+    ):
+        monkeypatch.setenv(addresses.BIND, bind)
+        monkeypatch.setenv(addresses.ADDRESS, announced)
+        server, host = listen("127.0.0.1")
+        with server:
+            assert (server.getsockname()[0], host) == at
+    for variable, text, said in (
         (addresses.BIND, "192.0.2.1", "this host has no such addre"),  # for documentation
         (addresses.BIND, "no such name.invalid", "is not an address"),
         (addresses.ADDRESS, "no such name.invalid", "is not an address"),
         (addresses.ADDRESS, "0.0.0.0", "is not an address that other worke"),
-        (addresses.ADDRESS, "::", "is not an address that other worke"),
-    ],
-)
-def test_no_address(monkeypatch: pytest.MonkeyPatch, variable: str, text: str, said: str) -> None:
-    monkeypatch.setenv(variable, text)
-    with pytest.raises(ValueError, match=f"{variable}={re.escape(text)}.*{said}"):
-        listen("127.0.0.1")
+    ):
+        with monkeypatch.context() as patched:
+            patched.setenv(addresses.BIND, "")
+            patched.setenv(variable, text)
+            with pytest.raises(ValueError, match=f"{variable}={re.escape(text)}.*{said}"):
+                listen("127.0.0.1")
 
 
-def has_ipv6() -> bool:
+def test_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
-        return False
-    return True
+        return  # this host has no IPv6
+    for text in ("::1", "[::1]"):
+        monkeypatch.setenv(addresses.BIND, text)
+        beacon = health.Beacon()
+        address = beacon.enroll(SECRET)
+        assert Address.parse(address).host == "::1" and not health.ask(address, SECRET).lost
+        beacon.close()
 
 
-@pytest.mark.skipif(not has_ipv6(), reason="no IPv6")
-@pytest.mark.parametrize("text", ["::1", "[::1]"])
-def test_ipv6(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(addresses.BIND, text)
-    beacon = health.Beacon()
-    address = beacon.enroll(SECRET)
-    assert Address.parse(address).host == "::1" and not health.ask(address, SECRET).lost
-    beacon.close()
-
-
-@pytest.mark.parametrize(
-    ("environ", "address"),
-    [
-        ({}, "name"),  # nobody says where the others are
-        ({"MASTER_ADDR": "10.0.0.1"}, "10.0.0.9"),
-        ({"MASTER_ADDR": "127.0.0.1"}, "127.0.0.1"),
-        ({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "127.0.0.1"),
-        ({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "name"),
-        ({"MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "lo,eth7"}, "127.0.0.1"),
-        ({"MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "none-such"}, "10.0.0.9"),
-    ],
-)
 def test_the_interface_is_gloos_or_the_one_toward_the_others(
-    environ: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
     toward = {"10.0.0.1": "10.0.0.9"}
     monkeypatch.setattr(addresses, "address_toward", lambda host: toward.get(host, host))
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "name")
-    assert addresses.own_address() == address
+    assert addresses.own_address() == "name"  # nobody says where the others are
+    for master, more, address in (
+        ("10.0.0.1", {}, "10.0.0.9"),
+        ("127.0.0.1", {}, "127.0.0.1"),
+        ("127.0.0.1", {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "127.0.0.1"),
+        ("127.0.0.1", {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "name"),
+        ("10.0.0.1", {"GLOO_SOCKET_IFNAME": "lo,eth7"}, "127.0.0.1"),
+        ("10.0.0.1", {"GLOO_SOCKET_IFNAME": "none-such"}, "10.0.0.9"),
+    ):
+        with monkeypatch.context() as patched:
+            for name, value in {"MASTER_ADDR": master, **more}.items():
+                patched.setenv(name, value)
+            assert addresses.own_address() == address
 
 
 # -- nothing listens everywhere ----
@@ -168,7 +151,7 @@ def train(pipe: Any) -> list[float]:
     return (before - model.weight.detach()).view(-1).tolist()
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_program_listens_at_its_address_only(count: int) -> None:
     """A single process, and rank 0, whose store is torch's. Its rounds are the same while strangers
     call all ports but that of the store."""

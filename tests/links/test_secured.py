@@ -1,22 +1,26 @@
-"""Connections with TLS: nothing can be read or changed on the way, and strangers are refused."""
+"""TLS: mistakes in its settings are errors that name the variable and the file, before anything
+connects; nothing can be read or changed on the way, and strangers are refused."""
 
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
 
-from laconic.links import handshake, talks
+from laconic.links import handshake, talks, tls
 from laconic.links.addresses import Address
 from laconic.links.handshake import RefusedError
 from laconic.links.wire import ChangedError, Wire
 
 from tests.support.job_keys import Jobs, turn_off, turn_on
+from tests.support.strangers import anybody
 
 HERE = (3, 7)
 SECRET = bytes(range(32))
@@ -101,26 +105,20 @@ def both_send(first: Wire, second: Wire, *x: torch.Tensor) -> None:
     assert torch.equal(rooms[0], x[1]) and torch.equal(rooms[1], x[0])
 
 
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("numel", [0, 2**21 + 5])
-def test_both_send_at_once(numel: int) -> None:
-    with connected() as (first, second, _):
-        for _ in range(2):
-            both_send(first, second, *torch.randint(0, 256, (2, numel), dtype=torch.uint8))
-        assert first.closed() == {} and first.heard(1) < 5
-
-
 def test_nothing_can_be_read_on_the_way(job: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern = torch.arange(4096, dtype=torch.float32)
+    """Both send at once, and without TLS it can: the test looks at the right bytes."""
+    pattern = torch.arange(2**18 + 5, dtype=torch.float32)
 
     def seen() -> bool:
         with connected() as (first, second, between):
-            both_send(first, second, pattern, pattern)
+            for each in (pattern, pattern[:0], pattern):
+                both_send(first, second, each, each + 1)
+            assert first.closed() == {} and first.heard(1) < 60
             return pattern.numpy().tobytes()[64:128] in between.passed
 
     assert not seen()
     turn_off(monkeypatch)
-    assert seen(), "without TLS it can: the test looks at the right bytes"
+    assert seen()
 
 
 @pytest.mark.usefixtures("job")
@@ -178,3 +176,113 @@ def test_a_handshake_cannot_be_replayed() -> None:
                 says(side, frame)
         if right == rights:
             assert b"reply" in says(callee, frame)
+
+
+# -- settings ----
+
+PREFIX = "GLOO_DEVICE_TRANSPORT_TCP_TLS_"
+
+
+def test_on_by_either_variable(monkeypatch: pytest.MonkeyPatch, jobs: Jobs) -> None:
+    turn_off(monkeypatch)
+    for value in ("", "TCP", "UV"):
+        monkeypatch.setenv(tls.TRANSPORT, value)
+        assert tls.contexts() is None
+    monkeypatch.setenv(tls.SWITCH, "yes")
+    with pytest.raises(ValueError, match="LACONIC_TLS must be 1 or 0, not 'yes'"):
+        tls.contexts()
+    turn_on(monkeypatch, jobs.one)
+    monkeypatch.setenv(tls.SWITCH, "0")
+    assert tls.contexts() is None
+    for variable, value in ((tls.TRANSPORT, tls.ON), (tls.SWITCH, "1")):
+        turn_on(monkeypatch, jobs.one)
+        monkeypatch.delenv(tls.SWITCH)
+        monkeypatch.setenv(variable, value)
+        contexts = tls.contexts()
+        assert contexts is not None and contexts is tls.contexts(), "made once"
+        turn_on(monkeypatch, jobs.other)
+        assert tls.contexts() not in (None, contexts), "other settings"
+
+
+@pytest.mark.parametrize("which", ["PKEY", "CERT", "CA_FILE"])
+def test_a_file_is_missing_or_another(
+    monkeypatch: pytest.MonkeyPatch, jobs: Jobs, which: str, tmp_path: Path
+) -> None:
+    path, kind = tmp_path / "file.pem", "PRIVATE KEY" if which == "PKEY" else "CERTIFICATE"
+    named = rf"{path} \({PREFIX}{which}\)"
+    for value, text, said in (
+        ("", None, f"LACONIC_TLS=1 needs {PREFIX}{which} too: `lac"),
+        (path, None, f"cannot read {named}: No such file"),
+        (path, "something else", f"{named} contains no (private key|certificate) in PEM"),
+        (
+            path,
+            f"-----BEGIN {kind}-----\nAAAA\n-----END {kind}-----\n",
+            f"{named}.* cannot be used",
+        ),
+    ):
+        turn_on(monkeypatch, jobs.one, **{which: value})
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            tls.contexts()
+
+
+def test_files_that_do_not_go_together(
+    monkeypatch: pytest.MonkeyPatch, jobs: Jobs, tmp_path: Path
+) -> None:
+    """A key of another certificate, or with a passphrase, which nobody is asked for; a certificate
+    of another CA, and one that has expired."""
+    from cryptography.hazmat.primitives import serialization as s
+
+    key = s.load_pem_private_key((jobs.one / "key.pem").read_bytes(), None)
+    coded = s.BestAvailableEncryption(b"1234")
+    protected = tmp_path / "key.pem"
+    protected.write_bytes(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, coded))
+    one, none = jobs.one, tmp_path / "none"
+    for folder, changed, said in (
+        (one, {"PKEY": jobs.other / "key.pem"}, rf"key.pem \({PREFIX}PKEY\) is not the key of the"),
+        (one, {"PKEY": protected}, "is protected by a passphrase"),
+        (one, {"CA_FILE": jobs.other / "ca.pem"}, rf"cert.pem \({PREFIX}CERT\) is not signed by"),
+        (one, {"CA_FILE": "", "CA_PATH": tmp_path}, "is not signed by the CA"),
+        (one, {"CA_FILE": "", "CA_PATH": none}, rf"none \({PREFIX}CA_PATH\) is not a directory"),
+        (jobs.expired, {}, rf"^the certificate .*cert.pem \({PREFIX}CERT\) has expired"),
+        (jobs.expired_ca, {}, rf"^the CA's certificate .*ca.pem \({PREFIX}CA_FILE\) has expired"),
+    ):
+        turn_on(monkeypatch, folder, **changed)
+        with pytest.raises(ValueError, match=said):
+            tls.contexts()
+
+
+def connect(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
+    """What a client reads from a server; raises the client's error."""
+    ours, theirs = socket.socketpair()
+
+    def work() -> None:
+        with suppress(OSError), server.wrap_socket(theirs, server_side=True) as connection:
+            connection.sendall(b"hello")
+
+    ours.settimeout(60)
+    with ThreadPoolExecutor(1) as pool, theirs, ours:
+        pool.submit(work)
+        with client.wrap_socket(ours) as connection:
+            return connection.recv(5).decode()
+
+
+def test_only_workers_of_one_job_understand_each_other(
+    monkeypatch: pytest.MonkeyPatch, jobs: Jobs
+) -> None:
+    turn_on(monkeypatch, jobs.one)
+    one = tls.contexts()
+    turn_on(monkeypatch, jobs.other)
+    other = tls.contexts()
+    assert one is not None and other is not None
+    assert connect(one.server, one.client) == "hello"
+    for server, client in ((one.server, other.client), (other.server, one.client)):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            connect(server, client)
+    nobody, old = anybody(), anybody()
+    old.load_cert_chain(jobs.one / "cert.pem", jobs.one / "key.pem")
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    for client in (nobody, old):  # without a certificate, and with TLS 1.2
+        with pytest.raises(OSError):
+            connect(one.server, client)

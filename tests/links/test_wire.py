@@ -21,7 +21,6 @@ from laconic.links import frames
 from laconic.links.frames import FRAME
 from laconic.links.wire import Connections, LostError, Transfer, Wire, configure
 
-MORE_THAN_BUFFERS = 2**23
 HERE, THERE = (3, 7), (4, 7)
 HEADER = 36
 Pair = tuple[socket.socket, socket.socket]
@@ -67,7 +66,7 @@ def random(numel: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("moves")
-@pytest.mark.parametrize("numel", [0, 4097, MORE_THAN_BUFFERS])
+@pytest.mark.parametrize("numel", [0, 2**22])
 def test_both_send_at_once(pair: Pair, numel: int) -> None:
     """More than any buffer holds: who sends must take in what comes."""
     messages = random(numel), random(numel)
@@ -121,12 +120,6 @@ def test_the_first_bytes_are_there_before_the_last(pair: Pair) -> None:
     theirs.send(message[two:-1])
     with pytest.raises(LostError):
         waits.wait(5, 2 * FRAME + 1)
-
-
-@pytest.mark.parametrize("x", [torch.zeros(8)[::2], torch.zeros(1).expand(4)])
-def test_what_is_not_contiguous_is_refused(pair: Pair, x: Tensor) -> None:
-    with pytest.raises(ValueError, match="a message is contiguous and on the CPU"):
-        transfer(pair[0], x)
 
 
 @contextmanager
@@ -195,10 +188,6 @@ def test_silence_is_an_error_but_slowness_is_not(pair: Pair) -> None:
 # -- connecting ----
 
 
-def nothing() -> None:
-    """A check that finds nothing wrong."""
-
-
 def test_who_does_not_call_or_cannot_be_reached_is_named() -> None:
     """Who waits to be called also heeds what others have found."""
 
@@ -209,9 +198,9 @@ def test_who_does_not_call_or_cannot_be_reached_is_named() -> None:
     first, second = (Wire(r, "127.0.0.1", (0.2, 60)[r], [5, 7]) for r in (0, 1))
     addresses = [first.address, second.address]
     with pytest.raises(LinkError, match=r"ranks \[7\] have not connected within 0\.2 s"):
-        first.connect(addresses, secret, nothing)  # which no longer listens then
+        first.connect(addresses, secret, lambda: None)  # which no longer listens then
     with pytest.raises(LinkError, match=r"rank 5 can't be reached at 127\.0\.0\.1, port \d+"):
-        second.connect(addresses, secret, nothing)
+        second.connect(addresses, secret, lambda: None)
     patient = Wire(0, "127.0.0.1", 30, range(2))
     with pytest.raises(LinkError, match="rank 7 is elsewhere"):
         patient.connect([patient.address, "never called"], secret, told)

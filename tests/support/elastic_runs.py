@@ -29,10 +29,10 @@ from tests.support import forgetful, gloo
 SECONDS = 240.0
 MANY = 100_000
 """Steps that a run never takes: its test ends it before, however fast or slow the machine is."""
-FEW = 60
+FEW = 40
 """More steps than a worker can be ahead of another one, or than pass while one reads a file."""
 VARIABLES = ("LACONIC_", "GLOO_")
-OWN = ("samples", "clip", "fails_after", "linger", "signs", "loader", "timeout")
+OWN = ["samples", "clip", "fails_after", "linger", "signs", "loader", "timeout", "hasten", "hold"]
 """The options that are not those of `laconic.Elastic`."""
 
 
@@ -86,8 +86,8 @@ class Clock:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+    tensors = [t for t in model.state_dict().values() if t.is_floating_point()]
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def batches(options: dict[str, Any], sampler: Any, number: int) -> Callable[[], torch.Tensor]:
@@ -110,13 +110,14 @@ def batches(options: dict[str, Any], sampler: Any, number: int) -> Callable[[], 
 
 
 class Signs:
-    """Files by which a test asks worker ``number`` for something: see `Run`."""
+    """Files by which a test asks worker ``number`` for something: see `Run.ask`."""
 
     def __init__(self, folder: str, number: int) -> None:
         self.folder, self.number = Path(folder), number
 
-    def asked(self, name: str) -> bool:
-        return (self.folder / f"{name}{self.number}").exists()
+    def asked(self, name: str) -> Path | None:
+        path = self.folder / f"{name}{self.number}"
+        return path if path.exists() else None
 
     def last_step(self, step: int) -> int:
         """The step at which all workers end, once one of them was asked to end soon."""
@@ -129,8 +130,8 @@ class Signs:
     def before_step(self, step: int, model: Any) -> None:
         while self.asked("pause"):
             time.sleep(0.02)
-        if self.asked("spoil"):
-            (self.folder / f"spoil{self.number}").unlink()
+        if path := self.asked("spoil"):
+            path.unlink()
             with torch.no_grad():
                 model[0].weight[0, 3] += 1e-3
         if self.folder.exists():
@@ -150,24 +151,19 @@ def train(
     ``linger``: seconds to live on after the end; ``signs``: see `Signs`; ``timeout``: of
     `laconic.attach`; and those of `batches`."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(20, 100),
-        torch.nn.BatchNorm1d(100),
-        torch.nn.Tanh(),
-        torch.nn.Linear(100, 5),
-    )
+    layers = torch.nn.Linear(20, 100), torch.nn.BatchNorm1d(100), torch.nn.Tanh()
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(100, 5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100, 0.95)
     sampler = laconic.ElasticSampler(options.get("samples", 1), seed=1)
     others = {"data": sampler, "rate": scheduler, "clock": Clock(options.get("fails_after", MANY))}
-    elastic = dataclasses.replace(elastic, others=others)
-    made = eval(recipe, {"laconic": laconic})
-    timeout = options.get("timeout", 60)
-    sync = laconic.attach(model, optimizer, made, elastic=elastic, timeout=timeout)
+    more: Any = {"elastic": dataclasses.replace(elastic, others=others)}
+    more["timeout"] = options.get("timeout", 60)
+    sync = laconic.attach(model, optimizer, eval(recipe, {"laconic": laconic}), **more)
     assert sync.view is not None
-    view, signs = sync.view, Signs(options.get("signs", "/nowhere"), number)
-    say("ready", step=sync.step, workers=len(view.workers), id=view.workers[view.place])
-    sync.on_change(lambda view: say("view", workers=len(view.workers), step=sync.step))
+    signs = Signs(options.get("signs", "/nowhere"), number)
+    say("ready", step=sync.step, id=sync.view.workers[sync.view.place])
+    sync.on_change(lambda view: say("view", workers=len(view.workers)))
     draw = batches(options, sampler, number)
     while sync.step < min(steps, signs.last_step(sync.step)):
         signs.before_step(sync.step, model)
@@ -180,8 +176,8 @@ def train(
         scheduler.step()
         time.sleep(pace)
     sync.finish()
-    stats = {"workers": len(sync.view.workers), "drifted": sync.stats().steps_drifted}
-    say("done", digest=digest_of(model), step=sync.step, **stats)
+    counts = {"workers": len(sync.view.workers), "drifted": sync.stats().steps_drifted}
+    say("done", digest=digest_of(model), step=sync.step, **counts)
     time.sleep(options.get("linger", 0.0))
 
 
@@ -192,15 +188,15 @@ def work(pipe: Connection, given: dict[str, str], at: Any, options: dict[str, An
     torch.set_num_threads(1)
     reporter = Reporter(pipe)
     number, recipe, steps, coordinator = at
-    if options.pop("hasten", False):
+    own = {name: options.pop(name) for name in OWN if name in options}
+    if "hasten" in own:
         forgetful.hasten()
-    if options.pop("hold", False):
+    if "hold" in own:
         reporter.say("held")
         pipe.recv()
-    own = {name: options.pop(name) for name in OWN if name in options}
     elastic = laconic.Elastic(coordinator, **options)
     try:
-        train(reporter.say, recipe, steps, elastic, own, number, 0.01)
+        train(reporter.say, recipe, steps, elastic, own, number, 0.015)
     except Exception as error:  # as Python's last line would say it
         sys.excepthook(type(error), error, None)  # laconic may have its own
         reporter.write(f"{type(error).__name__}: {error}")

@@ -52,11 +52,17 @@ def recorded(secret: bytes, purpose: bytes, key: bytes, number: int, text: bytes
 
 def client_hello() -> bytes:
     """How a TLS handshake begins."""
-    context, out = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.MemoryBIO()
-    context.check_hostname = False
+    out = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
-        context.wrap_bio(ssl.MemoryBIO(), out).do_handshake()
+        anybody().wrap_bio(ssl.MemoryBIO(), out).do_handshake()
     return out.read()
+
+
+def anybody() -> ssl.SSLContext:
+    """The settings of a caller that trusts everybody, and shows no certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 @st.composite
@@ -92,15 +98,11 @@ def strangers(
 
 
 def contexts_of(jobs: job_keys.Jobs) -> dict[str, ssl.SSLContext]:
-    """Callers' settings, by the certificate that they show. They trust everybody."""
-    made = {}
-    folders = {OURS: jobs.one, "other": jobs.other, "expired": jobs.expired, "none": None}
-    for name, folder in {**folders, "old": None}.items():
-        made[name] = context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        if folder is not None:
-            files = job_keys.variables(folder)
-            context.load_cert_chain(files[tls.CERTIFICATE], files[tls.KEY])
+    """Callers' settings, by the certificate that they show."""
+    made = {name: anybody() for name in (OURS, "other", "expired", "none", "old")}
+    for name, folder in ((OURS, jobs.one), ("other", jobs.other), ("expired", jobs.expired)):
+        files = job_keys.variables(folder)
+        made[name].load_cert_chain(files[tls.CERTIFICATE], files[tls.KEY])
     made["old"].maximum_version = ssl.TLSVersion.TLSv1_2
     return made
 
@@ -150,15 +152,11 @@ class Attack:
             self._open.popleft().close()
 
 
-def drawn(
-    strategy: st.SearchStrategy[Stranger], count: int, visit: Callable[[Stranger], None]
-) -> None:
-    """``visit`` so many strangers, the same ones in every run."""
-    same: Any = {"derandomize": True, "database": None}
-    quiet = list(HealthCheck)
-    settings(max_examples=count, deadline=None, suppress_health_check=quiet, **same)(
-        given(strategy)(lambda stranger: visit(stranger))
-    )()
+def drawn(strategy: st.SearchStrategy[Any], count: int, check: Callable[[Any], None]) -> None:
+    """``check`` so many examples, the same ones in every run."""
+    same: Any = {"derandomize": True, "database": None, "deadline": None}
+    quiet = settings(max_examples=count, suppress_health_check=list(HealthCheck), **same)
+    quiet(given(strategy)(lambda example: check(example)))()
 
 
 @contextmanager

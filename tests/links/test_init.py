@@ -1,4 +1,5 @@
-"""torchrun starts all ranks again after one has failed: they meet anew, and go on."""
+"""`laconic.init`: ranks of Slurm, or of torchrun, which starts all again after one has failed;
+their GPUs, and where their store listens."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 import laconic as la
 from laconic.errors import LinkError
 from laconic.links.attempts import agree_on_attempt, listen_at
+from laconic.links.slurm import first_host, torchrun_variables
 
 from tests.support import gloo, launched
 
@@ -51,19 +53,14 @@ sync.finish()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_attempts_under_torchrun_go_on_from_the_checkpoint(tmp_path: Path, rendezvous: str) -> None:
+def test_attempts_under_torchrun_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     """The first two attempts lose a rank, which leaves addresses of both in the agent's store."""
     program = tmp_path / "train.py"
     program.write_text(TRAIN)
-    port = gloo.free_port()
-    where = {
-        "static": ["--master-addr=127.0.0.1", f"--master-port={port}"],
-        "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run"],
-    }
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
+    launcher = ["torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
+    where = ["--master-addr=127.0.0.1", f"--master-port={gloo.free_port()}"]
     ended = subprocess.run(
-        [sys.executable, *launcher, *where[rendezvous], str(program), str(tmp_path)],
+        [sys.executable, "-m", *launcher, *where, str(program), str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -93,38 +90,32 @@ def test_every_attempt_has_a_name_of_its_own() -> None:
         agree_on_attempt(HashStore(), 1, 3, short)
 
 
-@pytest.mark.parametrize(
-    ("visible", "local", "on_host", "expected"),
-    [
-        *[(1, "0", "1", 0), (1, "3", "8", 0), (8, "3", "8", 3), (8, "3", None, 3)],
-        *[(4, None, None, 0), (4, "1", "6", None), (4, "5", "6", None)],
-    ],
-)
-def test_the_gpu_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch,
-    visible: int,
-    local: str | None,
-    on_host: str | None,
-    expected: int | None,
-) -> None:
+def test_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each process sees one alone, that one, whatever LOCAL_RANK is. More ranks than GPUs are
     refused on all of the host."""
     chosen = list[int]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
-    for name, value in (("RANK", None), ("LOCAL_RANK", local), ("LOCAL_WORLD_SIZE", on_host)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
+    monkeypatch.delenv("RANK", raising=False)
+    cases: tuple[tuple[int, str, str, int | None], ...] = (
+        *((1, "0", "1", 0), (1, "3", "8", 0), (8, "3", "8", 3), (8, "3", "", 3)),
+        *((4, "", "", 0), (4, "1", "6", None), (4, "5", "6", None)),
+    )
+    for visible, local, on_host, expected in cases:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
+        for name, value in (("LOCAL_RANK", local), ("LOCAL_WORLD_SIZE", on_host)):
             monkeypatch.setenv(name, value)
-    if expected is None:
-        with pytest.raises(ValueError, match=f"4 GPUs are visible to LOCAL_RANK {local} of 6"):
+            if not value:
+                monkeypatch.delenv(name)
+        chosen.clear()
+        if expected is None:
+            with pytest.raises(ValueError, match=f"4 GPUs are visible to LOCAL_RANK {local} of 6"):
+                la.init()
+        else:
             la.init()
-    else:
-        la.init()
-    assert chosen == ([] if expected is None else [expected])
+        assert chosen == ([] if expected is None else [expected])
 
 
 def test_the_store_listens_where_the_address_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,15 +131,72 @@ def test_the_store_listens_where_the_address_is_clear(monkeypatch: pytest.Monkey
     assert listen_at("this-host", port) is None, "other hosts have another address for it"
 
 
+TASKS = ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
+STEP = {
+    **dict.fromkeys(TASKS, "4(x2),3"),
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "11",
+    "SLURM_STEP_NODELIST": "gpu[03-04,17]",
+    "SLURM_NODEID": "2",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+}
+
+
+def test_the_variables_are_torchruns() -> None:
+    rank_9 = torchrun_variables(STEP)
+    assert rank_9.pop("MASTER_ADDR") == "gpu03" and rank_9.pop("MASTER_PORT") == "26711"
+    local = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+    assert rank_9 == {"RANK": "9", "WORLD_SIZE": "11", **local}
+    assert torchrun_variables({**STEP, "SLURM_NODEID": "1"})["LOCAL_WORLD_SIZE"] == "4"
+    for hosts, first in (
+        ("10.0.0.1,10.0.0.2", "10.0.0.1"),
+        ("node[7,09-12],gpu3", "node7"),
+        ("rack[1-2]node[03-04]-ib,gpu3", "rack1node03-ib"),
+    ):
+        assert first_host(hosts) == first
+
+
+def test_without_ranks_of_slurms_there_are_none() -> None:
+    for environ in (
+        {},
+        {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # the batch script
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},  # a shell by srun
+        {**STEP, "RANK": "0", "WORLD_SIZE": "2"},  # torchrun's
+        {**STEP, "SLURM_TASKS_PER_NODE": "1"},  # a batch script that a step has submitted
+    ):
+        assert torchrun_variables(environ) == {}
+
+
+def test_mistakes_name_the_variable() -> None:
+    for change, said in (
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST has no host in it: ''"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is no number: 'x'"),
+        (dict.fromkeys(TASKS, "4(y2)"), "SLURM_STEP_TASKS_PER_NODE cannot be read"),
+        ({"SLURM_DISTRIBUTION": "arbitrary"}, "set MASTER_ADDR to the host of task 0"),
+        ({"SLURM_NODEID": "3"}, r"has no host number 3 \(SLURM_NODEID\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            torchrun_variables({**STEP, **change})
+    lacking = {name: value for name, value in STEP.items() if name != "SLURM_STEP_NODELIST"}
+    with pytest.raises(ValueError, match="srun has not set SLURM_STEP_NODELIST: set RANK and"):
+        torchrun_variables(lacking)
+
+
 def init_again(pipe: object) -> list[object]:
     la.init()
-    found = [torch.distributed.get_world_size(), torch.distributed.get_backend()]
     la.init()
     torch.distributed.destroy_process_group()
     la.init()
-    return found
+    return [torch.distributed.get_rank(), torch.distributed.get_world_size()]
 
 
 def test_a_process_may_init_again() -> None:
-    """By torchrun or by itself."""
-    assert launched.results([*launched.of_torchrun(1), {}], init_again) == [[1, "gloo"]] * 2
+    """By torchrun, by itself, or by srun."""
+    assert launched.results([*launched.of_torchrun(1), {}], init_again) == [[0, 1]] * 2
+    step = {**STEP, "SLURM_STEP_NUM_TASKS": "3", **dict.fromkeys(TASKS, "2,1")}
+    step |= {"SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
+    names = "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"
+    ranks = [step | dict(zip(names, place, strict=True)) for place in ("000", "101", "210")]
+    assert launched.results(ranks, init_again) == [[0, 3], [1, 3], [2, 3]]

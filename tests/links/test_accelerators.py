@@ -1,0 +1,230 @@
+"""Links of accelerators: by way of host memory, on a stand-in that does nothing early; and whether
+ranks get that one, or the accelerator's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import laconic as la
+from laconic.links import Link, staged, tcp, torch_link
+from laconic.links.link import Parts
+from laconic.links.staged import HostLink, StagedLink
+from laconic.links.tcp import TcpLink
+from laconic.links.torch_link import Choice, inner_link, world_link
+
+from tests.support import gloo, late
+
+SIZES = (1, 7, 24, 300)
+"""Elements per rank; a piece has 16."""
+
+
+def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(rank + 1))
+    return (made * 100).to(torch.uint8) if dtype == torch.uint8 else made.to(dtype)
+
+
+def everything(link: Link, on: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """What the collectives bring, on a CPU. ``on`` moves a tensor to the link's device."""
+    n, rank, found = link.size, link.rank, []
+    for m in SIZES:
+        for dtype in (torch.float32, torch.bfloat16):
+            for length in (n * m, n * m + 1):
+                x = on(data(rank, length, dtype=dtype))
+                link.mean(x)
+                found.append(x.cpu())
+            for owners in (None, *range(1, n)):
+                x = on(data(rank, (owners or n) * m, dtype=dtype))
+                mine = link.reduce_scatter(x, owners).clone()
+                out = on(torch.zeros((owners or n) * m, dtype=dtype))
+                link.all_gather(mine, out, owners)
+                found += [mine.cpu(), out.cpu()]
+        x, out = on(data(rank, n, m, dtype=torch.uint8)), on(torch.zeros(n, m, dtype=torch.uint8))
+        link.all_to_all(x, out)
+        found.append(out.cpu())
+        for root in range(n):
+            x = on(data(rank, m))
+            link.broadcast(x, root)
+            found.append(x.cpu())
+        several = [on(data(rank, n * m)) for _ in range(3)]
+        for k, x in enumerate(several):  # none is read before all are queued
+            x.mul_(k + 1)
+            link.broadcast(x) if k else link.mean(x)
+        found += [x.cpu() for x in several]
+        x = on(data(rank, m))
+        if n == 1:
+            continue
+        pieces = link.swap(x, [(rank + 1) % n], [(rank - 1) % n])
+        found += [piece.cpu() for piece in pieces if piece is not None]
+        found.append(link.gather(x).cpu())
+        found += with_parts(link, on, m)
+    return found
+
+
+def with_parts(link: Link, on: Callable[[Tensor], Tensor], m: int) -> list[Tensor]:
+    """Rows that are computed when they are sent, and used when they have come."""
+    n, rank = link.size, link.rank
+    x, out, total = (on(torch.zeros(n, m)) for _ in range(3))
+    source = on(data(rank, n, m))
+
+    def fill(r: int, part: slice) -> None:
+        x[r, part].copy_(source[r, part])
+
+    def use(r: int, part: slice) -> None:
+        total[r, part].add_(out[r, part])
+
+    link.all_to_all(x, out, Parts([max(m // 3, 1), m], fill, use))
+    again = on(torch.zeros(n, m))
+
+    def fill_own(r: int, part: slice) -> None:
+        total[r, part].mul_(2)
+
+    def use_again(r: int, part: slice) -> None:
+        source[r, part].copy_(again[r, part])
+
+    parts = Parts([max(m // 3, 1), m], fill_own, use_again)
+    link.all_gather(total[rank], again.view(-1), parts=parts)
+    return [total.cpu(), source.cpu()]
+
+
+def brought(rank: int, size: int, on_stand_in: bool) -> list[bytes]:
+    """`everything` on the stand-in, or on CPUs."""
+    link, to = gloo.link_of(size), torch.device("cpu")
+    with ExitStack() as ending:
+        if on_stand_in:
+            to = ending.enter_context(late.device())
+            patched = ending.enter_context(pytest.MonkeyPatch.context())
+            patched.setattr(staged, "PIECE_BYTES", 64)
+            link = StagedLink(cast(HostLink, link), to)
+            stream = late.LateAccelerator().new_stream(to)
+            ending.enter_context(late.LateAccelerator().on_stream(stream))
+        ending.callback(link.close)
+        found = everything(link, lambda x: x.to(to) if on_stand_in else x)
+        return [x.view(torch.uint8).numpy().tobytes() for x in found]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_collectives_bring_the_same_bits_as_on_cpus(late_pool: gloo.Pool, size: int) -> None:
+    expected = late_pool.run(brought, size, False, ranks=size)
+    assert late_pool.run(brought, size, True, ranks=size) == expected
+
+
+SECONDS = timedelta(seconds=20)
+
+
+class Own(StagedLink):
+    """Stands for the accelerator's own collectives."""
+
+    queues = True
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+    def abort(self) -> None:
+        self.close()
+
+
+made: list[Own] = []
+
+
+def own_over(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, *, owned: bool = False
+) -> Own:
+    made.append(Own(TcpLink.over(group, torch.device("cpu"), timeout, owned=owned), device))
+    return made[-1]
+
+
+def chosen(rank: int, choice: Choice, seconds: tuple[float, float], far: bool) -> list[Any]:
+    """The kind of the link, whether an own one was made and closed, and a mean over it.
+    ``seconds``: of the host's link, and of the other, on rank 1; on others both are as fast. -1: it
+    raises, and others wait in vain."""
+    with late.device() as device, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(late.LateAccelerator, "backend", "gloo")
+        patched.setattr(torch_link, "OWN", {"gloo": own_over})
+        measured = torch_link._seconds
+
+        def taken(link: Any, *at: Any) -> float:
+            if isinstance(link, Own) and seconds[1] < 0:
+                if rank == 1:
+                    raise RuntimeError("internal error\nDuplicate GPU detected")
+                time.sleep(5)
+            measured(link, *at)
+            return seconds[isinstance(link, Own)] if rank == 1 else 0.01
+
+        patched.setattr(torch_link, "_seconds", taken)
+        patched.setattr(torch_link, "DEADLINE", 0.5 if seconds[1] < 0 else 100.0)
+        patched.setattr(tcp, "FAR_SECONDS", 0.0 if far else 1.0)
+        made.clear()
+        link = world_link(device, SECONDS, choice)
+        x = torch.full((4,), float(rank)).to(device)
+        link.mean(x)
+        found = [isinstance(link, Own), [each.closed for each in made], x.tolist()]
+        link.close()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("choice", "seconds", "far", "own", "closed"),
+    [
+        ("auto", (0.03, 0.02), False, True, [False]),
+        ("auto", (0.03, 0.025), False, False, [True]),  # not by enough
+        ("auto", (0.03, -1.0), False, False, [True]),  # it fails on one rank, and hangs on others
+        ("auto", (0.03, 0.001), True, False, [True]),  # not tried over a long way
+        ("tcp", (0.03, 0.02), False, False, []),
+    ],
+)
+def test_the_faster_link_is_the_same_on_all_ranks(
+    late_pool: gloo.Pool,
+    choice: Choice,
+    seconds: tuple[float, float],
+    far: bool,
+    own: bool,
+    closed: list[bool],
+) -> None:
+    found = late_pool.run(chosen, choice, seconds, far, ranks=4)
+    assert found == [[own, closed, [1.5] * 4]] * 4
+
+
+def inside(rank: int) -> list[float]:
+    with late.device() as device, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(late.LateAccelerator, "backend", "gloo")
+        patched.setattr(torch_link, "OWN", {"gloo": own_over})
+        link = inner_link([[0, 1], [2, 3]], device, SECONDS)
+        x = torch.full((4,), float(rank)).to(device)
+        link.mean(x)
+        link.close()
+        return [float(link.queues), *x.unique(sorted=True).cpu().tolist()]
+
+
+def test_ranks_of_one_worker_use_the_accelerators_own(late_pool: gloo.Pool) -> None:
+    assert late_pool.run(inside, ranks=4) == [[1.0, 0.5], [1.0, 0.5], [1.0, 2.5], [1.0, 2.5]]
+
+
+def refused(rank: int) -> list[str]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+    wrong: list[dict[str, Any]] = [{"link": "fast"}, {"link": "nccl"}, {"offload": 1}]
+    for given in wrong:
+        with pytest.raises(ValueError) as raised:
+            la.attach(model, optimizer, la.local_sgd(2), **given)
+        said.append(str(raised.value))
+    return said
+
+
+def test_what_cannot_be_is_refused_on_all_ranks(late_pool: gloo.Pool) -> None:
+    link, nccl, offload = (set(said) for said in zip(*late_pool.run(refused, ranks=4), strict=True))
+    assert link == {"link must be one of 'auto', 'tcp', 'nccl', not 'fast'"}
+    (text,) = nccl
+    assert "link='nccl' needs a model on GPUs" in text and "Use link='tcp' or 'auto'" in text
+    assert offload == {"offload must be True or False, not 1"}
