@@ -390,9 +390,8 @@ ENDS: dict[str, Callable[[nn.Module, Any, la.Synchronizer, Path], object]] = {
 Case = tuple[la.Recipe, int, str, int]
 """The recipe, the steps, what ends them, and the steps after it."""
 LOCAL = la.local_sgd(4)
-ALIKE = [LOCAL, la.diloco(4), la.slowmo(la.local_sgd(2), 4), la.des_loc(4, 4, 4)]
 SILENT: list[Case] = [
-    *((recipe, 8, "nothing", 0) for recipe in ALIKE),
+    *((r, 8, "nothing", 0) for r in (LOCAL, la.diloco(4), la.slowmo(la.local_sgd(2), 4))),
     *((LOCAL, 3, end, 0) for end in ENDS if end != "nothing"),
     *((LOCAL, 0, "nothing", 0), (la.ddp(codec="int4"), 3, "nothing", 0), (LOCAL, 3, "detach", 2)),
 ]

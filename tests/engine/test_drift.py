@@ -117,15 +117,12 @@ class Row(NamedTuple):
     group_size: int | None = None
 
 
-def adam(tensors: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(tensors, lr=0.01)
-
-
+ADAM: Any = partial(torch.optim.Adam, lr=0.01)
 ROWS = {
     "local_sgd, coded, late": Row(la.local_sgd(3, delay=2, codec="int4"), "reference", 5, 8),
     "hierarchical, groups": Row(la.hierarchical(2, 6), "x", 3, 8, group_size=2),
     "slowmo": Row(la.slowmo(la.local_sgd(2), 4, 0.5), "x", 3, 8, 1),
-    "diloco, Adam": Row(la.diloco(3, outer=adam, sharded=False), "outer.exp_avg", 4, 6),
+    "diloco, Adam": Row(la.diloco(3, outer=ADAM, sharded=False), "outer.exp_avg", 4, 6),
     "streaming_diloco": Row(la.streaming_diloco(4, 2, 1, momentum=0.5), "reference", 5, 7),
     "easgd": Row(la.easgd(3, pull=0.1), "anchor", 4, 6),
 }
