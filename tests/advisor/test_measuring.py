@@ -146,7 +146,11 @@ def asking(rank: int) -> list[str]:
         if wrong == "the optimizer":
             optimizer = torch.optim.AdamW([next(iter(model.parameters()))])
         model = DistributedDataParallel(model) if wrong == "ddp" else model
-        known = {"optimizer": optimizer, "steps": 1 if wrong == "steps" else 2, "timeout": 250.0}
+        known: dict[str, Any] = {
+            "optimizer": optimizer,
+            "steps": 1 if wrong == "steps" else 2,
+            "timeout": 250.0,
+        }
         said.append(refusal(partial(la.advise, model, run, **known)))
     assert len(groups) == before
     return said

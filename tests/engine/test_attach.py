@@ -254,7 +254,7 @@ WRAPS: list[tuple[Callable[[nn.Module], nn.Module], str, str]] = [
 
 def attach_wrapped(rank: int) -> list[str]:
     models = [wrap(plain()) for wrap, *_ in WRAPS]
-    return [refusal(lambda m=m: la.attach(m, sgd(m), la.local_sgd(2), timeout=60)) for m in models]
+    return [refusal(partial(la.attach, m, sgd(m), "local_sgd(2)", timeout=60)) for m in models]
 
 
 def test_a_wrapped_model_is_refused(pool: gloo.Pool) -> None:

@@ -97,7 +97,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.sync = la.attach(self.model, self.optimizer, la.auto())
         self.rank, self.clock = rank, clock
-        self.parts = self.model, self.optimizer, self.sync
+        self.parts: tuple[Any, ...] = self.model, self.optimizer, self.sync
 
     def go(self, last: int) -> list[Tensor]:
         """Up to that step; the parameters after each."""

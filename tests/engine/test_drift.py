@@ -113,7 +113,7 @@ class Row(NamedTuple):
     name: str
     after: int
     found: int
-    index: int = 0
+    number: int = 0
     group_size: int | None = None
 
 
@@ -144,7 +144,7 @@ def test_one_unit_in_the_last_place_is_found_in_the_next_round(name: str) -> Non
             if sync.step == row.after + (row.name == "x"):
                 state = sync.state_dict()
                 if row.name != "x" and rank == FAULTY:
-                    saved = state["rounds"][row.index]
+                    saved = state["rounds"][row.number]
                     kept = [s for s in (*saved["state"], *saved["carried"]) if row.name in s]
                     nudge(kept[0][row.name])
                 sync.load_state_dict(state)
