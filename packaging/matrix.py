@@ -22,7 +22,6 @@ DECIDING = [
     "tests/engine/test_golden.py",
     "tests/engine/test_loop.py",
     "tests/engine/test_mesh.py",
-    "tests/engine/test_resume.py",
     "tests/engine/test_saving.py",
     "tests/integrations",
     "tests/links/test_links.py",

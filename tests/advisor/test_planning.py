@@ -48,38 +48,24 @@ def failing(workers: int = 8, **known: Any) -> Cluster:
     return Cluster(1000, sites, step=1.0, spread=0.0, failures=Failures(**known))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("ddp()", "ddp(codec='int4')", "power_sgd(2)", "demo()", "local_sgd(3)", "easgd(4)"),
-        *("local_sgd(6, delay=3)", "slowmo(local_sgd(3), 12)", "diloco(6, codec='int8')"),
-        *("streaming_diloco(12, 4, 2)", "sgp()", "d_psgd()", "downpour(4)", "noloco(6)"),
-        *("lsgd(4)", "sparse_loco(6)", "slowmo(sgp(), 12, average=False)"),
-    ],
-)
-def test_without_chance_a_plan_is_the_prediction(text: str) -> None:
-    recipe = of(text)
-    for rate, latency in ((80e6, 0.0), (4e9, 0.03)):
-        cluster = replace(CALM, sites=uniform(4, 1, rate=rate, latency=latency))
-        expected = predict(recipe, cluster.facts())
-        short = simulate_plan(recipe, cluster, 60, first=LATER)
-        long = simulate_plan(recipe, cluster, 120, first=LATER)
-        assert (long.seconds - short.seconds) / 60 == pytest.approx(expected.seconds, rel=1e-9)
-        assert (long.bytes - short.bytes) / 60 == pytest.approx(expected.bytes, rel=1e-9)
+CERTAIN = [
+    *("ddp()", "power_sgd(2)", "demo()", "local_sgd(3)", "local_sgd(6, delay=3)", "sgp()"),
+    *("slowmo(local_sgd(3), 12)", "streaming_diloco(12, 4, 2)", "easgd(4)", "noloco(6)"),
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "diloco(10, quorum=4)",
-        "diloco(10, quorum=3, grace=1.0)",
-        "diloco(10, pace='own', codec='int8')",
-        "streaming_diloco(12, 4, 0, quorum=4, codec='int4')",
-    ],
-)
-def test_equal_workers_with_a_quorum_are_as_predicted(text: str) -> None:
-    found = per_step(of(text), replace(CALM, latency=0.02), 120, 0)
-    assert found == pytest.approx(predict(of(text), CALM.facts()).seconds, rel=1e-9)
+def test_without_chance_a_plan_is_the_prediction() -> None:
+    for text in CERTAIN:
+        recipe = of(text)
+        for rate, latency in ((80e6, 0.0), (4e9, 0.03)):
+            cluster = replace(CALM, sites=uniform(4, 1, rate=rate, latency=latency))
+            expected = predict(recipe, cluster.facts())
+            short, long = (simulate_plan(recipe, cluster, n, first=LATER) for n in (24, 48))
+            assert (long.seconds - short.seconds) / 24 == pytest.approx(expected.seconds), text
+            assert (long.bytes - short.bytes) / 24 == pytest.approx(expected.bytes), text
+    for text in ("diloco(10, quorum=3, grace=1.0)", "diloco(10, pace='own', codec='int8')"):
+        found = per_step(of(text), replace(CALM, latency=0.02), 120, 0)
+        assert found == pytest.approx(predict(of(text), CALM.facts()).seconds, rel=1e-9), text
 
 
 # -- sites ----
@@ -114,10 +100,6 @@ def test_a_late_worker_finds_what_the_others_have_sent() -> None:
     # an outer step needs all of the mean, so the second half begins when the first is over
     apart = simulate_plan(la.diloco(1), cluster, 10)
     assert apart.seconds == pytest.approx(10 * (1.0 + whole))
-    # a slow download: the others wait for what it sends after it has received
-    download = (Site("slow", 1, 80e6, download=20e6), Site("fast", 3, 80e6))
-    one = simulate_plan(la.local_sgd(1), replace(cluster, sites=download, step=1.0), 1)
-    assert one.seconds == pytest.approx(1.0 + 4 * whole)
 
 
 def test_bytes_between_sites_take_time_and_cost_money() -> None:
@@ -150,8 +132,8 @@ def test_the_slowest_of_n_steps_is_the_order_statistic() -> None:
     ):
         sites = uniform(n, 1, rate=1e15, latency=0.0)
         known: Any = {"step": 1.0, "spread": spread, "distribution": distribution}
-        found = simulate_plan(la.ddp(), replace(CALM, sites=sites, **known), 1500).seconds / 1500
-        assert found == pytest.approx(expected, rel=0.02 if n == 16 else 0.006)
+        found = simulate_plan(la.ddp(), replace(CALM, sites=sites, **known), 600).seconds / 600
+        assert found == pytest.approx(expected, rel=0.04 if n == 16 else 0.01)
 
 
 # -- failures ----
@@ -176,10 +158,10 @@ def test_a_static_run_takes_as_long_as_dalys_formula() -> None:
 def test_an_elastic_run_has_the_workers_that_are_not_in_repair() -> None:
     """A worker lives 1000 s and is away for 250 s: four of five workers are there on average. Each
     step is a round, so a lost worker loses at most a step, and its loss is known at once."""
-    known = failing(40, mtbf=1000.0, repair=250.0, restart=0.0, detection=0.0)
+    known = failing(20, mtbf=1000.0, repair=250.0, restart=0.0, detection=0.0)
     run = simulate_plan(la.local_sgd(1), known, 2000)
-    assert run.goodput == pytest.approx(0.8, abs=0.04)
-    assert run.failures == pytest.approx(40 * 2000 / 1250, rel=0.3)
+    assert run.goodput == pytest.approx(0.8, abs=0.06)
+    assert run.failures == pytest.approx(20 * 2000 / 1250, rel=0.4)
     for recipe in (la.diloco(10, quorum=3), la.power_sgd(2)):
         with pytest.raises(ValueError, match=r"elastic|come and go"):
             simulate_plan(recipe, failing(mtbf=1e5), 10)
@@ -201,26 +183,16 @@ def test_a_lost_worker_is_waited_for_until_its_silence_counts() -> None:
     assert done.seconds == pytest.approx(9.5 + 5.0)
     assert done.utilization == pytest.approx((9.0 + 9.5 + 2 * 10.0) / (4 * 14.5))
     assert done.goodput == pytest.approx(2 * 10.0 / (4 * 14.5))
-    few = failing(2, repair=100.0, restart=0.0, min_workers=2, detection=0.0, at=((1, 10.5),))
-    assert simulate_plan(la.local_sgd(1), few, 100).seconds == pytest.approx(199.5, rel=1e-6)
 
 
 def test_seeds_decide_everything() -> None:
-    known = replace(failing(5, mtbf=3000.0), spread=0.2)
-    quorum = replace(CALM, spread=0.2)
+    known, quorum = (replace(each, spread=0.2) for each in (failing(5, mtbf=3000.0), CALM))
     for cluster, recipe in ((known, la.diloco(5)), (quorum, la.diloco(5, quorum=3, pace="own"))):
-        first = simulate_plan(recipe, cluster, 100, seed=3)
-        assert simulate_plan(recipe, cluster, 100, seed=3) == first
-        assert simulate_plan(recipe, cluster, 100, seed=4) != first
+        first, again, other = (simulate_plan(recipe, cluster, 60, seed=k) for k in (3, 3, 4))
+        assert first == again != other
 
 
 # -- rounds with a quorum, against the rules of docs/quorum.md ----
-
-
-def unequal(steps: list[float]) -> Cluster:
-    """A worker for each of these seconds per step."""
-    sites = tuple(Site(f"site{k}", 1, 1e9, step=step) for k, step in enumerate(steps))
-    return Cluster(1000, sites, spread=0.0)
 
 
 def test_rounds_close_as_the_rules_say() -> None:
@@ -228,30 +200,27 @@ def test_rounds_close_as_the_rules_say() -> None:
     expects. Workers go on from there; at own pace, as many steps as fit before the next round."""
 
     def closes(text: str, steps: list[float], sending: list[float]) -> list[tuple[Any, ...]]:
-        run = Quorum(Rounds(of(text), unequal(steps)), torch.Generator(), send=sending, record=True)
+        sites = tuple(Site(f"site{k}", 1, 1e9, step=step) for k, step in enumerate(steps))
+        rounds = Rounds(of(text), Cluster(1000, sites, spread=0.0))
+        run = Quorum(rounds, torch.Generator(), send=sending, record=True)
         run.run(40)
         return [(pytest.approx(c.time), c.roster) for c in run.closings[:4]]
 
-    calm, late = [0.0] * 3, [0.0, 0.0, 3.5]
-    quick = [1.0, 1.0, 2.5]
-    assert closes("diloco(4, quorum=3)", quick, calm) == [
-        (10, (0, 1, 2)), (20, (0, 1, 2)), (30, (0, 1, 2)), (40, (0, 1, 2))
-    ]  # fmt: skip
-    assert closes("diloco(4, quorum=2)", quick, calm) == [
-        (4, (0, 1)), (8, (0, 1)), (12, (0, 1, 2)), (16, (0, 1))
-    ]  # fmt: skip
-    assert closes("diloco(4, quorum=2, grace=2)", quick, calm)[:3] == [
-        (6, (0, 1)), (10, (0, 1, 2)), (16, (0, 1))
-    ]  # fmt: skip
-    assert closes("diloco(4, quorum=3, pace='own')", quick, late)[:3] == [
-        (13.5, (0, 1, 2)), (19.5, (0, 1, 2)), (25.5, (0, 1, 2))
-    ]  # fmt: skip
+    calm, late, quick = [0.0] * 3, [0.0, 0.0, 3.5], [1.0, 1.0, 2.5]
+    every, two = (0, 1, 2), (0, 1)
+    for text, sending, expected in (
+        ("diloco(4, quorum=3)", calm, [(10, every), (20, every), (30, every), (40, every)]),
+        ("diloco(4, quorum=2)", calm, [(4, two), (8, two), (12, every), (16, two)]),
+        ("diloco(4, quorum=2, grace=2)", calm, [(6, two), (10, every), (16, two)]),
+        ("diloco(4, quorum=3, pace='own')", late, [(13.5, every), (19.5, every), (25.5, every)]),
+    ):
+        assert closes(text, quick, sending)[: len(expected)] == expected, text
 
 
 # -- the command ----
 
 SMALL = ["plan", "--workers", "4", "--sites", "2", "--rate", "100mbit", "--latency", "20ms",
-         "--parameters", "2m", "--step", "200ms", "--steps", "64"]  # fmt: skip
+         "--parameters", "2m", "--step", "200ms", "--steps", "32"]  # fmt: skip
 
 
 def written(path: Path, text: str) -> Path:
@@ -271,11 +240,11 @@ def test_the_example_is_a_cluster_and_so_is_json(
     assert cluster.failures.mtbf == 30 * 86400 and cluster.gigabyte == 0.05
     facts = cluster.facts()
     assert facts.one_way == 0.04 and facts.compute == 1.2 and len(facts.shared) == 3
-    sites = [{"name": "a", "workers": 2, "rate": "1gbit"}, {"name": "b", "workers": 1, "rate": 1e8}]
     failures = {"mtbf": "10d", "policy": "static", "checkpoint": 100}
+    sites = [{"name": "a", "workers": 2, "rate": "1gbit"}]
     values = {"parameters": "8m", "step": 0.5, "sites": sites, "failures": failures}
     cluster = fields.read(written(tmp_path / "cluster.json", json.dumps(values)))
-    assert cluster.step == 0.5 and cluster.sites[1].rate == 1e8
+    assert cluster.step == 0.5 and cluster.sites == (Site("a", 2, 1e9),)
     assert cluster.failures == Failures(mtbf=864000.0, policy="static", checkpoint=100)
 
 
@@ -285,7 +254,7 @@ def test_the_example_is_a_cluster_and_so_is_json(
 def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--mtbf", "1d", "--price", "2", "diloco(16)"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("diloco(16): 64 steps of 4 workers on 2 sites take ")
+    assert said.startswith("diloco(16): 32 steps of 4 workers on 2 sites take ")
     assert "Limited by " in said and "Goodput " in said and "no law for this run" in said
     assert "laconic.diloco(16), elastic=laconic.Elastic" in said
     assert main([*SMALL, "--json", "--spread", "30%", "ddp()", "local_sgd(4)"]) == 0
@@ -296,7 +265,7 @@ def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < seconds["low"] <= seconds["median"] <= seconds["high"] != seconds["low"]
         assert sum(row["shares"].values()) == pytest.approx(1.0)
         times = [mark[0] for mark in row["marks"]]
-        assert times == sorted(times) and row["marks"][-1][1] == 64
+        assert times == sorted(times) and row["marks"][-1][1] == 32
 
 
 def test_a_change_that_helps_helps() -> None:
@@ -317,13 +286,10 @@ def test_a_change_that_helps_helps() -> None:
 def test_what_limits_a_run_is_named() -> None:
     near = Cluster(1000, uniform(4, 1, rate=1e9, latency=0.0), spread=0.0)
     far = replace(near, sites=uniform(4, 2, rate=1e9, latency=0.5), latency=0.5)
-    for cluster, steps, limit in (
-        (near, 50, "computing"),
-        (far, 50, "the latency between"),
-        (replace(near, spread=0.5), 50, "slowest worker"),
-        (replace(near, failures=Failures(mtbf=500.0)), 500, "failures"),
-    ):
-        assert limit in plan(cluster, ["ddp()"], steps=steps, changes=False).limit
+    failing = replace(near, failures=Failures(mtbf=500.0))
+    limits = {"computing": near, "the latency between": far, "failures": failing}
+    for limit, cluster in {**limits, "slowest worker": replace(near, spread=0.5)}.items():
+        assert limit in plan(cluster, ["ddp()"], steps=200, changes=False).limit
 
 
 # -- the law ----
@@ -345,15 +311,12 @@ def test_the_law_is_that_of_the_paper_and_has_a_domain() -> None:
         ("diloco(500)", 10**9, 4, 20, "periods of 30 to 100, and this run has 500"),
         ("diloco(30, momentum=0.5)", 10**9, 4, 20, "an outer momentum of 0.9"),
         ("diloco(30, lr=0.01)", 10**9, 4, 20, "outer learning rates of 0.4 to 1"),
-        *((text, 10**9, 4, 20, "") for text in (
-            "local_sgd(30)", "streaming_diloco(30)", "diloco(30, codec='int4')",
-            "diloco(30, quorum=3)", "ddp(codec='int4')", "diloco(30, outer='muon')",
-        )),
-    ]  # fmt: skip
+        ("local_sgd(30)", 10**9, 4, 20, ""),
+        ("ddp(codec='int4')", 10**9, 4, 20, ""),
+        ("diloco(30, quorum=3)", 10**9, 4, 20, ""),
+    ]
     for text, size, workers, ratio, why in outside:
-        recipe = parse_recipe(text)
-        assert isinstance(recipe, tuple)
-        found = law.expected(recipe, size, workers, float(ratio) * size)
+        found = law.expected(of(text), size, workers, float(ratio) * size)
         assert found.loss is found.low is found.high is None, text
         assert found.why.startswith("no law for this run: ") and why in found.why
     assert law.expected(la.diloco(30), 10**9, 4, None).loss is None, "unknown tokens"
@@ -424,12 +387,9 @@ def test_the_planned_timeline_is_beside_the_measured_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, picture = records(tmp_path / "run.jsonl"), tmp_path / "plan.svg"
-    known = ["plan", "--rate", "1gbit", "--parameters", "1m", "--steps", "200"]
-    known += ["--from-metrics", str(path), "--workers"]
-    for words, said in (
-        (["4", "--plot", str(picture)], "measured: local_sgd(8) on 4 workers"),
-        (["8"], "no timelines: 4 workers were measured, and 8 are planned"),
-    ):
-        assert main([*known, *words]) == 0
-        assert said in capsys.readouterr().out
+    known = ["plan", "--rate", "1gbit", "--parameters", "1m", "--steps", "40", "--from-metrics"]
+    assert main([*known, str(path), "--workers", "4", "--plot", str(picture)]) == 0
+    assert "measured: local_sgd(8) on 4 workers" in capsys.readouterr().out
     assert "measured" in picture.read_text()
+    assert main([*known, str(path), "--workers", "8"]) == 0
+    assert "no timelines: 4 workers were measured, and 8 are planned" in capsys.readouterr().out

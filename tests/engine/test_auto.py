@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic import probe
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Round
 from laconic.candidates import candidates
@@ -83,137 +81,85 @@ def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Simulated steps take 10 ms, and messages what their link says, on a machine of any speed."""
-    CLOCKS.append(controlled(monkeypatch))
-    LINKS.clear()
-    yield CLOCKS[0]
-    CLOCKS.clear()
+    return controlled(monkeypatch)
 
 
-CLOCKS: list[Clock] = []
+def slow(link: Link) -> Link:
+    return Throttled(link, "1mbit")
 
 
-class Changing(Throttled):
-    """A network whose rate the test changes."""
+class Run:
+    def __init__(self, rank: int, clock: Clock) -> None:
+        torch.manual_seed(rank)
+        self.model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 30))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.sync = la.attach(self.model, self.optimizer, la.auto())
+        self.rank, self.clock = rank, clock
+        self.parts: tuple[Any, ...] = self.model, self.optimizer, self.sync
 
-    def set(self, rate: float) -> None:
-        self._rate = rate
-
-    def like(self, link: Link) -> Link:
-        inner = Changing(link, self.bandwidth, self.latency)
-        inner.set(self._rate)
-        LINKS.append(inner)
-        return inner
-
-
-LINKS: list[Changing] = []
-
-
-def network(link: Link, rate: float) -> Link:
-    outer = Changing(link, "1gbit")
-    outer.set(rate)
-    LINKS.append(outer)
-    return outer
-
-
-def build(rank: int, link: Link | None = None) -> tuple[Any, ...]:
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 30))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return model, optimizer, la.attach(model, optimizer, la.auto(), link=link)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, t: int) -> None:
-    for clock in CLOCKS:
-        clock.sleep(0.01)
-    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + t))
-    optimizer.zero_grad()
-    nn.functional.mse_loss(model(x), torch.sin(x[:, :30])).backward()
-    optimizer.step()
-
-
-def run(rank: int, steps: int, rates: dict[int, float] | None = None) -> tuple[Any, Tensor]:
-    """``rates``: the network's rate in bit/s from that step on."""
-    model, optimizer, sync = build(rank)
-    for t in range(1, steps + 1):
-        for link in LINKS if t in (rates or {}) else ():
-            link.set((rates or {})[t])
-        step(model, optimizer, rank, t)
-    sync.finish()
-    return sync.choices, flat(model)
+    def go(self, last: int) -> list[Tensor]:
+        """Up to that step; the parameters after each."""
+        trace = []
+        while self.sync.step < last:
+            self.clock.sleep(0.01)
+            seed = 1000 * self.rank + self.sync.step
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(seed))
+            self.optimizer.zero_grad()
+            nn.functional.mse_loss(self.model(x), torch.sin(x[:, :30])).backward()
+            self.optimizer.step()
+            trace.append(flat(self.model))
+        return trace
 
 
 def test_every_rank_makes_the_same_choice_and_says_why(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def run(rank: int, steps: int) -> tuple[la.Stats, list[Any], Tensor]:
+        own = Run(rank, clock)
+        attached = own.sync.stats()
+        own.go(steps)
+        own.sync.finish()
+        return attached, own.sync.choices, flat(own.model)
+
     with caplog.at_level(logging.INFO, logger="laconic"):
-        found = la.simulate(partial(run, steps=40), 3, link=partial(network, rate=1e6))
-    (choices, x), *others = found
-    assert choices and all(other == choices and torch.equal(x, y) for other, y in others)
+        found = la.simulate(partial(run, steps=40), 3, link=slow)
+    (stats, choices, x), *others = found
+    assert choices and all(other == choices and torch.equal(x, y) for _, other, y in others)
     assert choices[0].step == 4 and choices[0].facts.rate == pytest.approx(1e6, rel=0.1)
     assert choices[0].text.startswith(("local_sgd(2, delay=", "streaming_diloco("))
     told = [record.message for record in caplog.records]
     assert len(told) == len(choices) and choices[0].reason in told[0]
-    assert la.simulate(partial(run, steps=8), workers=1)[0][0] == [], "nothing to choose"
-
-    def sent(rank: int) -> la.Stats:
-        found: la.Stats = build(rank)[2].stats()
-        return found
-
-    for stats in la.simulate(sent, 3, link=partial(network, rate=1e6)):
-        by = stats.bytes_by_collective
-        assert by["measurement"] > 10 * by.get("all_to_all", 0), "booked apart"
-        assert sum(by.values()) == stats.bytes_sent
-
-
-def test_it_looks_again_when_the_network_gets_slow(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From 1 Gbit/s to 1 Mbit/s, though it may have chosen to send little by then."""
-    monkeypatch.setattr(auto, "LEAST_TRAFFIC", 2**10)
-    monkeypatch.setattr(probe, "LEAST", 2**10)
-    monkeypatch.setattr(auto.Chooser, "_used", lambda self, **_: (0.0, 0.0))
-    steps = 50 + auto.REVIEW + auto.LATER + 1
-    one = partial(run, steps=steps, rates={50: 1e6})
-    (choices, _), *others = la.simulate(one, 3, link=partial(network, rate=1e9))
-    early, late = ([c for c in choices if (c.step > 50) == side] for side in (False, True))
-    assert early and late and late[-1].facts.rate < early[-1].facts.rate / 5
-    assert all(other == choices for other, _ in others)
+    assert la.simulate(partial(run, steps=8), workers=1)[0][1] == [], "nothing to choose"
+    by = stats.bytes_by_collective
+    assert by["measurement"] > 10 * by.get("all_to_all", 0), "booked apart"
+    assert sum(by.values()) == stats.bytes_sent
 
 
 def test_a_choice_is_saved_and_loaded(clock: Clock) -> None:
     """Into a fresh run, where the recipe that was in force goes on, with its state."""
-    slow = partial(network, rate=1e6)
 
     def first(rank: int) -> Any:
-        model, optimizer, sync = parts = build(rank)
-        for t in range(1, 21):
-            step(model, optimizer, rank, t)
-        saved, tail = copy.deepcopy([part.state_dict() for part in parts]), []
-        for t in range(21, 26):
-            step(model, optimizer, rank, t)
-            tail.append(flat(model))
-        return saved, sync.recipe, sync.choices, tail
+        own = Run(rank, clock)
+        own.go(20)
+        saved = copy.deepcopy([part.state_dict() for part in own.parts])
+        return saved, own.go(25), own.sync.recipe, own.sync.choices
 
     saved = la.simulate(first, workers=2, link=slow)
-    assert saved[0][2]
+    assert saved[0][-1]
 
     def second(rank: int) -> Any:
-        model, optimizer, sync = parts = build(rank)
-        start = sync.recipe
-        model.load_state_dict(saved[rank][0][0])
-        short = {**saved[rank][0][2], **({"rounds": []} if rank else {})}
-        assert "not what sync" in refusal(lambda: sync.load_state_dict(short))
-        assert sync.recipe == start and sync.choices == []
-        for part, state in zip(parts, copy.deepcopy(saved[rank][0]), strict=True):
+        own, states = Run(rank, clock), saved[rank][0]
+        start = own.sync.recipe
+        own.model.load_state_dict(states[0])
+        short = {**states[2], **({"rounds": []} if rank else {})}
+        assert "not what sync" in refusal(lambda: own.sync.load_state_dict(short))
+        assert own.sync.recipe == start and own.sync.choices == []
+        for part, state in zip(own.parts, copy.deepcopy(states), strict=True):
             part.load_state_dict(state)
-        tail = []
-        for t in range(21, 26):
-            step(model, optimizer, rank, t)
-            tail.append(flat(model))
-        return sync.recipe, sync.choices, tail
+        return own.go(25), own.sync.recipe, own.sync.choices
 
     again = la.simulate(second, workers=2)
-    for (_, recipe, choices, tail), (theirs, others, late) in zip(saved, again, strict=True):
-        assert recipe == theirs and choices == others and all(map(torch.equal, tail, late))
+    for (_, trace, *kept), (tail, *theirs) in zip(saved, again, strict=True):
+        assert theirs == kept and all(map(torch.equal, tail, trace))

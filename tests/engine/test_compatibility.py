@@ -6,7 +6,8 @@ Most are compared with one process that trains on all workers' batches, which `d
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -86,12 +87,12 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), 0.5)
 
 
-def together(build: Callable[[], nn.Module], make: Make, recipe: la.Recipe) -> list[Any]:
-    """What each of two workers ends with: its parameters, the model, and the bytes it sent. All
-    start from rank 0's, of a frozen base, too."""
+def together(build: Callable[[], nn.Module], make: Make, recipe: la.Recipe) -> Any:
+    """The parameters that two workers end with, the model, and the bytes that one sent. All start
+    from rank 0's, of a frozen base, too."""
 
     def run(rank: int) -> tuple[Tensor, nn.Module, int]:
-        model = build()
+        model, fresh = build(), build()
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(rank)
@@ -100,13 +101,13 @@ def together(build: Callable[[], nn.Module], make: Make, recipe: la.Recipe) -> l
             before = sync.stats().bytes_sent
             train(model, optimizer, [rank])
             sent = sync.stats().bytes_sent - before
-            shipped = sync.consensus_state_dict()
-        fresh = build()
-        fresh.load_state_dict(shipped)
+            fresh.load_state_dict(sync.consensus_state_dict())
         assert torch.equal(flat(fresh), flat(model))
         return flat(model), model, sent
 
-    return la.simulate(run, workers=2)
+    one, other = la.simulate(run, workers=2)
+    assert torch.equal(one[0], other[0])
+    return one
 
 
 ROWS: dict[str, tuple[Callable[[], nn.Module], Make]] = {
@@ -127,17 +128,16 @@ def test_ways_to_train_are_those_of_one_process(name: str) -> None:
     build, make = ROWS[name]
     alone = build()
     train(alone, make(alone), [0, 1])
-    (one, *_), (other, *_) = together(build, make, la.ddp())
-    assert torch.equal(one, other) and close(one, flat(alone))
+    assert close(together(build, make, la.ddp())[0], flat(alone))
     size = 8 * sum(p.numel() for p in trainable(alone))
     for recipe in (la.local_sgd(3), la.diloco(3)):
-        (one, model, sent), (other, *_) = together(build, make, recipe)
-        assert torch.equal(one, other) and not close(one, flat(alone), 1e-3)
+        one, model, sent = together(build, make, recipe)
+        assert not close(one, flat(alone), 1e-3)
         assert STEPS // 3 * size <= sent < STEPS // 3 * size * 1.05 + 500
         if name == "tied weights":
             assert model.output.weight is model.embedding.weight
         if name == "activation checkpointing":
-            assert torch.equal(one, together(Language, make, recipe)[0][0])
+            assert torch.equal(one, together(Language, make, recipe)[0])
 
 
 def test_sparse_embeddings_with_rounds_on_parameters_alone() -> None:
@@ -145,8 +145,7 @@ def test_sparse_embeddings_with_rounds_on_parameters_alone() -> None:
     says what to do."""
     sparse = partial(Language, sparse=True)
     for recipe in (la.local_sgd(3), la.diloco(3, delay=1)):
-        runs = zip(together(sparse, sgd, recipe), together(Language, sgd, recipe), strict=True)
-        assert all(close(a, b) for (a, *_), (b, *_) in runs)
+        assert close(together(sparse, sgd, recipe)[0], together(Language, sgd, recipe)[0])
     for recipe in (la.ddp(), la.ddp(codec="int4")):
         with pytest.raises(ValueError, match="use sparse=False"):
             together(sparse, sgd, recipe)
@@ -181,32 +180,34 @@ def test_the_mean_of_the_workers_emas_is_the_ema_of_their_mean() -> None:
 # -- torch.compile ----
 
 
+@contextmanager
+def dynamo() -> Iterator[None]:
+    """What torch has compiled is forgotten, and its own warnings are not shown."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def compiled(rank: int, recipe: la.Recipe, backend: str | None, inner: bool) -> tuple[Tensor, bool]:
     """Parameters after training, and whether the consensus has the plain model's names. ``inner``:
     the plain model is attached, and not what torch.compile returns."""
-    torch._dynamo.reset()
     model = Language()
-    run: Any = model if backend is None else torch.compile(model, backend=backend)
-    optimizer = adamw(model)
-    names = [*model.state_dict()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
+    optimizer, names = adamw(model), [*model.state_dict()]
+    with dynamo():
+        run: Any = model if backend is None else torch.compile(model, backend=backend)
         with la.attach(model if inner else run, optimizer, recipe, link=gloo.link_of(2)) as sync:
             train(run, optimizer, [rank])
             shipped = [name.removeprefix("_orig_mod.") for name in sync.consensus_state_dict()]
     return flat(model), shipped == names
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("recipe", "backend", "inner"),
     [
         (la.ddp(codec="int8"), "aot_eager", False),
-        pytest.param(la.ddp(), "aot_eager", True, marks=SLOW),
-        pytest.param(la.streaming_diloco(4), "aot_eager", True, marks=SLOW),
-        pytest.param(la.ddp(), "inductor", False, marks=SLOW),
+        pytest.param(la.streaming_diloco(4), "aot_eager", True, marks=pytest.mark.slow),
+        pytest.param(la.ddp(), "inductor", False, marks=pytest.mark.slow),
     ],
 )
 def test_torch_compile_changes_no_bit(
@@ -220,13 +221,11 @@ def test_torch_compile_changes_no_bit(
 
 
 def compiled_steps(rank: int, recipe: la.Recipe, several: bool) -> tuple[int, int, Tensor]:
-    torch._dynamo.reset()
     model = Language()
     parts = [[p] for p in model.parameters()] if several else [[*model.parameters()]]
     optimizers = [torch.optim.AdamW(part, lr=0.1) for part in parts]
-    steps = [torch.compile(each.step, backend="eager") for each in optimizers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
+    with dynamo():
+        steps = [torch.compile(each.step, backend="eager") for each in optimizers]
         sync = la.attach(model, optimizers, recipe, link=gloo.link_of(2))
         for loss in losses(model, [rank]):
             model.zero_grad()
@@ -246,17 +245,12 @@ def test_rounds_follow_a_compiled_step(pool: gloo.Pool, recipe: la.Recipe, sever
 
 
 def compiled_autograd(rank: int) -> None:
-    torch._dynamo.reset()
     model = Language()
-    sync = la.attach(model, adamw(model), la.ddp(codec="int8"), link=gloo.link_of(1))
-
-    def backward() -> None:
-        next(losses(model, [rank])).backward()
-
-    with torch._dynamo.config.patch(compiled_autograd=True), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
+    with dynamo(), torch._dynamo.config.patch(compiled_autograd=True):
+        sync = la.attach(model, adamw(model), la.ddp(codec="int8"), link=gloo.link_of(1))
+        backward = torch.compile(lambda: next(losses(model, [rank])).backward(), backend="eager")
         with pytest.raises(ValueError, match=r"set torch._dynamo.config.compiled_autograd = False"):
-            torch.compile(backward, backend="eager")()
+            backward()
     sync.detach()
 
 

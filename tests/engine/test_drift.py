@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -17,8 +15,6 @@ import laconic as la
 from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.links import Link
 from laconic.links.wrapped import Wrapped
-
-from tests.support import gloo
 
 FAULTY = 2
 
@@ -49,7 +45,7 @@ def nudge(x: Tensor) -> None:
 # -- recipes that average gradients ----
 
 
-def train(rank: int, recipe: la.Recipe, **more: Any) -> list[int]:
+def drift(rank: int, recipe: la.Recipe, **more: Any) -> list[int]:
     """The drift after each step, where a weight of worker 2 changes after step 3."""
     model, optimizer, sync = build(recipe, **more)
     drifted = []
@@ -61,28 +57,18 @@ def train(rank: int, recipe: la.Recipe, **more: Any) -> list[int]:
     return drifted
 
 
-@pytest.mark.parametrize("recipe", [la.ddp(), la.ddp(codec="int8"), la.power_sgd(1)])
+@pytest.mark.parametrize("recipe", [la.ddp(), la.power_sgd(1)])
 def test_one_worker_that_drifts_is_named(recipe: la.Recipe) -> None:
     """In the next step, and counted in each from then on: nothing is repaired."""
     with pytest.warns(UserWarning, match=r"at step 4 ranks \[2\] differ from rank 0") as caught:
-        runs = la.simulate(partial(train, recipe=recipe), workers=3)
+        runs = la.simulate(partial(drift, recipe=recipe), workers=3)
     assert runs == [[0, 0, 0, 1, 2, 3, 4, 5]] * 3 and len(caught) == 1
-
-
-def train_over(rank: int) -> list[int]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error" if rank else "ignore")  # one has the word
-        return train(rank, la.ddp(), link=gloo.link_of(3))
-
-
-def test_it_is_found_between_processes(pool: gloo.Pool) -> None:
-    assert pool.run(train_over, ranks=3) == [[0, 0, 0, 1, 2, 3, 4, 5]] * 3
 
 
 def test_of_a_large_model_each_step_compares_a_part() -> None:
     """What changed, the last parameter, is in the third part."""
     with pytest.warns(UserWarning, match=r"ranks \[2\] differ"):
-        runs = la.simulate(partial(train, recipe=la.ddp(), width=7000), workers=3)
+        runs = la.simulate(partial(drift, recipe=la.ddp(), width=7000), workers=3)
     assert runs == [runs[0]] * 3 and runs[0][:3] == [0] * 3 and 1 <= runs[0][-1] <= 2
 
 
@@ -90,11 +76,11 @@ def test_of_a_large_model_each_step_compares_a_part() -> None:
 
 
 class Wrong(Wrapped):
-    """Worker 2 receives one wrong bit when ``spoiled`` says so."""
+    """Worker 2 receives one wrong bit where SPOIL says so."""
 
-    def __init__(self, link: Link, spoiled: dict[str, bool] | None = None) -> None:
+    def __init__(self, link: Link, faulty: bool | None = None) -> None:
         super().__init__(link)
-        self.spoiled = SPOILED.setdefault(link.rank, {}) if spoiled is None else spoiled
+        self.faulty = link.rank == FAULTY if faulty is None else faulty
 
     def around(self, *_: Any) -> Any:
         return nullcontext()
@@ -108,19 +94,18 @@ class Wrong(Wrapped):
         self.spoil(out)
 
     def spoil(self, x: Tensor) -> None:
-        if self.spoiled.pop("next", False):
+        if self.faulty and SPOIL:
+            SPOIL.pop()
             nudge(x)
 
     def like(self, link: Link) -> Link:
-        return Wrong(link, self.spoiled)
+        return Wrong(link, self.faulty)
 
 
-SPOILED: dict[int, dict[str, bool]] = {}
-"""By rank: whether the next tensor is to be."""
+SPOIL: list[str] = []
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """``name``: the saved state of which worker 2 loads another value after step ``after``, or "x":
     what the round after the next step leaves there. The round of step ``found`` finds it."""
 
@@ -128,36 +113,20 @@ class Row:
     name: str
     after: int
     found: int
-    index: int = 0
+    number: int = 0
     group_size: int | None = None
 
 
-def adam(tensors: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(tensors, lr=0.01)
-
-
+ADAM: Any = partial(torch.optim.Adam, lr=0.01)
 ROWS = {
-    "local_sgd": Row(la.local_sgd(2), "x", 3, 6),
     "local_sgd, coded, late": Row(la.local_sgd(3, delay=2, codec="int4"), "reference", 5, 8),
     "hierarchical, groups": Row(la.hierarchical(2, 6), "x", 3, 8, group_size=2),
     "slowmo": Row(la.slowmo(la.local_sgd(2), 4, 0.5), "x", 3, 8, 1),
-    "slowmo, unsharded": Row(la.slowmo(None, 4, 0.5, sharded=False), "anchor", 6, 8),
-    "diloco, Adam": Row(la.diloco(3, outer=adam, sharded=False), "outer.exp_avg", 4, 6),
+    "diloco, Adam": Row(la.diloco(3, outer=ADAM, sharded=False), "outer.exp_avg", 4, 6),
     "streaming_diloco": Row(la.streaming_diloco(4, 2, 1, momentum=0.5), "reference", 5, 7),
-    "sparse_loco": Row(la.sparse_loco(3, 8, 64), "anchor", 4, 6),
     "easgd": Row(la.easgd(3, pull=0.1), "anchor", 4, 6),
 }
-"""Every family whose workers hold something alike."""
-
-
-def disturb(sync: la.Synchronizer, row: Row, rank: int) -> None:
-    """Save and load, on worker 2 with another value."""
-    state = sync.state_dict()
-    if row.name != "x" and rank == FAULTY:
-        saved = state["rounds"][row.index]
-        kept = [each for each in (*saved["state"], *saved["carried"]) if row.name in each]
-        nudge(kept[0][row.name])
-    sync.load_state_dict(state)
+"""Families whose workers hold something alike."""
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -170,13 +139,18 @@ def test_one_unit_in_the_last_place_is_found_in_the_next_round(name: str) -> Non
         drifted = []
         while sync.step < 12:
             drifted.append(go(model, optimizer, sync, rank))
-            if sync.step == row.after and row.name == "x":
-                SPOILED[rank]["next"] = rank == FAULTY
+            if sync.step == row.after and row.name == "x" and rank == FAULTY:
+                SPOIL.append("the next")
             if sync.step == row.after + (row.name == "x"):
-                disturb(sync, row, rank)
+                state = sync.state_dict()
+                if row.name != "x" and rank == FAULTY:
+                    saved = state["rounds"][row.number]
+                    kept = [s for s in (*saved["state"], *saved["carried"]) if row.name in s]
+                    nudge(kept[0][row.name])
+                sync.load_state_dict(state)
         return drifted
 
-    SPOILED.clear()
+    SPOIL.clear()
     workers = 4 if row.group_size else 3
     with pytest.warns(UserWarning, match=f"drifted apart: at step {row.found} ranks ") as caught:
         runs = la.simulate(run, workers=workers, link=Wrong)
@@ -206,7 +180,7 @@ class Kept(Update):
         return received
 
 
-@pytest.mark.parametrize("delay", [None, 0, 1])
+@pytest.mark.parametrize("delay", [None, 1])
 def test_it_is_found_in_an_elastic_run(delay: int | None) -> None:
     """A worker is killed and another one joins before, and a third while it is found. None: a
     weight changes, where gradients are averaged."""

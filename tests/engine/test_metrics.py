@@ -33,34 +33,17 @@ def read(path: Path) -> Records:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.randn(4, 5)).square().mean().backward()
-    optimizer.step()
-
-
-def train(
-    rank: int, given: Any, steps: int = 6, recipe: la.Recipe | None = None, lr: float = 0.1
-) -> tuple[list[float], la.Stats]:
+def train(rank: int, given: Any, steps: int = 6) -> tuple[list[float], la.Stats]:
     """A small training in a `with`; its parameters and statistics."""
     torch.manual_seed(rank)
     model = nn.Linear(5, 3)
-    optimizer = sgd(model, lr)
-    with la.attach(model, optimizer, recipe or la.local_sgd(2), metrics=given) as sync:
+    optimizer = sgd(model)
+    with la.attach(model, optimizer, la.local_sgd(2), metrics=given) as sync:
         for _ in range(steps):
-            step(model, optimizer)
+            optimizer.zero_grad()
+            model(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
     return flat(model).tolist(), sync.stats()
-
-
-class Kept(la.Metrics):
-    """Keeps what it is given; it is copied, but for the list."""
-
-    def __init__(self, every: float = 0.0) -> None:
-        super().__init__(every)
-        self.records: Records = []
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self.records.append(dict(record))
 
 
 # -- what is written ----
@@ -81,11 +64,9 @@ def test_the_records_add_up_to_what_the_run_did(tmp_path: Path) -> None:
     assert [r["sent"] for r in steps[1:]] == [72, 0, 72, 0, 72, 0]
     assert math.isclose(end["seconds_waiting"], stats.seconds_waiting, abs_tol=1e-5)
     assert all(0 <= r["waiting"] <= 1 and r["lr"] == [0.1] for r in rest)
-    assert start["recipe"] == "local_sgd(2)"
-    assert start["schedule"] == ["Average round, Every(period=2)"]
+    assert start["recipe"] == "local_sgd(2)" and "Every(period=2)" in start["schedule"][0]
     assert (start["rank"], start["ranks"], start["workers"], start["step"]) == (0, 2, 2, 0)
     assert (start["torch"], start["laconic"]) == (torch.__version__, la.__version__)
-    assert start["pid"] == os.getpid()
     called = [call for record in rest for call in record.get("calls", [])]
     assert sum(call["count"] for call in called if call["name"] == "Average round") == 3
     assert all(call["seconds"] >= 0 and call["bytes"] >= 0 for call in called)
@@ -120,7 +101,7 @@ class Broken(la.Metrics):
 REFUSED: list[tuple[Any, str]] = [
     (3, "metrics must be a path, laconic.JsonLines"),
     ("a\0b", "must be the path of a file"),
-    ([Kept() for _ in range(9)], "at most 8 sinks"),
+    ([la.JsonLines("a") for _ in range(9)], "at most 8 sinks"),
     ("/nowhere/{rank}.jsonl", "no such directory on rank 0"),
     (Uninitialized(), "must call super().__init__()"),
     (Broken(), "no such place"),
@@ -131,18 +112,20 @@ def test_what_is_no_place_is_refused_on_every_rank() -> None:
     for given, said in REFUSED:
         call = lambda r, given=given: refusal(lambda: train(r, None if r else given))  # noqa: E731
         assert all(said in text for text in la.simulate(call, workers=2)), given
+    for directory in (3, "", None):
+        told = refusal(lambda directory=directory: la.TensorBoard(directory))  # type: ignore[misc]
+        assert "directory must be the path of a directory" in told
 
 
 # -- accidents ----
 
 
 def test_a_file_that_takes_nothing_is_one_warning() -> None:
-    path, said = "/dev/full", "No space left on device"
     plain = la.simulate(lambda rank: train(rank, None), workers=2)
     with pytest.warns(RuntimeWarning) as caught:
-        runs = la.simulate(lambda rank: train(rank, la.JsonLines(path, 0)), workers=2)
+        runs = la.simulate(lambda rank: train(rank, la.JsonLines("/dev/full", 0)), workers=2)
     (warning,) = [str(w.message) for w in caught]
-    assert said in warning and path in warning and "training continues" in warning
+    assert all(s in warning for s in ("No space left", "/dev/full", "training continues"))
     assert [run[0] for run in runs] == [run[0] for run in plain]
 
 
@@ -179,30 +162,17 @@ raise RuntimeError("boom")
 """
 
 
+@pytest.mark.slow  # a new interpreter
 def test_a_program_that_raises_writes_its_last_record(tmp_path: Path) -> None:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        texts = [each.communicate(timeout=250)[1] for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
-    for rank, (each, said) in enumerate(zip(ranks, texts, strict=True)):
-        assert each.returncode == 1 and "finish() was not called" not in said, said
-        records = read(tmp_path / f"{rank}.jsonl")
-        events = [r["event"] for r in records if r["event"] != "steps"]  # a slow machine has one
-        assert events == ["start", "error", "end"] and records[-1]["step"] == 1
-        assert records[-2]["error"] == "RuntimeError: boom"
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
+    where |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    argv, env = [sys.executable, "-c", PROGRAM], {**os.environ, **where}
+    run = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert run.returncode == 1, run.stderr
+    records = read(tmp_path / "0.jsonl")
+    events = [r["event"] for r in records if r["event"] != "steps"]  # a slow machine has one
+    assert events == ["start", "error", "end"] and records[-1]["step"] == 1
+    assert records[-2]["error"] == "RuntimeError: boom"
 
 
 # -- TensorBoard ----
@@ -213,9 +183,6 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
         EventAccumulator,
     )
 
-    for directory in (3, "", None):
-        said = refusal(lambda directory=directory: la.TensorBoard(directory))  # type: ignore[misc]
-        assert "directory must be the path of a directory" in said
     given = la.TensorBoard(f"{tmp_path}/{{rank}}", every=0)
     la.simulate(lambda rank: train(rank, given), workers=2)
     for rank in range(2):

@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 import laconic as la
 from laconic.algorithms.update import Clock, Slot, State, Update
@@ -24,7 +22,7 @@ from laconic.codecs import TopK
 
 from tests.support import gloo
 from tests.support.all_recipes import ROWS, Run
-from tests.support.loops import close, data, flat, network, sgd, train
+from tests.support.loops import close, data, equal, flat, network, sgd, train
 from tests.support.recipes import Row
 
 SAVED_AT = 7
@@ -34,19 +32,13 @@ SAVED_AT = 7
 # -- workers that are alike, whose number must not show ----
 
 ALIKE: dict[str, la.Recipe] = {
-    "ddp": la.ddp(),
-    "power_sgd": la.power_sgd(2),
     "local_sgd": la.local_sgd(3, delay=2),
-    "post_local_sgd": la.post_local_sgd(3, 2),
     "slowmo": la.slowmo(la.local_sgd(2), 5, 0.5),
     "slowmo, unsharded": la.slowmo(None, 4, 0.5, sharded=False),
-    "diloco": la.diloco(3),
     "diloco, own optimizer": la.diloco(3, outer=lambda x: torch.optim.SGD(x, 0.5, 0.9)),
-    "streaming": la.streaming_diloco(4, 2, 1, codec=None),
     "sgp": la.sgp(delay=1),
 }
 TOLD: dict[int, set[int]] = defaultdict(set)
-ELASTIC = [name for name in ALIKE if name != "power_sgd"]
 same_batches = pytest.mark.filterwarnings("ignore:the first gradients are identical")
 
 
@@ -64,70 +56,38 @@ class Counted(Update):
         return received / clock.workers
 
 
-def alike(
-    number: int, recipe: la.Recipe, end: int, folder: Path | None = None, load: bool = False
-) -> Tensor:
-    """Every worker trains on the same batch, up to step ``end``; then it saves."""
+def alike(number: int, recipe: la.Recipe, end: int, load: Path | None, save: Path | None) -> Tensor:
+    """Every worker trains on the same batch, up to step ``end``."""
     model = network(0)
     optimizer = sgd(model, momentum=0.9)
     sync = la.attach(model, optimizer, recipe)
-    if folder and load:
-        la.load(folder, model, optimizer)
+    if load:
+        torch.manual_seed(number)
+        before = torch.get_rng_state()
+        la.load(load, model, optimizer)
+        assert torch.equal(torch.get_rng_state(), before), "two could draw alike"
     while sync.step < end:
         train(model, optimizer, data()[0][:1])
-    if folder and not load:
-        la.save(folder, model, optimizer)
+    if save:
+        la.save(save, model, optimizer)
     return flat(model)
 
 
 @same_batches
-@pytest.mark.parametrize("name", ELASTIC)
-def test_a_mean_is_of_the_workers_that_are_left(name: str) -> None:
-    """Their number counts as of each round: one that was read a moment too early would scale what
-    is averaged."""
-    run = partial(alike, recipe=ALIKE[name], end=20)
-    (alone,) = la.simulate(run, workers=1)
-    runs = la.simulate(run, faults=la.Faults(5, kill=((0, 4), (2, 6), (4, 9))))
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_number_of_workers_does_not_show(name: str, tmp_path: Path) -> None:
+    """It counts as of each round where workers are lost: one that was read a moment too early would
+    scale what is averaged. From a checkpoint, outer state is cut anew for another number."""
+    run = partial(alike, recipe=ALIKE[name], load=None, save=None)
+    (alone,) = la.simulate(partial(run, end=20), workers=1)
+    runs = la.simulate(partial(run, end=20), faults=la.Faults(5, kill=((0, 4), (2, 6), (4, 9))))
     left = [x for x in runs if x is not None]
-    assert len(left) == 2 and all(close(x, alone, 1e-9) for x in left)
-
-
-@pytest.mark.parametrize("delay", [0, 2])
-def test_an_update_is_told_how_many_take_part(delay: int) -> None:
-    """As of its round, whoever comes and goes before and after it: here x stays 1."""
-
-    def run(number: int) -> set[float]:
-        model = nn.Linear(3, 1, bias=False)
-        nn.init.ones_(model.weight)
-        optimizer, seen = sgd(model, 0.0), set[float]()
-        round = la.Round(la.every(2), Counted(), la.exchanges.Mean(), delay=delay)
-        sync = la.attach(model, optimizer, (round,))
-        while sync.step < 20:
-            model(torch.full((1, 3), 1.0 + number)).sum().backward()
-            optimizer.step()
-            seen.update(model.weight.flatten().tolist())
-        return seen
-
-    TOLD.clear()
-    faults = la.Faults(4, kill=((0, 4), (2, 7), (1, 10)), join=(5, 9, 14))
-    left = [seen for seen in la.simulate(run, faults=faults) if seen is not None]
-    assert left == [{1.0}] * 4
-    told = [4, 3, 4, 3, 3, 3, 3, 4, 4, 4]
-    assert [TOLD[step] for step in range(2, 21, 2)] == [{n} for n in told]
-
-
-@same_batches
-@pytest.mark.parametrize(
-    ("name", "workers"), [(n, (1, 3, 6)[k % 3]) for k, n in enumerate(ALIKE) if n != "streaming"]
-)
-def test_outer_state_is_cut_anew_for_another_number_of_workers(
-    name: str, workers: int, tmp_path: Path
-) -> None:
-    run = partial(alike, recipe=ALIKE[name], folder=tmp_path)
-    (alone,) = la.simulate(partial(alike, recipe=ALIKE[name], end=20), workers=1)
-    la.simulate(partial(run, end=8), workers=4)
-    for x in la.simulate(partial(run, end=20, load=True), workers=workers):
-        assert close(x, alone, 1e-9)
+    assert len(left) == 2
+    la.simulate(partial(run, end=7, save=tmp_path), workers=4)
+    for workers, end in ((1, 10), (6, 16), (3, 20)):
+        found = la.simulate(partial(run, end=end, load=tmp_path, save=tmp_path), workers=workers)
+        assert len([*tmp_path.iterdir()]) == 1 + workers, "files of ranks that are gone are deleted"
+    assert all(close(x, alone, 1e-9) for x in (*left, *found))
 
 
 # -- what each worker holds ----
@@ -154,21 +114,17 @@ SEEN: dict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)
 
 
 @same_batches
-@pytest.mark.parametrize("workers", [2, 3, 6])
-def test_private_state_is_averaged_and_of_pooled_state_the_mean_stays(
-    workers: int, tmp_path: Path
-) -> None:
+def test_private_state_is_averaged_and_of_pooled_state_the_mean_stays(tmp_path: Path) -> None:
     """Each worker keeps its own of pooled state, as far as the mean allows."""
-    SEEN.clear()
     recipe = (la.Round(la.every(3), Holding(), la.exchanges.Mean()),)
-    run = partial(alike, recipe=recipe, folder=tmp_path)
-    la.simulate(partial(run, end=4), workers=4)
-    la.simulate(partial(run, end=6, load=True), workers=workers)
-    found = SEEN[workers, 1]
-    assert [each["own"] for each in found] == [15.0] * workers
-    assert [each["all"] for each in found] == [7.0] * workers
-    pools = sorted(each["pool"] for each in found)
-    assert pools == {2: [10, 20], 3: [5, 15, 25], 6: [0, 10, 15, 15, 20, 30]}[workers]
+    run = partial(alike, recipe=recipe)
+    la.simulate(partial(run, end=4, load=None, save=tmp_path), workers=4)
+    for pools in ([10, 20], [5, 15, 25], [0, 10, 15, 15, 20, 30]):
+        SEEN.clear()
+        la.simulate(partial(run, end=6, load=tmp_path, save=None), workers=len(pools))
+        found = SEEN[len(pools), 1]
+        assert [(each["own"], each["all"]) for each in found] == [(15.0, 7.0)] * len(pools)
+        assert sorted(each["pool"] for each in found) == pools
 
 
 def test_residuals_count_as_much_as_before(tmp_path: Path) -> None:
@@ -206,12 +162,9 @@ def test_residuals_count_as_much_as_before(tmp_path: Path) -> None:
 # -- from a checkpoint ----
 
 
-def folder_of(base: Path, host: int) -> Path:
-    return base / f"host{host}"
-
-
-def saved_runs(row: Row, ranks: int, folder: Path) -> list[tuple[Tensor, Any]]:
-    """The parameters and the state of the first round."""
+def save_and_lose(row: Row, ranks: int, folder: Path) -> list[tuple[Tensor, Any]]:
+    """The parameters and the state of the first round at the save, of which rank 2's file is
+    lost."""
 
     def run(rank: int) -> tuple[Tensor, Any]:
         own = Run(row, ranks, rank)
@@ -219,103 +172,83 @@ def saved_runs(row: Row, ranks: int, folder: Path) -> list[tuple[Tensor, Any]]:
         own.save(folder)
         return own.flat(), own.sync.state_dict()["rounds"][0]["state"][0]
 
+    saved = la.simulate(run, workers=ranks)
+    next(folder.glob("rank-2-*.pt")).unlink()
+    return saved
+
+
+def loaded(row: Row, ranks: int, folder: Path) -> list[tuple[Tensor, Any]]:
+    """The parameters and the state of the first round."""
+
+    def run(rank: int) -> tuple[Tensor, Any]:
+        own = Run(row, ranks, rank)
+        own.load(folder)
+        return own.flat(), own.sync.state_dict()["rounds"][0]
+
     return la.simulate(run, workers=ranks)
 
 
 def test_the_weights_of_gossip_count_in_what_is_left(tmp_path: Path) -> None:
     """The push weights of lost workers are missing from the sum that the others' are divided by."""
-    row = ROWS["sgp, bipartite"]
-    saved = saved_runs(row, 5, tmp_path)
-    next(tmp_path.glob("rank-2-*.pt")).unlink()
-
-    def run(rank: int) -> Tensor:
-        own = Run(row, 5, rank)
-        own.load(tmp_path)
-        return own.flat()
-
+    saved = save_and_lose(ROWS["sgp, bipartite"], 5, tmp_path)
     weights = torch.tensor([float(state["w"]) for _, state in saved]).double()
     assert float(weights.std()) > 0.1, "they are worth a test"
     kept = [0, 1, 3, 4]
     mean = torch.stack([weights[r] * saved[r][0] for r in kept]).sum(0) / weights[kept].sum()
-    assert all(close(x, mean) for x in la.simulate(run, workers=5))
+    assert all(close(x, mean) for x, _ in loaded(ROWS["sgp, bipartite"], 5, tmp_path))
 
 
 def test_a_lost_slice_of_outer_state_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One line says so."""
-    row = ROWS["diloco"]
-    saved = saved_runs(row, 4, tmp_path)
-    next(tmp_path.glob("rank-2-*.pt")).unlink()
-
-    def run(rank: int) -> tuple[Tensor, Any]:
-        own = Run(row, 4, rank)
-        own.load(tmp_path)
-        return own.flat(), own.sync.state_dict()["rounds"][0]
-
+    saved = save_and_lose(ROWS["diloco"], 4, tmp_path)
     with caplog.at_level(logging.WARNING, "laconic"):
-        runs = la.simulate(run, workers=4)
+        found = loaded(ROWS["diloco"], 4, tmp_path)
     (said,) = [record.getMessage() for record in caplog.records]
-    for text in ("4 workers (4 ranks)", "the files of rank 2 are lost", "step 7"):
-        assert text in said
-    for rank, (x, loaded) in enumerate(runs):
-        state, start = loaded["state"][0], loaded["starts"][0]
+    assert "the files of rank 2 are lost" in said and "step 7" in said
+    for rank, (x, first) in enumerate(found):
+        state, start = first["state"][0], first["starts"][0]
         if rank == 2:
-            stop = min(start + state["anchor"].numel(), x.numel())
-            assert torch.equal(state["anchor"][: stop - start], x[start:stop])
-        assert state["m"].any() == (rank != 2)
-        assert rank == 2 or torch.equal(state["m"], saved[rank][1]["m"])
+            part = x[start : start + state["anchor"].numel()]
+            assert torch.equal(state["anchor"][: len(part)], part) and not state["m"].any()
+        else:
+            assert torch.equal(state["m"], saved[rank][1]["m"]) and state["m"].any()
 
 
 @pytest.mark.parametrize("buffers", ["average", "keep"])
 def test_what_finish_does_not_average_stays_the_ranks_own(buffers: Any, tmp_path: Path) -> None:
-    """Buffers are averaged over all ranks, or kept; a personal layer is nobody else's; the infinite
-    numbers of a mask stay infinite."""
+    """Buffers are averaged over all ranks, or kept; the infinite numbers of a mask stay infinite,
+    and a buffer that is not saved stays."""
     mask = nn.Transformer.generate_square_subsequent_mask(3)
 
-    class Both(Run):
-        def __init__(self, rank: int, ranks: int) -> None:
-            super().__init__(ROWS["local_sgd"], ranks, rank, nprocs_per_node=2, buffers=buffers)
-            torch.manual_seed(50 + rank)
-            self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
-            self.optimizer.add_param_group({"params": [self.head[1].weight]})
-
-        def every(self) -> dict[str, Tensor]:
-            both = {**self.model.state_dict(), **self.head.state_dict(prefix="head.")}
-            return {k: v.clone() for k, v in both.items()}
-
-        def steps(self, end: int) -> None:
-            self.model.register_buffer("mask", mask.clone())
-            self.model.register_buffer("other", mask.clone(), persistent=False)
-            while self.sync.step < end:
-                self.optimizer.zero_grad()
-                x = torch.randn(4, 8, dtype=torch.float64) + self.rank
-                (self.model(x).sum() + self.head(x).square().sum()).backward()
-                self.optimizer.step()
+    def make(rank: int, ranks: int) -> Run:
+        own = Run(ROWS["local_sgd"], ranks, rank, nprocs_per_node=2, buffers=buffers)
+        own.model.register_buffer("mask", mask.clone())
+        own.model.register_buffer("other", mask.clone(), persistent=False)
+        return own
 
     def save(rank: int) -> dict[str, Tensor]:
-        own = Both(rank, 6)
-        own.steps(SAVED_AT)
-        la.save(tmp_path, own.model, own.optimizer, others={"head": own.head})
-        before = own.every()
+        own = make(rank, 6)
+        own.go(SAVED_AT)
+        own.save(tmp_path)
         own.sync.finish()
-        kept = ("head.0.running_mean", "head.1.bias")
-        return {k: before[k] if k in kept else v for k, v in own.every().items()}
+        return dict(own.model.state_dict())
 
     def load(rank: int) -> dict[str, Tensor]:
-        own = Both(rank, 4)
-        own.steps(0)
-        la.load(tmp_path, own.model, own.optimizer, others={"head": own.head})
-        return {**own.every(), "other": own.model.get_buffer("other")}
+        own = make(rank, 4)
+        own.load(tmp_path)
+        assert torch.equal(own.model.get_buffer("other"), mask)
+        return dict(own.model.state_dict())
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        saved, loaded = la.simulate(save, workers=6), la.simulate(load, workers=4)
-    for rank, found in enumerate(loaded):
-        for key, value in found.items():
-            expected = mask if key == "other" else saved[rank][key]
-            assert torch.allclose(value, expected, rtol=0, atol=1e-12), key
-    assert not torch.equal(saved[0]["head.0.running_mean"], saved[1]["head.0.running_mean"])
+        saved, found = la.simulate(save, workers=6), la.simulate(load, workers=4)
+    for one, expected in zip(found, saved[:4], strict=True):
+        for key, value in one.items():
+            assert torch.allclose(value, expected[key], rtol=0, atol=1e-12), key
+    means = [each["1.running_mean"] for each in saved]
+    assert equal(means) == (buffers == "average")
 
 
 def test_a_first_attempt_finds_no_checkpoint(tmp_path: Path) -> None:
@@ -326,7 +259,7 @@ def test_a_first_attempt_finds_no_checkpoint(tmp_path: Path) -> None:
 
     def first(rank: int) -> None:
         own = Run(ROWS["local_sgd"], 2, rank)
-        folder = folder_of(tmp_path, rank)
+        folder = tmp_path / f"host{rank}"
         assert la.load(folder, own.model, own.optimizer, missing_ok=True) == {}
         with pytest.raises(ValueError, match=r"there is no laconic.json"):
             own.load(folder)
@@ -346,44 +279,10 @@ def test_a_first_attempt_finds_no_checkpoint(tmp_path: Path) -> None:
     la.simulate(first, workers=2)
 
 
-# -- models sharded inside each worker ----
-
-
-def sharded_momenta(rank: int, path: Path, load: bool) -> list[list[float]]:
-    """Of two workers of two ranks, from a checkpoint or before it is saved."""
-    mesh = DeviceMesh("cpu", torch.arange(4).view(-1, 2), mesh_dim_names=("workers", "shards"))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))  # cut unevenly
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fully_shard(model, mesh=mesh["shards"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        sync = la.attach(model, optimizer, la.local_sgd(2), mesh=mesh, link=gloo.link_of(4))
-        if load:
-            la.load(path, model, optimizer)
-        else:
-            for t in range(3):
-                optimizer.zero_grad()
-                x = torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * t + rank))
-                model(x).square().mean().backward()
-                optimizer.step()
-            la.save(path, model, optimizer)
-        sync.detach()
-    states = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
-    return [s.to_local().flatten().tolist() for s in states]
-
-
-def test_a_lost_shard_is_replaced_by_the_same_shard(pool: gloo.Pool, tmp_path: Path) -> None:
-    saved = pool.run(sharded_momenta, tmp_path, False, ranks=4)
-    next(tmp_path.glob("rank-3-*.pt")).unlink()
-    loaded = pool.run(sharded_momenta, tmp_path, True, ranks=4)
-    assert loaded == [*saved[:3], saved[1]]
-
-
 def in_processes(rank: int, base: Path, ranks: int, load: bool) -> list[float]:
     """Two ranks on each host, which has its own directory."""
     own = Run(ROWS["slowmo over late sgp"], ranks, rank, link=gloo.link_of(ranks))
-    folder = folder_of(base, rank // 2)
+    folder = base / f"host{rank // 2}"
     if load:
         own.load(folder)
         return own.flat().tolist()

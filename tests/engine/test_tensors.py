@@ -1,4 +1,5 @@
-"""Tensors of every make: how they share buckets, which are averaged, shared, or refused."""
+"""Tensors of every make: how they share buckets, which are averaged, shared, or refused; and the
+buffers of modules: averaged at rounds, kept, or rank 0's."""
 
 from __future__ import annotations
 
@@ -14,25 +15,7 @@ import laconic as la
 from laconic import buckets
 from laconic.engine import gradient_rounds
 
-from tests.support.loops import sgd
-
-
-def transposed(x: Tensor) -> Tensor:
-    return x.mT.contiguous().mT if x.dim() > 1 else x.clone()
-
-
-def sliced(x: Tensor) -> Tensor:
-    """Every other element along the last dimension of something twice as large."""
-    if not x.dim():
-        return x.clone()
-    room = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), 77)
-    room[..., ::2] = x
-    return room[..., ::2]
-
-
-def channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.clone()
-
+from tests.support.loops import RECIPES, WORKERS, close, data, equal, flat, sgd, train
 
 # -- through a run ----
 
@@ -43,9 +26,9 @@ def strange_run(rank: int, recipe: la.Recipe) -> list[Tensor]:
     torch.manual_seed(0)
     strange = {
         "plain": torch.randn(3, 5),
-        "transposed": transposed(torch.randn(4, 3)),
-        "channels_last": channels_last(torch.randn(2, 3, 2, 2)),
-        "sliced": sliced(torch.randn(3, 3)),
+        "transposed": torch.randn(3, 4).T,
+        "channels_last": torch.randn(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+        "sliced": torch.randn(3, 6)[:, ::2],
         "scalar": torch.randn(()),
         "in_double": torch.randn(5, dtype=torch.float64),
         "empty": torch.randn(0, 2),
@@ -65,8 +48,9 @@ def strange_run(rank: int, recipe: la.Recipe) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("most", [8, 40, None])
-@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(1), la.slowmo(None, 1, 0.0, 1.0)])
+@pytest.mark.parametrize(
+    ("recipe", "most"), [(la.ddp(), 8), (la.local_sgd(1), 40), (la.slowmo(None, 1, 0.0, 1.0), None)]
+)
 def test_parameters_of_every_make_are_averaged(
     recipe: la.Recipe, most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,14 +124,20 @@ COMPARED: dict[str, Callable[[float], Tensor]] = {
 }
 
 
+def shown(t: Tensor) -> str:
+    t = t.t().view(torch.uint8) if t.dtype is UINT4 else t
+    t = t.values() if t.is_nested else t
+    return repr(t + 0 if isinstance(t, Scaled) else t)
+
+
 def odd_run(rank: int, make: Callable[[float], Tensor], start: Sequence[float]) -> list[str]:
     """A strange buffer and a strange frozen parameter after a few rounds, as they print."""
-    model: Any = nn.Linear(3, 1)
-    model.register_buffer("b", make(start[rank]))
+    model, odd = nn.Linear(3, 1), make(start[rank])
+    optimizer = sgd(model)
+    model.register_buffer("b", odd)
     model.register_buffer("none", None)
-    if make(0.0).is_floating_point() and not make(0.0).is_nested:
-        model.p = nn.Parameter(make(start[rank]), requires_grad=False)
-    optimizer = torch.optim.SGD([model.weight, model.bias], 0.1)
+    if odd.is_floating_point() and not odd.is_nested:
+        model.register_parameter("p", nn.Parameter(make(start[rank]), requires_grad=False))
     with la.attach(model, optimizer, la.local_sgd(2)) as sync:
         for _ in range(4):
             optimizer.zero_grad()
@@ -155,10 +145,7 @@ def odd_run(rank: int, make: Callable[[float], Tensor], start: Sequence[float]) 
             optimizer.step()
         with sync.consensus():
             pass
-    shown = [model.b, *(p for p in model.parameters() if not p.requires_grad)]
-    shown = [t.t().view(torch.uint8) if t.dtype is UINT4 else t for t in shown]
-    shown = [t.values() if t.is_nested else t for t in shown]
-    return [repr(t + 0 if isinstance(t, Scaled) else t) for t in shown]
+    return [shown(t) for t in (*model.buffers(), *[*model.parameters()][2:])]
 
 
 @pytest.mark.fault(
@@ -206,3 +193,95 @@ def test_what_cannot_be_trained_is_named(module: Any, text: str) -> None:
     model = nn.Sequential(module(), nn.Linear(3, 1))
     with pytest.raises(ValueError, match=text):
         la.attach(model, sgd(model), la.local_sgd(2))
+
+
+# -- buffers ----
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd", "no average", "easgd"])
+def test_buffers_are_averaged_at_rounds(recipe: str) -> None:
+    """Counters are left alone."""
+    steps = 4 if recipe == "no average" else 3
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        """The running mean before the last step's round, and after it."""
+        torch.manual_seed(rank)
+        norm, before = nn.BatchNorm1d(4).double(), list[Tensor]()
+        model = nn.Sequential(nn.Linear(5, 4).double(), norm, nn.Linear(4, 2).double())
+        mean, counter = norm.get_buffer("running_mean"), norm.get_buffer("num_batches_tracked")
+        mean += rank
+        optimizer = sgd(model)
+        optimizer.register_step_post_hook(lambda *_: before.append(mean.clone()))
+        la.attach(model, optimizer, RECIPES[recipe], buffers="average")
+        assert mean.tolist() == [0.0] * 4, "rank 0's at the start"
+        counter += 100 * rank
+        train(model, optimizer, data()[rank][:steps])
+        assert int(counter) == steps + 100 * rank
+        return before[-1], mean.clone()
+
+    runs = la.simulate(run, workers=WORKERS)
+    mean = torch.stack([before for before, _ in runs]).mean(0)
+    assert not equal([before for before, _ in runs])
+    assert all(close(after, mean, 1e-14) for _, after in runs)
+
+
+@pytest.mark.fault("constant buffers (causal masks, rotary tables) were sent with every round")
+@pytest.mark.parametrize("recipe", [la.local_sgd(2, delay=1), la.streaming_diloco(8, 4)])
+def test_buffers_that_no_rank_changes_are_not_sent(recipe: la.Recipe) -> None:
+    def sent(rank: int, mask: bool) -> int:
+        model = nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 2)).double()
+        if mask:
+            model.register_buffer("mask", torch.ones(100, 100))
+        optimizer = sgd(model)
+        with la.attach(model, optimizer, recipe) as sync:
+            train(model, optimizer, data(2, 16)[rank])
+        return sync.stats().bytes_sent
+
+    without, with_mask = (la.simulate(partial(sent, mask=m), workers=2)[0] for m in (False, True))
+    assert with_mask < 1.05 * without
+
+
+@pytest.mark.fault("recipes of fragments sent all buffers with every fragment")
+def test_buffers_are_sent_once_per_period_of_fragments() -> None:
+    def run(rank: int) -> tuple[list[float], int]:
+        model: Any = nn.Linear(4, 4)
+        model.register_buffer("rank", torch.tensor([float(rank)]))
+        optimizer = sgd(model)
+        seen = []
+        with la.attach(model, optimizer, la.streaming_diloco(4, 2)) as sync:
+            for _ in range(8):
+                optimizer.step()
+                seen.append(float(model.rank))
+                model.rank.fill_(rank)
+        return seen, sync.stats().rounds
+
+    seen, rounds = la.simulate(run, workers=2)[0]
+    assert sum(value == 0.5 for value in seen) == 2
+    assert rounds >= 4 + 2, "rounds of buffers count, too"
+
+
+@pytest.mark.fault(
+    "no choice gave all ranks rank 0's buffers before each forward pass, as DDP does"
+)
+@pytest.mark.parametrize("recipe", [la.ddp(), la.streaming_diloco(4, 2)])
+def test_buffers_of_rank_0_before_every_forward_pass(recipe: la.Recipe) -> None:
+    """`buffers="broadcast"`."""
+
+    def run(rank: int) -> tuple[list[Any], list[Any], Tensor]:
+        """The running mean and the counter before each forward pass and after it."""
+        torch.manual_seed(rank)
+        norm, starts, ends = nn.BatchNorm1d(4), list[Any](), list[Any]()
+        model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2))
+        optimizer = sgd(model)
+        with la.attach(model, optimizer, recipe, buffers="broadcast"):
+            for _ in range(6):
+                starts.append([buffer.tolist() for buffer in norm.buffers()])
+                optimizer.zero_grad()
+                model(torch.randn(4, 3)).square().mean().backward()
+                ends.append([buffer.tolist() for buffer in norm.buffers()])
+                optimizer.step()
+        return starts, ends, flat(model)
+
+    (starts, ends, x), (others, apart, y) = la.simulate(run, workers=2)
+    assert starts == others and starts[1:] == ends[:-1], "rank 0's"
+    assert ends != apart and torch.equal(x, y)

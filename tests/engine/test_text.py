@@ -1,14 +1,64 @@
-"""Rates, durations, counts and shares as users write and read them."""
+"""Recipes print as their call, are read from it, and misspelled names are told what was meant."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import laconic as la
+from laconic.algorithms.parse import parse_recipe
 from laconic.units import format_rate, parse_count, parse_duration, parse_rate, parse_share
+
+from tests.support.loops import attached, refusal
+
+
+def test_a_recipe_prints_as_its_call() -> None:
+    for text, recipe in {
+        "local_sgd(12, delay=3)": la.local_sgd(12, delay=3),
+        "slowmo(slowmo(local_sgd(3), period=12))": la.slowmo(la.slowmo(la.local_sgd(3), 12)),
+        "streaming_diloco(8, delay=1)": la.streaming_diloco(8, 4, 1),
+    }.items():
+        assert repr(recipe) == str(recipe) == text and parse_recipe(text) == recipe
+        for same in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe)):
+            assert same == recipe and repr(same) == text
+
+
+def test_recipes_are_alike_by_their_rounds_and_not_by_their_text() -> None:
+    """A recipe of the user's own has a text, too, and a state is loaded under either."""
+    short, default = la.lsgd(4, local_period=0), la.lsgd(4)
+    assert repr(short) != repr(default) and short == default == tuple(default)
+    assert hash(short) == hash(tuple(default))
+
+    def mine(period: int, scale: float = 1.0) -> la.Recipe:
+        return tuple(la.local_sgd(period))
+
+    assert repr(parse_recipe("mine(4, 2.0)", {"mine": mine})) == "mine(4, scale=2.0)"
+
+    def run(rank: int, old: la.Recipe, new: la.Recipe) -> None:
+        _, _, first = attached(rank, old)
+        _, _, second = attached(rank, new)
+        second.load_state_dict(first.state_dict())
+
+    la.simulate(partial(run, old=short, new=default), workers=1)
+    said = refusal(lambda: la.simulate(lambda r: run(r, la.local_sgd(12), la.local_sgd(24)), 1))
+    assert "saved under local_sgd(12), and this run follows local_sgd(24)" in said
+    assert "sync.switch(" in said
+
+
+def test_what_was_meant_is_named() -> None:
+    with pytest.raises(ValueError, match=r"not 'in4' \(did you mean 'int4'\?\)"):
+        la.ddp(codec="in4")
+    with pytest.raises(ValueError, match=r"not 'rin' \(did you mean 'ring'\?\)"):
+        la.sgp("rin")
+
+
+# -- units ----
 
 RIGHT: list[tuple[Callable[[str], float], dict[str, float]]] = [
     (parse_rate, {"100mbit": 1e8, "100 Mbit/s": 1e8, " 10 Gbit/s ": 1e10, "56kbit": 56e3}),
