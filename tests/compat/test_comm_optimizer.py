@@ -381,7 +381,7 @@ def test_nothing_needs_no_other_ranks() -> None:
     optimizer.note = "mine"  # type: ignore[attr-defined]
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)  # wraps step()
     for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert again.note == "mine"  # type: ignore[attr-defined]
+        assert again.note == "mine"  # type: ignore[union-attr]
         again.step()
     with pytest.warns(UserWarning, match="is ignored"):
         optimizer.load_state_dict({**bare.state_dict(), KEY: {"counter": 1, "sync": {}}})

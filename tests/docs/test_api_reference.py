@@ -24,8 +24,10 @@ PUBLIC = {
     for name in laconic.__all__
     if name != "Recipe" and not inspect.ismodule(value := getattr(laconic, name))
 }
-METHODS = {"Faults.random": laconic.Faults.random}
-METHODS["Synchronizer.consensus"] = laconic.Synchronizer.consensus
+METHODS: dict[str, Any] = {
+    "Faults.random": laconic.Faults.random,
+    "Synchronizer.consensus": laconic.Synchronizer.consensus,
+}
 WITHOUT_ARGUMENTS = ("Synchronizer", "SlowMoBaseAlgorithm", "Update", "Exchange")
 """Users make none of them, or give nothing to make one."""
 
