@@ -25,7 +25,7 @@ DECIDING = [
     "tests/engine/test_saving.py",
     "tests/integrations",
     "tests/links/test_links.py",
-    "tests/links/test_slurm.py",
+    "tests/links/test_init.py",
     "tests/test_package.py",
 ]
 
