@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ REST = [name for name in ROWS if "golden" not in ROWS[name].tags]
 
 @pytest.mark.parametrize("name", REST)
 def test_equals_the_reference(name: str, tmp_path: Path) -> None:
-    setting = setting_of(name)
+    setting = replace(setting_of(name), save=0)
     runs = la.simulate(lambda rank: go(rank, setting, tmp_path, False), workers=setting.workers)
     check_reference(setting, runs)
     check_bytes(setting, runs, 0)
@@ -36,7 +37,7 @@ def test_contract(pool: gloo.Pool, name: str, tmp_path: Path) -> None:
     [(name, (5, 6, 8)[i % 3]) for i, name in enumerate(tagged("gossip", "irregular"))],
 )
 def test_gossip_among_more_workers(name: str, workers: int) -> None:
-    job = ROWS[name].job_of(workers, steps=10, optimizer="sgd")
+    job = ROWS[name].job_of(workers, steps=7, optimizer="sgd")
     expected = ROWS[name].expected(job)
     assert expected is not None
     assert largest_difference(simulated(job), job.expected(expected)) < ROWS[name].bound

@@ -90,7 +90,7 @@ def in_parts(rank: int, recipe: la.Recipe) -> list[Tensor]:
         return train(rank, recipe, torch.float32, gloo.link_of(3))
 
 
-@pytest.mark.parametrize("recipe", [DDP, SLOWMO, STREAMING])
+@pytest.mark.parametrize("recipe", [DDP, STREAMING])
 def test_parts_of_rows_change_no_bit(
     pool: gloo.Pool, recipe: la.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

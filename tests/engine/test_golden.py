@@ -27,14 +27,14 @@ OTHERS = [
     if not re.search("workers|large|FSDP|interrupted|SlowMo|offload|auto", name)
 ]
 SAMPLE = [
-    *([f"{row}, 4 workers" for row in ROWS][::4] + OTHERS[::30]),
+    *([f"{row}, 4 workers" for row in ROWS][::8] + OTHERS[::60]),
     *("sgp, trace", "ddp, int4, trace", "local_sgd, late, int8, elastic", "auto, 30kbit"),
     *("diloco, rda, grace, quorum", "diloco, late, offload", "SlowMo, SGP, overlap"),
     "ddp, int4, broken",
 ]
 SAMPLE = [name for name in SAMPLE if name in NAMES]
 """Of those that this machine can compare, since all take minutes."""
-PROCESSES = ["ddp, codec int8", "local_sgd, late, int4", "comm EASGD, groups", "lsgd, overflow"]
+PROCESSES = ["local_sgd, late, int4", "comm EASGD, groups"]
 RECORDED = golden.read(golden.FILE)
 
 

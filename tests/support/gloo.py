@@ -33,7 +33,7 @@ def forking() -> ForkServerContext:
     """Makes processes that are forked from one that has imported what they need: each is cheap,
     and none has run anything before."""
     context: ForkServerContext = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest", "laconic"])
+    context.set_forkserver_preload(["tests.support.preloaded"])
     return context
 
 

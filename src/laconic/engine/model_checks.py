@@ -147,12 +147,13 @@ def ddp_use(params: Sequence[Tensor], before: Collection[DistributedDataParallel
 
 def _wrappers(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
     """The wrappers around any of ``params``. Searches all objects of this process, which takes some
-    hundredths of a second."""
+    hundredths of a second; in C, less than half the time of a loop."""
     if not dist.is_initialized():  # no wrapper can exist
         return []
     own = {id(p) for p in params}
-    kinds = _with_subclasses(DistributedDataParallel)  # takes half the time of issubclass
-    wrappers = [o for o in gc.get_objects() if type(o) in kinds]
+    kinds = _with_subclasses(DistributedDataParallel)
+    # an object refers to its type
+    wrappers = [o for o in gc.get_referrers(*kinds) if type(o) in kinds]
     return [wrapper for wrapper in wrappers if any(id(p) in own for p in wrapper.parameters())]
 
 
