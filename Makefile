@@ -14,8 +14,8 @@ DEMO ?=
 demo: $(if $(wildcard $(READY)),$(READY),$(LAB))  ## what a slow network costs, and what laconic gains; DEMO=--kill: lose a worker
 	$(BIN)/laconic demo $(DEMO)
 
-# Two processes for each processor: many tests wait for a timeout or another process.
-WORKERS := $(shell echo $$((2 * $$(nproc))))
+# One process more than processors: some tests wait for a timeout or another process.
+WORKERS := $(shell echo $$((1 + $$(nproc))))
 
 T ?=
 TEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(T)

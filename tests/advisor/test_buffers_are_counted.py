@@ -67,7 +67,7 @@ def sent(kind: str, recipe: la.Recipe, buffers: Any) -> float:
     return sum(la.simulate(worker, WORKERS)) / WORKERS / 8
 
 
-@pytest.mark.parametrize("kind", ["changing", "constant"])
+@pytest.mark.parametrize("kind", ["changing", pytest.param("constant", marks=pytest.mark.slow)])
 def test_as_many_bytes_are_predicted_as_are_sent(kind: str) -> None:
     facts = measured(kind)
     assert facts.buffers == ((8 * FEATURES,) * 2 if kind == "changing" else (4 * FEATURES**2,))

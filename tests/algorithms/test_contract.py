@@ -39,7 +39,7 @@ def setting_of(name: str) -> Setting:
     if "gossip" in tags and workers // ranks < 3:
         workers, ranks = 4 - place % 2, 1
     if "golden" in tags or "grouped" in tags:
-        workers = {1: 3, 3: 4}.get(workers, workers) if "grouped" in tags else max(workers, 2)
+        workers = 4 if "grouped" in tags else min(max(workers, 2), 3 + ("gossip" in tags))
     origin = "threads" if place % 2 else "processes"
     return Setting(name, workers, ranks, optimizer, SAVES[place % len(SAVES)], origin)  # type: ignore[arg-type]
 

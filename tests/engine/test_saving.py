@@ -206,7 +206,7 @@ def killed_at(rank: int, line: int) -> Iterator[list[int]]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files left open
 @pytest.mark.parametrize(
     ("rank", "shared", "every"),
-    [(0, True, 60), (1, False, 60), *(pytest.param(r, r == 0, 1, marks=SLOW) for r in (0, 1))],
+    [(0, True, 60), *(pytest.param(r, r == 0, 1, marks=SLOW) for r in (0, 1))],
 )
 def test_a_worker_killed_at_any_line_leaves_one_whole_checkpoint(
     rank: int, shared: bool, every: int, tmp_path: Path
