@@ -275,7 +275,7 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     for r, load in (*_loads(rounds, facts), *_buffer_loads(recipe, facts)):
         share = often(r)
         exposed += share * (load.exposed + load.stretch)
-        if r.over != "replica":
+        if r.over != "replica" and r.exchange.communicates:
             meets = r.part is module_buffers if isinstance(r, Round) else False
             meets |= not isinstance(r.exchange, Gossip)
             synchronous += share if meets and not r.delay else 0.0
@@ -294,7 +294,8 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
 
 def _loads(rounds: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
     for r in rounds:
-        if r.over != "group" and often(r) and r.exchange.communicates:
+        computes = r.exchange.communicates or (isinstance(r, Round) and r.update.whole)
+        if r.over != "group" and often(r) and computes:
             yield r, load_of(r, facts)
 
 

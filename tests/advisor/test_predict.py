@@ -50,6 +50,19 @@ def test_work_of_a_round_is_waited_for_or_shares_the_processors() -> None:
     assert seconds(hidden, **known, contention=0.5) == pytest.approx(0.5 + 0.5 * 0.248 / 20)
 
 
+def test_muons_direction_takes_its_time_whether_or_not_the_round_sends() -> None:
+    """0.8 s, every 8 steps; over `ddp` the round sends nothing, and no rank waits there."""
+    facts = replace(FACTS, turning=0.8, skew=0.1)
+    pairs = [
+        (la.diloco(8), la.diloco(8, outer="muon")),
+        (la.outer_step(la.ddp(), 8), la.outer_step(la.ddp(), 8, outer="muon")),
+    ]
+    for plain, turned in pairs:
+        assert seconds(turned, facts) - seconds(plain, facts) == pytest.approx(0.1)
+    assert predict(pairs[1][1], facts).bytes == predict(la.ddp(), facts).bytes
+    assert seconds(pairs[1][0], facts) == pytest.approx(seconds(la.ddp(), facts))
+
+
 def test_who_meets_seldom_waits_less_for_the_slowest() -> None:
     """Over the square root of as many steps."""
     for text, waits in (
