@@ -114,6 +114,20 @@ def test_the_interface_is_gloos_or_the_one_toward_the_others(
             assert addresses.own_address() == address
 
 
+def test_callers_that_reset_their_connections_end_no_listener(
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
+) -> None:
+    """Under TLS, while one is accepted and its handshake begins."""
+    job_keys.turn_on(monkeypatch, jobs.one)
+    beacon = health.Beacon()
+    address = beacon.enroll(SECRET)
+    for _ in range(200):
+        with socket.create_connection(("127.0.0.1", Address.parse(address).port)) as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, s.RESET)
+    assert not health.ask(address, SECRET).lost
+    beacon.close()
+
+
 # -- nothing listens everywhere ----
 
 

@@ -113,6 +113,24 @@ def test_a_worker_that_is_stopped_holds_nobody_up(pool: gloo.Pool, tmp_path: Pat
     assert quorum.same([ran for ran, _ in runs], again)
 
 
+def late(rank: int) -> list[Any]:
+    """The last rank comes later than the link's time-out, and within the grace."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    link = gloo.link_of(3, timedelta(seconds=2))
+    with la.attach(model, optimizer, la.local_sgd(2, quorum=2, grace=60.0), link=link) as sync:
+        for t in range(4):
+            time.sleep(3.0 * (rank == 2 and t == 3))
+            optimizer.zero_grad()
+            model(torch.full((1, 2), rank + 1.0)).sum().backward()
+            optimizer.step()
+        return [closing.roster for closing in sync.closings]
+
+
+def test_a_grace_may_be_longer_than_the_timeout(pool: gloo.Pool) -> None:
+    assert pool.run(late, ranks=3)[0] == [(0, 1, 2)] * 2
+
+
 # -- resuming ----
 
 

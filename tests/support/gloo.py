@@ -63,9 +63,9 @@ def free_ports(count: int) -> range:
 _groups: dict[int, dist.ProcessGroup] = {}
 
 
-def link_of(ranks: int) -> Link:
+def link_of(ranks: int, timeout: timedelta = TIMEOUT) -> Link:
     """A link over the first ``ranks`` processes; for those alone."""
-    return TorchLink(_groups[ranks], torch.device("cpu"), TIMEOUT)
+    return TorchLink(_groups[ranks], torch.device("cpu"), timeout)
 
 
 def nccl_link_of(ranks: int) -> Link:
