@@ -4,6 +4,7 @@ faults, and that nothing is left behind. All quick tests with emulated hosts are
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -165,6 +166,17 @@ WAYS = [pytest.param(w, marks=[pytest.mark.slow] * (w != "kill -9")) for w in st
 def test_every_way_out_of_a_lab_leaves_nothing(way: str, tmp_path: Path) -> None:
     """One of each; ``make stress`` does 200. Where its keeper was killed, ``clean`` ends it."""
     assert stress.start_and_end(way, str(tmp_path)) == []
+
+
+def test_a_process_that_ends_by_itself_counts_as_ended() -> None:
+    """Also one that nobody has waited for, and one whose number another process has."""
+    process = subprocess.Popen(["true"])
+    member = orphans.Member(process.pid, "true", orphans.new_mark(), os.getpid(), True)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert orphans.end(member)
+    process.wait()
+    assert orphans.end(member)
+    assert orphans.end(dataclasses.replace(member, pid=os.getpid()))
 
 
 # -- laconic lab ----
