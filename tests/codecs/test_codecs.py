@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from laconic import native
-from laconic.codecs import E3M0, Cast, Codec, Int2, Int4, Int8, TopK, codec_of, kernels
+from laconic.codecs import CODECS, E3M0, Cast, Codec, Int2, Int4, Int8, TopK, codec_of, kernels
 from laconic.codecs.codec import PIECE
 from laconic.errors import NotFiniteError
 
@@ -32,11 +32,6 @@ from tests.references.problem import Array
 MAX = ref.LARGEST
 MAX_BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
 
-CASTS: list[Codec] = [Cast("float32"), Cast("float16"), Cast("bfloat16")]
-BLOCKS: list[Codec] = [
-    *(Int8(3), Int8(256), Int4(1), Int4(256)),
-    *(Int2(3), Int2(256), E3M0(1), E3M0(256)),
-]
 TOPS: list[Codec] = [
     TopK(),
     TopK(5, 7, Cast("float16")),
@@ -44,11 +39,6 @@ TOPS: list[Codec] = [
     TopK(7, 10, Int4(block=3)),
     TopK(6, 9, E3M0(block=6)),
 ]
-EXACT = [*CASTS, *BLOCKS, *TOPS]
-STOCHASTIC: list[Codec] = [kind(16, stochastic=True) for kind in (Int8, Int4, Int2, E3M0)]
-exact = pytest.mark.parametrize("codec", EXACT, ids=str)
-every = pytest.mark.parametrize("codec", [*EXACT, *STOCHASTIC], ids=str)
-stochastic = pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
 few = settings(deadline=None, max_examples=12)
 
 
@@ -68,14 +58,32 @@ def e3m0(block: int) -> ref.Codec:
     return ref.Codec(ref.blocks(q, block), block)
 
 
+KINDS: dict[Any, Callable[[int], ref.Codec]] = dict(
+    zip((Int8, Int4, Int2, E3M0), (ref.int8, ref.int4, ref.int2, e3m0), strict=True)
+)
+"""The codecs of blocks, with their references."""
+
+
 def reference(codec: Any) -> ref.Codec:
     if isinstance(codec, Cast):
         return ref.cast(codec.format)
     if isinstance(codec, TopK):
         return ref.topk(codec.k, codec.chunk, reference(codec.values))
-    of: Any = {Int8: ref.int8, Int4: ref.int4, Int2: ref.int2, E3M0: e3m0}[type(codec)]
-    plain: ref.Codec = of(codec.block)
-    return plain
+    return KINDS[type(codec)](codec.block)
+
+
+CASTS: list[Codec] = [Cast("float32"), Cast("float16"), Cast("bfloat16")]
+BLOCKS: list[Codec] = [kind(block) for kind in KINDS for block in (3, 256)]
+EXACT = [*CASTS, *BLOCKS, *TOPS]
+STOCHASTIC: list[Codec] = [kind(16, stochastic=True) for kind in KINDS]
+exact = pytest.mark.parametrize("codec", EXACT, ids=str)
+every = pytest.mark.parametrize("codec", [*EXACT, *STOCHASTIC], ids=str)
+stochastic = pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
+
+
+def test_every_codec_with_a_name_is_tested_here() -> None:
+    missing = {type(codec).__name__ for codec in CODECS.values() if type(codec) not in KINDS}
+    assert missing == {"Cast", "TopK"}, "KINDS lacks the reference of a codec"
 
 
 # Inputs.

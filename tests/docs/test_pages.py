@@ -13,6 +13,7 @@ import yaml
 from docs import pictures
 
 import laconic
+from laconic.algorithms.compile import ELASTIC
 from laconic.algorithms.recipes import RECIPES
 from laconic.predict import Facts, predict
 from tutorial import pictures as diagrams
@@ -59,6 +60,13 @@ def test_the_tests_and_files_that_pages_name_exist() -> None:
     assert [name for name in sorted(named) if f"def {name}(" not in tests] == []
     for file in re.findall(r"(?:examples|tests)/[\w/.-]+\.\w+", text):
         assert (ROOT / file).is_file(), file
+
+
+def test_the_page_of_elastic_runs_names_their_recipes() -> None:
+    (listed,) = re.findall(
+        r"- \*\*Recipes\.\*\* (.*?) work\.", (DOCS / "elastic.md").read_text(), re.S
+    )
+    assert re.findall(r"`(\w+)`", listed) == list(ELASTIC)
 
 
 def signature(recipe: Callable[..., object]) -> str:
