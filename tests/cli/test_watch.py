@@ -147,12 +147,15 @@ def test_plain_lines_follow_a_run_until_interrupted(tmp_path: Path) -> None:
         path.write_text(start() + steps(10))
         assert "rank 0: step 10, 10 steps/s, 2 MB/s sent, 25% waiting" in said.readline()
         path.rename(tmp_path / "run.old")
-        path.write_text(start() + steps(30))  # a file that begins anew is read anew
+        (tmp_path / "new").write_text(start() + steps(30))
+        (tmp_path / "new").rename(path)  # a file that begins anew is read anew
         assert "rank 0: step 30" in said.readline()
         with path.open("a") as file:
             file.write(view(40, ["a"], 1))
         assert "rank 0: after step 40: 1 workers" in said.readline()
-        path.write_text(start() + steps(50))
+        assert "rank 0: step 40" in said.readline()
+        with path.open("wb", buffering=0) as whole:  # not in parts, which would be followed, too
+            whole.write((start() + steps(50)).encode())
         assert "rank 0: step 50" in said.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0 and process.stderr.read() == ""
