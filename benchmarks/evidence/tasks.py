@@ -1,8 +1,9 @@
 """Tasks for simulated runs: text and images, each with a small model and one eight times larger;
-and series, for which nothing was tuned (`benchmarks.untuned`)."""
+and series, for which nothing was tuned."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -11,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import untuned
 from laconic.lab.race import workloads
 from laconic.lab.race.workloads import Batch
 
 CONTEXT, VOCABULARY, HEADS = 32, 128, 2
+LENGTH, HIDDEN = 24, 64
+"""Of a series, and of the network that predicts it."""
 HELD_OUT = 360
 """Images that are not trained on: a fifth of scikit-learn's 1,797."""
 
@@ -127,7 +129,7 @@ def _image_batches(worker: int, workers: int, seed: int, size: int) -> Iterator[
 def _series_batches(worker: int, workers: int, seed: int, size: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(1000 * seed + worker)
     while True:
-        yield untuned.series(generator, size)
+        yield series(generator, size)
 
 
 def _mlp(width: int) -> nn.Module:
@@ -135,12 +137,34 @@ def _mlp(width: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
+class Network(nn.Module):
+    """A GRU and a readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.GRU(1, HIDDEN, batch_first=True)
+        self.readout = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(self.first(x)[0])  # type: ignore[no-any-return]
+
+
+def series(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    """Sums of two sines of random rates and phases, with noise; and the values that follow."""
+    rate = 0.2 + torch.rand(count, 1, 2, generator=generator)
+    phase = 2 * math.pi * torch.rand(count, 1, 2, generator=generator)
+    at = torch.arange(LENGTH + 1.0)[None, :, None]
+    clean = torch.sin(rate * at + phase).sum(2, keepdim=True)
+    noisy = clean + 0.3 * torch.randn(clean.shape, generator=generator)
+    return noisy[:, :-1], clean[:, 1:]
+
+
 @cache
 def task(name: str) -> Task:
     """The task of this name: see `NAMES`; or ``"series"``."""
     if name == "series":
-        held_out = untuned.series(torch.Generator().manual_seed(10**6), 512)
-        return Task(untuned.Network, _series_batches, held_out, squared_error)
+        held_out = series(torch.Generator().manual_seed(10**6), 512)
+        return Task(Network, _series_batches, held_out, squared_error)
     kind, size = name.split(", ")
     if kind == "text":
         rest = _corpus()[1]
