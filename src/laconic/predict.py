@@ -275,7 +275,7 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     for r, load in (*_loads(rounds, facts), *_buffer_loads(recipe, facts)):
         share = often(r)
         exposed += share * (load.exposed + load.stretch)
-        if r.over != "replica" and r.exchange.communicates:
+        if r.over != "replica":
             meets = r.part is module_buffers if isinstance(r, Round) else False
             meets |= not isinstance(r.exchange, Gossip)
             synchronous += share if meets and not r.delay else 0.0

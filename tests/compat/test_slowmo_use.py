@@ -195,6 +195,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"process_world_size": 5}, "process_world_size is 5, where laconic finds 3"),
     ({"process_rank": 9}, "process_rank is 9"),
     ({"comm_device": "cuda"}, "comm_device must be"),
+    ({"synch_freq": -1}, "synch_freq must be"),
+    ({"module": nn.DataParallel(nn.Linear(2, 2))}, "DataParallel"),
 ]
 
 
@@ -249,7 +251,26 @@ def misfits(rank: int) -> list[str]:
 
 
 def wrap(**given: Any) -> SlowMoDistributedDataParallel:
-    return SlowMoDistributedDataParallel(nn.Linear(2, 2), **given)
+    return SlowMoDistributedDataParallel(**{"module": nn.Linear(2, 2), **given})
+
+
+def waits(rank: int) -> str:
+    """Rank 0 averages, and the other one does not."""
+    model, optimizer = tiny(rank, localsgd_frequency=1, timeout=1.5)
+    if rank:
+        return ""
+    with pytest.raises(la.LinkError) as caught:
+        go(model, optimizer, rank, 1)
+    return str(caught.value)
+
+
+def test_who_does_not_come_within_the_timeout_is_named() -> None:
+    pool = gloo.Pool(2)  # for this test alone: connections are lost
+    try:
+        said, _ = pool.run(waits, ranks=2, timeout=50)  # the default would be 600 s
+    finally:
+        pool.close()
+    assert "1.5 s" in said, said
 
 
 def test_what_the_original_advises_against_is_warned_of() -> None:
