@@ -215,6 +215,8 @@ def test_bad_arguments_are_one_line_on_every_rank() -> None:
             ({**LATE, "graph": uneven, "push_sum": False}, "push_sum=False needs a graph"),
             ({**LATE, "graph": la.RingGraph(0, 3)}, "graph is of node 0 of 3, but this is node"),
             ({"slowmo_lr": -1.0 if rank == 1 else 1.0}, "slowmo_lr"),
+            # in tests, warnings are errors
+            ({"slowmo_frequency": 7 if rank == 1 else 9}, "not a multiple"),
             ({"comm_device": "no device" if rank == 1 else None}, "no device"),
             (
                 {**LATE, "graph": Unready(rank, 3) if rank == 1 else None, "push_sum": False},

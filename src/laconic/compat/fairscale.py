@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -237,8 +238,9 @@ class SlowMoDistributedDataParallel(nn.Module):
             "slowmo_frequency (only for slow steps)": slowmo_frequency != SLOW and not on,
             "localsgd_frequency (only for local SGD)": localsgd_frequency != LOCAL and not local,
         }
-        slow_step.warn(nodes, [name for name, is_idle in idle.items() if is_idle])
-        inside = inside_of(world, device, timeout)
+        unused = [name for name, is_idle in idle.items() if is_idle]
+        on_all_ranks(world, partial(slow_step.warn, nodes, unused))
+        inside = inside_of(world, device, seconds)
         sets = sets_of(world, layout, None, False, inside)
         rounds = NamedRecipe(rounds, slow_step.text())
         settings = Settings("average" if broadcast_buffers else "keep", unchanged, hooked=False)

@@ -127,8 +127,8 @@ class SlowStep:
         return (*(skipped if average else base), slow)
 
     def warn(self, nodes: int, idle: Sequence[str]) -> None:
-        """Warn of settings that work against each other, and of arguments without an effect, such
-        as those in ``idle``."""
+        """Warn the caller of the caller of `on_all_ranks` of settings that work against each other,
+        and of arguments without an effect, such as those in ``idle``."""
         local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
         slow_over_base = self.slow_step_on and nodes > 1
         uneven = self.slowmo_frequency % self.localsgd_frequency != 0
@@ -136,25 +136,25 @@ class SlowStep:
             warnings.warn(
                 "there is one node only: the base algorithm is off, because its ranks average "
                 f"gradients anyway; the slow step is {'on' if self.slow_step_on else 'off'}",
-                stacklevel=3,
+                stacklevel=4,
             )
         if slow_over_base and local and uneven:
             warnings.warn(
                 f"slowmo_frequency={self.slowmo_frequency} is not a multiple of localsgd_frequency="
                 f"{self.localsgd_frequency}: the distances between averages are uneven",
-                stacklevel=3,
+                stacklevel=4,
             )
         if slow_over_base and not local and self.slowmo_memory_efficient:
             warnings.warn(
                 "slowmo_memory_efficient=True sends an all-reduce at every slow step of SGP; False "
                 "sends none, and stores two float32 numbers per parameter on every rank",
-                stacklevel=3,
+                stacklevel=4,
             )
         unused = list(idle)
         if self.base_is_idle:
             unused.append("localsgd_frequency (a multiple of slowmo_frequency)")
         if unused:
-            warnings.warn(f"these arguments have no effect: {', '.join(unused)}", stacklevel=3)
+            warnings.warn(f"these arguments have no effect: {', '.join(unused)}", stacklevel=4)
 
 
 def device_of(module: nn.Module, comm_device: torch.device | str | None) -> torch.device:
