@@ -3,25 +3,28 @@
     python -m benchmarks.nanogpt TEXT [--rows RECIPE ...] [--workers 4] [--lrs 1e-3 2.5e-3 ...]
                                  [--iterations 500 2000] [--seeds 0] [--optimizer muon]
 
-TEXT: the characters of Shakespeare in one file, github.com/karpathy/char-rnn's
-``data/tinyshakespeare/input.txt``. The setting is that of nanoGPT's README for a laptop: 4 layers,
-4 heads, width 128, no dropout; each worker takes 12 samples of 64 characters in each iteration;
-AdamW with (0.9, 0.99), weight decay 0.1 of matrices, gradients clipped to 1, 100 iterations of
-warm-up, then a cosine to a tenth of the learning rate. One worker for 2000 iterations gives 1.88.
+TEXT is github.com/karpathy/char-rnn's ``data/tinyshakespeare/input.txt``. The setting is that of
+nanoGPT's README for a laptop: 4 layers, 4 heads, width 128, no dropout; each worker takes 12
+samples of 64 characters in each iteration; AdamW with (0.9, 0.99), weight decay 0.1 of matrices,
+gradients clipped to 1, 100 iterations of warm-up, then a cosine to a tenth of the learning rate.
+nanoGPT's README gives a loss of 1.88 for one worker, 2000 iterations, and a learning rate of 1e-3.
 
 500 iterations of 4 workers have as many characters as 2000 of one. Losses are of all the validation
-text, and of simulated workers. Outcomes are kept in ``--journal``; each row's learning rate is the
-best of all in it. Seconds are predicted from ``--compute``, one worker's step.
+text, and of simulated workers. Each row shows the best of ``--lrs``, or says that it is at the end
+of them. Outcomes are kept in ``--journal``. Seconds are predicted from ``--compute``, the seconds
+of one worker's iteration; by default, it is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -31,9 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laconic
-from benchmarks.journal import Journal
+from benchmarks.journal import Journal, sources_digest
 from laconic.algorithms.parse import as_recipe
 from laconic.auto import Auto
+from laconic.candidates import turning
 from laconic.predict import Facts, predict
 
 LAYERS, HEADS, WIDTH, BLOCK, BATCH = 4, 4, 128, 64, 12
@@ -58,6 +62,8 @@ ROWS = (
 
 
 class Block(nn.Module):
+    """Attention and a feed-forward network, each over a norm and added to its input."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
@@ -110,7 +116,8 @@ def batches(data: Tensor, *seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def optimizers_of(model: nn.Module, kind: str, lr: float) -> list[torch.optim.Optimizer]:
-    """``muon``: its step, as large as AdamW's, for the matrices inside the blocks."""
+    """``muon``: its step, as large as AdamW's, for the matrices inside the blocks. It needs torch
+    2.9 or newer."""
     inside = [p for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("blocks")]
     own = inside if kind == "muon" else []
     rest = [p for p in model.parameters() if not any(p is q for q in own)]
@@ -167,21 +174,36 @@ def train(job: Job) -> Outcome:
                 optimizer.step()
         sent = sync.stats().bytes_sent
         sync.finish()
-        pieces = validation[: len(validation) // BLOCK * BLOCK].view(-1, BLOCK)[rank :: job.workers]
+        pieces = validation.unfold(0, BLOCK + 1, BLOCK)
+        own = pieces[rank :: job.workers]
         with torch.no_grad():
-            sums = [len(p) * float(model(p[:, :-1], p[:, 1:])) for p in pieces.split(4 * BATCH)]
-        return sum(sums) / len(pieces), sent
+            losses = [len(p) * float(model(p[:, :-1], p[:, 1:])) for p in own.split(4 * BATCH)]
+        return sum(losses) / len(pieces), sent
 
     runs = laconic.simulate(worker, workers=job.workers)
-    return Outcome(fmean(loss for loss, _ in runs), fmean(s for _, s in runs) / job.iterations)
+    return Outcome(sum(loss for loss, _ in runs), fmean(s for _, s in runs) / job.iterations)
 
 
-def seconds(job: Job, compute: float, rate: float) -> float:
-    shapes = tuple(tuple(p.shape) for p in GPT(texts(job.text)[2]).parameters())
-    recipe = as_recipe(job.recipe)
-    assert not isinstance(recipe, Auto)
-    facts = Facts(job.workers, shapes, 4, compute, rate, LATENCY)
-    return predict(recipe, facts).seconds
+def iteration(text: str) -> float:
+    """Return the seconds of one worker's iteration, the shortest of ten."""
+    train_text, _, characters = texts(text)
+    model = GPT(characters)
+    (optimizer,) = optimizers_of(model, "adamw", 1e-3)
+    seconds = []
+    for _, batch in zip(range(10), batches(train_text, 0, 0), strict=False):
+        start = time.perf_counter()
+        model.zero_grad()
+        model(*batch).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def facts_of(text: str, workers: int, compute: float) -> Facts:
+    """The facts of the network that is the slowest of `RATES`."""
+    shapes = tuple(tuple(p.shape) for p in GPT(texts(text)[2]).parameters())
+    turns = turning(shapes, torch.device("cpu"))
+    return Facts(workers, shapes, 4, compute, min(RATES.values()), LATENCY, turning=turns)
 
 
 def main() -> None:
@@ -193,10 +215,13 @@ def main() -> None:
     parser.add_argument("--lrs", nargs="+", type=float, default=list(LRS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
-    parser.add_argument("--compute", type=float, default=0.03, metavar="SECONDS")
+    parser.add_argument("--compute", type=float, metavar="SECONDS")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--journal", type=Path, default=Path("build/nanogpt.jsonl"))
     given = parser.parse_args()
+    recipes = {row: as_recipe(row) for row in given.rows}
+    if any(isinstance(recipe, Auto) for recipe in recipes.values()):
+        parser.error("auto() chooses a recipe by the network, and these workers have none")
     jobs = [
         Job(row, given.text, given.workers, iterations, lr, seed, given.optimizer)
         for iterations in given.iterations
@@ -204,19 +229,30 @@ def main() -> None:
         for lr in given.lrs
         for row in given.rows
     ]
-    journal = Journal(given.journal, Job, Outcome, train)
-    found = journal.outcomes(jobs, given.processes, lambda done, of: print(f"{done} of {of}"))
+    sources = sources_digest((Path(__file__), Path(given.text)))
+    journal = Journal(given.journal, Job, Outcome, train, sources)
+
+    def progress(done: int, of: int) -> None:
+        print(f"{done} of {of}", file=sys.stderr)
+
+    found = journal.outcomes(jobs, given.processes, progress)
     losses = defaultdict[tuple[str, int], dict[float, list[float]]](lambda: defaultdict(list))
+    sent = {}
     for job, outcome in found.items():
         losses[job.recipe, job.iterations][job.lr].append(outcome.loss)
-    print(f"| recipe | iterations | loss | lr | kB per step | s at {' | '.join(RATES)} |")
+        sent[job.recipe] = outcome.sent
+    torch.set_num_threads(1)
+    facts = facts_of(given.text, given.workers, given.compute or iteration(given.text))
+    print(f"One worker's iteration: {facts.compute:.3f} s.\n")
+    print(f"| recipe | iterations | loss | lr | kB per iteration | s at {' | '.join(RATES)} |")
     print(f"|---|---:|---:|---:|---:|{'---:|' * len(RATES)}")
     for (row, iterations), by_lr in losses.items():
         lr = min(by_lr, key=lambda lr: fmean(by_lr[lr]))
-        job = Job(row, given.text, given.workers, iterations, lr, given.seeds[0], given.optimizer)
-        each = " | ".join(f"{seconds(job, given.compute, rate):.3f}" for rate in RATES.values())
-        kilo = found[job].sent / 1e3
-        print(f"| `{row}` | {iterations} | {fmean(by_lr[lr]):.3f} | {lr:g} | {kilo:.1f} | {each} |")
+        rate = f"{lr:g}" if min(by_lr) < lr < max(by_lr) else f"{lr:g}, an end"
+        runs = (predict(recipes[row], replace(facts, rate=r)).seconds for r in RATES.values())
+        each = " | ".join(f"{iterations * run:,.0f}" for run in runs)
+        loss, kilo = fmean(by_lr[lr]), sent[row] / 1e3
+        print(f"| `{row}` | {iterations} | {loss:.3f} | {rate} | {kilo:,.1f} | {each} |")
 
 
 if __name__ == "__main__":
