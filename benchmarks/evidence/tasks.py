@@ -17,7 +17,7 @@ from laconic.lab.race.workloads import Batch
 
 CONTEXT, VOCABULARY, HEADS = 32, 128, 2
 LENGTH, HIDDEN = 24, 64
-"""Of a series, and of the network that predicts it."""
+"""Steps of a series, and hidden units of the network that predicts it."""
 HELD_OUT = 360
 """Images that are not trained on: a fifth of scikit-learn's 1,797."""
 

@@ -144,6 +144,9 @@ def only(results: Sequence[dict[str, Any]], key: str) -> Any:
         *("sgp(delay=1)", "noloco(4)", late("sparse_loco(6)"), late("easgd(3)"), late("d_psgd()")),
         late("slowmo(laconic.local_sgd(3), period=6)"),
         late("diloco(8, merge='eager', delay=3)"),
+        *(late(r) for r in ("post_local_sgd(6, 4)", "muloco(6)", "des_loc(3, 6)")),
+        "outer_step(laconic.ddp(), 4)",
+        late("outer_step(laconic.local_sgd(3), 6, outer='muon')"),
     ],
 )
 def test_workers_come_and_go(recipe: str) -> None:

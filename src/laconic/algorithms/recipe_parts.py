@@ -171,8 +171,8 @@ def identical(
 def outermost(
     when: Every, update: Update, exchange: Exchange, optimizer_state: OptimizerState
 ) -> Round:
-    """Return the round of an outer step over a base. Where nothing is sent, every rank takes the
-    step by itself: so the ranks of one worker share nothing either."""
+    """Return the round of an outer step over a base. If the base keeps workers equal, nothing is
+    sent and every rank takes the whole step itself: the ranks of a worker do not divide it."""
     over = "world" if exchange.identical else "workers"
     return Round(when, update, exchange, over=over, optimizer_state=optimizer_state)
 

@@ -311,16 +311,15 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Decoder-only transformer over bytes, learned positions, untied head. By default, it has
-    865,280 parameters."""
+    """Decoder-only transformer over bytes, learned positions, untied head: 865,280 parameters."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY)
+        self.bytes = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
         for embedding in (self.bytes, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
 
