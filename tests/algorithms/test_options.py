@@ -231,6 +231,22 @@ def test_recipes_with_different_functions_differ(name: str) -> None:
         la.simulate(run, 2)
 
 
+@pytest.mark.fault("a function whose helpers call each other took time exponential in their number")
+def test_a_function_with_many_helpers_is_told_apart() -> None:
+    def text(lr: float, order: Callable[..., Any]) -> str:
+        helpers: list[Any] = [lambda t: torch.optim.SGD(t, lr), lambda t: torch.optim.Adam(t, lr)]
+        for _ in range(40):
+            both = order(*helpers[-2:])
+            helpers.append(lambda t, both=both: both[0](t) or both[-1](t))
+        return describe(la.diloco(4, outer=helpers[-1]))
+
+    whole = [text(lr, order) for order in ONE_OR_OTHER for lr in (0.1, 0.2)]
+    assert len(set(whole)) == 4 and text(0.1, ONE_OR_OTHER[0]) == whole[0]
+
+
+ONE_OR_OTHER = (lambda a, b: (a, b, a), lambda a, b: (a, b, b))
+
+
 @pytest.mark.fault("two lambdas as schedules counted as the same recipe")
 def test_recipes_with_different_schedules_differ() -> None:
     def text(period: int) -> str:

@@ -26,7 +26,7 @@ def plain(value: object) -> str:
 
 
 def _hash(value: object) -> str:
-    return " " + hashlib.sha256(_definition(value, ()).encode()).hexdigest()[:8]
+    return " " + hashlib.sha256(_definition(value, {}, ()).encode()).hexdigest()[:8]
 
 
 def _anonymous(value: object) -> Iterator[object]:
@@ -54,25 +54,29 @@ def _parts(value: object) -> list[object]:
     return list(value) if isinstance(value, (tuple, list, set, frozenset)) else []
 
 
-def _definition(value: object, above: tuple[object, ...]) -> str:
-    """What ``value`` is, and for a function what it does. ``above``: what refers to it."""
+def _definition(value: object, seen: dict[int, int], above: tuple[object, ...]) -> str:
+    """What ``value`` is, and for a function what it does. A function that was ``seen`` before shows
+    its number there, and what refers to itself (``above``) only its name."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return repr(value)
     if isinstance(value, (type, ModuleType)):
         return f"{getattr(value, '__module__', '')}.{value.__name__}"
     name = f"{type(value).__name__} {getattr(value, '__qualname__', '')}"
-    if any(value is other for other in above):
-        return name
+    if id(value) in seen or any(value is other for other in above):
+        return f"{name} {seen.get(id(value), '')}"
     parts = _parts(value)
     if isinstance(value, FunctionType):
+        seen[id(value)] = len(seen)
         around = [value.__globals__.get(each) for each in _globals(value.__code__)]
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         parts = [value.__code__, value.__defaults__, value.__kwdefaults__, *around, *cells]
     elif isinstance(value, CodeType):
         names = value.co_names, value.co_varnames, value.co_freevars
         parts = [value.co_code, *names, *value.co_consts]
-    texts = [_definition(part, (*above, value)) for part in parts]
-    return f"{name}({', '.join(sorted(texts) if isinstance(value, (set, frozenset)) else texts)})"
+    if isinstance(value, (set, frozenset)):
+        parts.sort(key=lambda part: ADDRESS.sub("", repr(part)))
+    texts = [_definition(part, seen, (*above, value)) for part in parts]
+    return f"{name}({', '.join(texts)})"
 
 
 def _globals(code: CodeType) -> list[str]:
