@@ -114,13 +114,14 @@ class Runs:
 
 
 def changes(runs: Runs, beside: Options, every_two: bool) -> Iterator[Options]:
-    """Every option with every value, and every two of them, with each value of both; or else two
-    of them with the first value of both, where they need nothing."""
+    """Every option with every value, and ``every_two`` of them, with each value of both; or else
+    some two of them, with the first value of both, where they need nothing."""
     names = [name for name in runs.options if name not in beside]
     each = {name: [{name: value} for value in VALUES[name]] for name in names}
     for name in names:
         yield from each[name]
-    for first, second in itertools.combinations(names, 2) if every_two or not beside else ():
+    twos = list(itertools.combinations(names, 2))
+    for first, second in twos if every_two else [] if beside else twos[::3]:
         count = max(len(each[first]), len(each[second])) if every_two else 1
         pairs = zip(itertools.cycle(each[first]), itertools.cycle(each[second]), strict=False)
         for one, other in itertools.islice(pairs, count):

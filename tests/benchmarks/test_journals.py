@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 from benchmarks.cuda import page as cuda
 from benchmarks.cuda.__main__ import RESULTS
-from benchmarks.evidence import page as evidence
-from benchmarks.evidence import signals
-from benchmarks.evidence.runs import journal as evidence_journal
 from benchmarks.race import __main__ as race
 from benchmarks.validate.__main__ import main as validate
 
@@ -30,6 +27,10 @@ def test_the_gpu() -> None:
 
 @pytest.mark.slow
 def test_tables_are_those_of_the_journals(tmp_path: Path) -> None:
+    from benchmarks.evidence import page as evidence  # they import matplotlib
+    from benchmarks.evidence import signals
+    from benchmarks.evidence.runs import journal as evidence_journal
+
     for name in ("race", "validation", "evidence"):
         shutil.copy(DOCS / f"{name}.md", tmp_path)
     words = ["--journal", str(DOCS / "race.jsonl"), "--page", str(tmp_path / "race.md")]

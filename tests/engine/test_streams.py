@@ -37,7 +37,7 @@ def trained(
     ``far``: small buckets, whose messages are under way together; ``inverts``: see `late`."""
     with late.device(inverts=more.get("inverts", False)) as device, MonkeyPatch.context() as m:
         for limit in ("FIRST_BYTES", "BUCKET_BYTES", "LEAST_BYTES") if "far" in more else ():
-            m.setattr(gradient_rounds, limit, 512)
+            m.setattr(gradient_rounds, limit, 2048)
         link = staged(ranks, device, more.get("far", False)) if on_device else gloo.link_of(ranks)
         where, offload = device if on_device else None, more.get("offload", False)
         run = Run(ROWS[name], ranks, rank, device=where, link=link, offload=offload)

@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.tensor  # before `device` replaces the Generator in its annotations
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_leaves, tree_map
