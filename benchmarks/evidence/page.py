@@ -255,7 +255,7 @@ def outer_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
 
 def signals_table(found: Sequence[signals.Line]) -> str:
     head = ["task", "optimizer, lr", "batch", "agreement", "gradients"]
-    head += [*(f"f({period})" for period in signals.PERIODS), "growth"]
+    head += [*(f"f({period})" for period in signals.PERIODS), "growth", "f, gradients"]
     lines = [
         [
             line.case[0],
@@ -265,6 +265,7 @@ def signals_table(found: Sequence[signals.Line]) -> str:
             f"{line.gradients:.2f}",
             *(f"{line.factors[period]:.2f}" for period in signals.PERIODS),
             f"{line.growth:.2f}",
+            f"{line.outer:.2f}",
         ]
         for line in found
     ]

@@ -2,8 +2,8 @@
 
 Every case is trained with `ddp` for several numbers of steps, and with streaming DiLoCo and Muon's
 direction for several periods. As in `benchmarks.factors`, f(H) is how many steps a period of H
-needs for one of `ddp`, and f(64) / f(8) the growth. The signals, in the middle half of a run with
-period 8:
+needs for one of `ddp`, and f(64) / f(8) the growth. For comparison, `OUTER` takes the outer step
+over gradients. The signals, in the middle half of a run with period 8:
 
     agreement    the share that all workers have in common of |change|^2 over a period
     gradients    the same of |gradient|^2 in one step
@@ -49,6 +49,7 @@ CASES = (
     ("series", "sgd", 0.05, 4),
 )
 """Task, inner optimizer, its learning rate, and samples per worker and step."""
+OUTER = "outer_step(ddp(), 8, outer='muon')"
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def recipe_of(period: int) -> str:
 def jobs_of(case: tuple[str, str, float, int], seed: int) -> list[Job]:
     name, inner, lr, batch = case
     runs = [("ddp()", steps) for steps in DDP_STEPS]
-    runs += [(recipe_of(period), STEPS) for period in PERIODS]
+    runs += [(recipe_of(period), STEPS) for period in PERIODS] + [(OUTER, STEPS)]
     return [Job(name, text, inner, lr, WORKERS, steps, batch, seed) for text, steps in runs]
 
 
@@ -169,12 +170,13 @@ def jobs() -> list[Job]:
 
 @dataclass(frozen=True)
 class Line:
-    """A case: means over the seeds of its signals, and of f by period."""
+    """A case: means over the seeds of its signals, of f by period, and of f of `OUTER`."""
 
     case: tuple[str, str, float, int]
     agreement: float
     gradients: float
     factors: dict[int, float]
+    outer: float
 
     @property
     def growth(self) -> float:
@@ -188,15 +190,16 @@ def lines(known: Mapping[Job, Seen]) -> list[Line]:
         of = [jobs_of(case, seed) for seed in SEEDS]
         if not all(job in known for each in of for job in each):
             continue
-        factors: dict[int, list[float]] = {period: [] for period in PERIODS}
+        factors: dict[str, list[float]] = {text: [] for text in (*map(recipe_of, PERIODS), OUTER)}
         for each in of:
             ddp = {job.steps: known[job].loss for job in each if job.recipe == "ddp()"}
-            for period in PERIODS:
-                job = next(j for j in each if j.recipe == recipe_of(period))
-                factors[period].append(factor(known[job].loss, ddp, STEPS))
+            for text, own in factors.items():
+                job = next(j for j in each if j.recipe == text)
+                own.append(factor(known[job].loss, ddp, STEPS))
         short = [known[j] for each in of for j in each if j.recipe == recipe_of(PERIODS[0])]
         signals = fmean(s.agreement for s in short), fmean(s.gradients for s in short)
-        found.append(Line(case, *signals, {p: fmean(f) for p, f in factors.items()}))
+        means = {p: fmean(factors[recipe_of(p)]) for p in PERIODS}
+        found.append(Line(case, *signals, means, fmean(factors[OUTER])))
     return found
 
 

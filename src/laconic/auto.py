@@ -41,7 +41,7 @@ from laconic.candidates import (
 )
 from laconic.engine.comparison import BufferWatch
 from laconic.engine.session import Session
-from laconic.errors import check_float
+from laconic.errors import check_bool, check_float
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
 from laconic.predict import Facts, Net, often, predict, travel, undisturbed
@@ -101,27 +101,34 @@ class Auto:
     """The result of `laconic.auto`, in place of a recipe, which is chosen during training."""
 
     target: float | None = None
+    outer: bool = True
 
     @property
     def text(self) -> str:
         """The call that makes it."""
-        return "auto()" if self.target is None else f"auto(target={self.target:g})"
+        options = [] if self.target is None else [f"target={self.target:g}"]
+        options += [] if self.outer else ["outer=False"]
+        return f"auto({', '.join(options)})"
 
 
 @checked
-def auto(target: float | None = None) -> Auto:
+def auto(target: float | None = None, *, outer: bool = True) -> Auto:
     """Measure the first steps and the network, then choose codec, period and overlap.
 
     Choose again when they change. Every rank makes the same choice. The logger ``laconic`` and
     `Synchronizer.choices` give the reasons. The candidates are `ddp` with and without codecs, and,
     with Int4 and a delay that hides their messages, `local_sgd` every two steps and
-    `streaming_diloco` for several periods: with ``outer="muon"`` for optimizers of Adam's kind and
-    SGD, where most elements are in matrices that FSDP has not sharded.
+    `streaming_diloco` for several periods. For optimizers of Adam's kind and SGD, where most
+    elements are in matrices, `ddp` also has an `outer_step`, and `streaming_diloco` takes its own,
+    in Muon's direction.
 
     Args:
         target: the least speed, as a share in (0, 1] of the speed without communication. Only
             recipes that are predicted to reach it are considered, or the fastest one if none does.
             None: the recipe with the most progress per second, even if its steps are slower.
+        outer: whether to take outer steps in Muon's direction, a second optimizer beside yours.
+            They change the effective learning rate: try lower and higher ones. False: `ddp` has
+            none, and those of `streaming_diloco` are Nesterov's.
 
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.auto())
@@ -130,7 +137,7 @@ def auto(target: float | None = None) -> Auto:
     """
     if target is not None:
         check_float("target", target, 0.0, strict=True, most=1.0)
-    return Auto(target)
+    return Auto(target, check_bool("outer", outer))
 
 
 @dataclass(frozen=True)
@@ -472,10 +479,13 @@ class Chooser:
         shapes, itemsize = self._session.shapes()
         elements = sum(map(math.prod, shapes))
         optimizer = self._session.optimizer
-        muon = not self._session.sharded and takes_muon(optimizer, shapes)
+        whole = [p.shape for p in self._session.params()]  # of FSDP's, too
+        muon = self.auto.outer and takes_muon(optimizer, whole)
         turns = largest = 0.0
-        if muon and optimizer is not None:
-            turns = turning(shapes, self._device)
+        if muon:
+            turns = turning(whole, self._device)
+            if self._session.sharded:  # the ranks of a worker share the matrices
+                turns /= self._ranks
             largest = largest_fragment(self._session.model, self._session.groups())
         slowest = [compute, -found.rate, found.latency, wall, elements, -elements, -float(muon)]
         slowest += [turns, largest, itemsize]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.recipes import ddp, local_sgd, streaming_diloco
+from laconic.algorithms.recipes import ddp, local_sgd, outer_step, streaming_diloco
 from laconic.algorithms.round import GradientRound, Recipe, Round, fragments_of
 from laconic.algorithms.updates.muon_step import operations, orthogonal
 from laconic.buckets import Fragment
@@ -40,6 +40,9 @@ class Candidate:
 GRADIENTS = {None: 1.0, "int8": 1.0, "int4": 1.02}
 """Gradient codecs and their measured steps. bfloat16 is not here, since it sends twice as much as
 Int8, which takes no more steps."""
+OUTER = 0.62
+"""Steps with an outer step in Muon's direction every `SHORTEST` steps for one without, measured
+with gradients. See `takes_muon`."""
 LOCAL = {2: 1.3}
 """Periods of `laconic.local_sgd` with Int4 and a delay, and their steps, measured with a delay of
 2. It sends more than `laconic.streaming_diloco`, and hides it as well: the choice where the rate
@@ -48,8 +51,8 @@ PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 
 """Periods of `laconic.streaming_diloco` with Int4 and their steps: measured with a delay of 1 for
 periods up to 64, of which a run of 480 steps has a few, and extrapolated by 0.08 per doubling."""
 MUON = {
-    8: 1.0,
-    12: 1.03,
+    8: 0.91,
+    12: 0.98,
     16: 1.06,
     24: 1.2,
     32: 1.31,
@@ -59,10 +62,7 @@ MUON = {
     256: 1.8,
     512: 1.9,
 }
-"""The same with ``outer="muon"``, measured with a delay of 2, and interpolated for 12, 24 and 48. A
-period of 8 took fewer steps than `laconic.ddp`, 0.91. It counts as 1: the outer step is one more
-optimizer, whose gain over gradients should not decide where the network is fast. See
-`takes_muon`."""
+"""The same with ``outer="muon"``: measured with a delay of 2, interpolated for 12, 24 and 48."""
 SHORTEST = 8
 """The least period to choose. Period 4 takes 4% fewer steps, but loses more than that by a message
 in every step, which `predict` does not include if processors are few: at 10 Mbit/s with 4 emulated
@@ -83,6 +83,8 @@ def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate
     while that hides its messages and half a step."""
     for codec, steps in GRADIENTS.items():
         yield _gradients(codec, steps)
+    for codec, steps in GRADIENTS.items() if facts.muon else ():
+        yield _turned(codec, OUTER * steps)
     for make, periods in delayed(facts).items():
         for period, steps in periods.items():
             delay, seconds = delay_for(period, facts, make)
@@ -207,6 +209,13 @@ def made(recipe: Recipe) -> Candidate | None:
 def _gradients(codec: str | None, steps: float) -> Candidate:
     text = "ddp()" if codec is None else f"ddp(codec={codec!r})"
     return Candidate(text, ddp(codec=codec), steps)
+
+
+def _turned(codec: str | None, steps: float) -> Candidate:
+    """`_gradients` with an outer step in Muon's direction, which sends nothing."""
+    base = _gradients(codec, steps)
+    recipe = outer_step(base.recipe, SHORTEST, outer="muon")
+    return Candidate(f"outer_step({base.text}, {SHORTEST}, outer='muon')", recipe, steps)
 
 
 def start(workers: int, facts: Facts | None = None) -> Candidate:

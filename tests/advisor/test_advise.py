@@ -74,7 +74,7 @@ def test_it_recommends_what_auto_would_choose_and_real_alternatives() -> None:
         kinds = [(t.partition("(")[0], "codec=" in t) for t in advice.alternatives if t != "ddp()"]
         assert len(set(kinds)) == len(kinds), "the best of each kind"
         assert all(isinstance(parse_recipe(text), tuple) for text in rows)
-    assert chosen == {"ddp", "local_sgd", "streaming_diloco"}
+    assert chosen == {"ddp", "local_sgd", "streaming_diloco", "outer_step"}
     own = ["power_sgd(1)", "power_sgd(2)"]
     assert advice_on(TEXT, own).alternatives[:3] == (*own, "ddp()")
     (row,) = (r for r in advice_on(TEXT, ["ddp()"]).rows if r.recipe == "ddp()")
@@ -85,7 +85,9 @@ def test_it_is_told_where_steps_are_from() -> None:
     """What was not measured is marked, and what is unknown is not guessed."""
     cases = {
         "ddp(codec='int4')": ("1.02", "measured (benchmarks.factors)"),
-        "streaming_diloco(12, outer='muon')": ("~1.03", "interpolated between measured"),
+        "streaming_diloco(12, outer='muon')": ("~0.98", "interpolated between measured"),
+        "outer_step(ddp(codec='int8'), 8, outer='muon')": ("0.62", "measured (benchmarks.factors)"),
+        "outer_step(ddp(), 8)": ("?", ""),
         "streaming_diloco(256)": ("~1.82", "extrapolated from streaming_diloco(64)"),
         "local_sgd(16)": ("~1.50", "assumed equal to streaming_diloco(16)"),
         "easgd(16)": ("?", ""),

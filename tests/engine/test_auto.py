@@ -91,11 +91,11 @@ def slow(link: Link) -> Link:
 
 
 class Run:
-    def __init__(self, rank: int, clock: Clock) -> None:
+    def __init__(self, rank: int, clock: Clock, recipe: Any = None) -> None:
         torch.manual_seed(rank)
         self.model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 30))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.sync = la.attach(self.model, self.optimizer, la.auto())
+        self.sync = la.attach(self.model, self.optimizer, recipe or la.auto())
         self.rank, self.clock = rank, clock
         self.parts: tuple[Any, ...] = self.model, self.optimizer, self.sync
 
@@ -135,6 +135,21 @@ def test_every_rank_makes_the_same_choice_and_says_why(
     by = stats.bytes_by_collective
     assert by["measurement"] > 10 * by.get("all_to_all", 0), "booked apart"
     assert sum(by.values()) == stats.bytes_sent
+
+
+def test_outer_steps_in_muons_direction_can_be_declined(clock: Clock) -> None:
+    for link in (None, slow):
+        for recipe in (la.auto(), la.auto(outer=False)):
+
+            def run(rank: int, recipe: Any = recipe) -> str:
+                own = Run(rank, clock, recipe)
+                own.go(12)
+                return own.sync.choices[0].text
+
+            (text, _) = la.simulate(run, 2, link=link)
+            assert ("outer='muon'" in text) == recipe.outer
+            if link is None:
+                assert text == ("outer_step(ddp(), 8, outer='muon')" if recipe.outer else "ddp()")
 
 
 def test_a_choice_is_saved_and_loaded(clock: Clock) -> None:

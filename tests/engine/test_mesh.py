@@ -106,6 +106,21 @@ def test_workers_sharded_by_fsdp(pool: gloo.Pool, name: str) -> None:
         assert all(close(runs[2 * w][0], expected[w], 1e-9) for w in range(2))
 
 
+def chosen(rank: int) -> la.Choice:
+    model, optimizer, sync = sharded(la.auto())  # type: ignore[arg-type]
+    for x in data(4, 20)[rank]:
+        train_one(model, optimizer, x)
+    (choice, *_) = sync.choices
+    sync.detach()
+    return choice
+
+
+def test_auto_takes_muons_direction_of_sharded_matrices(pool: gloo.Pool) -> None:
+    first, *others = pool.run(chosen, ranks=4)
+    assert all(other == first for other in others)
+    assert first.facts.muon and first.facts.turning > 0
+
+
 def states(rank: int, recipe: la.Recipe, folder: str) -> tuple[bool, list[float]]:
     """Whether a sharded run that was saved goes on bit for bit, and the shards of its momenta at
     the save."""

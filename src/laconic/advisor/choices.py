@@ -16,7 +16,16 @@ from laconic.algorithms.round import GradientRound, Recipe, Round, workers_diffe
 from laconic.algorithms.updates import momentum_for
 from laconic.algorithms.updates.muon_step import MuonStep
 from laconic.auto import Auto
-from laconic.candidates import DELAYED, GRADIENTS, candidates, local, muon, streaming
+from laconic.candidates import (
+    DELAYED,
+    GRADIENTS,
+    OUTER,
+    SHORTEST,
+    candidates,
+    local,
+    muon,
+    streaming,
+)
 from laconic.candidates import PERIODS as STEPS
 from laconic.codecs import CODECS
 from laconic.predict import Facts, often
@@ -112,7 +121,8 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
     gradients, streams = [], {}
     for candidate in candidates(facts):
         if isinstance(candidate.recipe[0], GradientRound):
-            gradients.append(_choice(candidate.text, None, GRADIENT_QUALITY[candidate.text]))
+            quality = GRADIENT_QUALITY.get(candidate.text) or _measured_quality(candidate.steps)
+            gradients.append(_choice(candidate.text, None, quality))
         elif candidate.text.startswith("local_sgd"):
             period = round(1 / often(candidate.recipe[0]))
             gradients.append(_choice(candidate.text, period, _measured_quality(candidate.steps)))
@@ -165,7 +175,9 @@ def _at_own_pace(period: int, facts: Facts) -> list[Choice]:
 
 
 def more_steps(steps: float) -> str:
-    """Return how many more steps a recipe needs than `laconic.ddp`, which needs one."""
+    """Return how many more or fewer steps a recipe needs than `laconic.ddp`, which needs one."""
+    if steps < 1:
+        return f"{1 - steps:.0%} fewer steps"
     return "no more steps" if steps == 1 else f"{steps - 1:.0%} more steps"
 
 
@@ -267,7 +279,15 @@ def steps_of(recipe: Recipe) -> Steps:
     Raises ``ValueError`` for a recipe whose parameter rounds end.
     """
     if not workers_differ(recipe):
-        return _steps_of_gradients(recipe)
+        base = _steps_of_gradients(tuple(r for r in recipe if isinstance(r, GradientRound)))
+        outer = [r for r in recipe if isinstance(r, Round)]
+        if not outer:
+            return base
+        if not any(isinstance(r.update, MuonStep) for r in outer):
+            return Steps(base.factor, "assumed equal to the base without slow steps")
+        measured = base.source in KNOWN and [often(r) for r in outer] == [1 / SHORTEST]
+        source = MEASURED if measured else f"assumed equal to a period of {SHORTEST} over ddp()"
+        return Steps(OUTER * base.factor, source)
     share = max((often(r) for r in recipe if isinstance(r, Round)), default=0.0)
     if not share:
         raise ValueError("advise compares only recipes whose rounds continue through the run")
