@@ -294,9 +294,14 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
 
 def _loads(rounds: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
     for r in rounds:
-        computes = r.exchange.communicates or (isinstance(r, Round) and r.update.whole)
-        if r.over != "group" and often(r) and computes:
+        if takes_time(r) and often(r):
             yield r, load_of(r, facts)
+
+
+def takes_time(r: AnyRound) -> bool:
+    """Whether ``r`` counts: it sends something between workers, or computes Muon's direction."""
+    computes = isinstance(r, Round) and r.update.whole
+    return r.over != "group" and (r.exchange.communicates or computes)
 
 
 def _buffer_loads(recipe: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:

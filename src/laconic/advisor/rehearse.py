@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from laconic.algorithms.recipes import ddp
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, typical
 from laconic.attach import attach
 from laconic.device import synchronize
 from laconic.links.null import NullLink
-from laconic.predict import Facts, work_key
+from laconic.predict import Facts, takes_time, work_key
 
 MOST_BYTES = 2**26
 """Maximum size of the tensors used. The time of a larger model's rounds is scaled up."""
@@ -26,7 +27,7 @@ def rehearsals(recipes: Iterable[Recipe]) -> dict[str, AnyRound]:
     """Return one round of each kind that differs in its work, by `work_key`."""
     found: dict[str, AnyRound] = {}
     for r in (r for recipe in recipes for r in recipe):
-        if r.over != "group" and r.exchange.communicates:
+        if takes_time(r):
             found.setdefault(work_key(r), r)
     return found
 
@@ -44,9 +45,10 @@ def rehearse(
     n = facts.workers * (facts.ranks if isinstance(r, GradientRound) else 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # all workers have the same gradients here
-        with_round = _seconds((canonical,), shapes, n, dtype, device, begin)
+        base = () if r.exchange.communicates else ddp()  # it needs equal workers
+        with_round = _seconds((*base, canonical), shapes, n, dtype, device, begin)
         averaged = isinstance(r, GradientRound)
-        baseline = _seconds((), shapes, n, dtype, device, begin, gradients=averaged)
+        baseline = _seconds(base, shapes, n, dtype, device, begin, gradients=averaged)
     return max(with_round - baseline, 0.0) * share
 
 
