@@ -101,7 +101,7 @@ def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int |
     ``ValueError`` if the parts do not fit this run."""
     first = parts[min(parts)]
     same = all(first[key] == here[key] for key in ("ranks", "workers"))
-    saved, now = first["recipe"], here["recipe"]
+    saved, now = (_AUTO.sub("Auto()", header["recipe"]) for header in (first, here))
     if not same:
         saved, now = without_group_size(saved), without_group_size(now)
     if saved != now:
@@ -163,6 +163,8 @@ def digest(parts: Mapping[int, Saved]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
+_AUTO = re.compile(r"^Auto\([^)]*\)")
+"""Its options are those of later choices: the recipe in force is saved, too."""
 _GROUP_SIZE = re.compile(r", group_size=(\d+)$")
 
 
