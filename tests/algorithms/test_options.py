@@ -245,6 +245,18 @@ def test_a_function_with_many_helpers_is_told_apart() -> None:
     assert len(set(whole)) == 4 and text(0.1, ONE_OR_OTHER[0]) == whole[0]
 
 
+def test_a_set_of_functions_has_one_text() -> None:
+    """In whatever order they are in memory."""
+
+    def text() -> tuple[Any, str]:
+        helpers = frozenset(made(0.1 * i) for i in range(1, 6))
+        outer = lambda t: [each(t) for each in helpers]  # noqa: E731
+        return outer, describe(la.diloco(4, outer=outer))  # type: ignore[arg-type]
+
+    kept = [text() for _ in range(10)]
+    assert len({found for _, found in kept}) == 1
+
+
 ONE_OR_OTHER = (lambda a, b: (a, b, a), lambda a, b: (a, b, b))
 
 

@@ -73,8 +73,8 @@ def _definition(value: object, seen: dict[int, int], above: tuple[object, ...]) 
     elif isinstance(value, CodeType):
         names = value.co_names, value.co_varnames, value.co_freevars
         parts = [value.co_code, *names, *value.co_consts]
-    if isinstance(value, (set, frozenset)):
-        parts.sort(key=lambda part: ADDRESS.sub("", repr(part)))
+    if isinstance(value, (set, frozenset)):  # in an order that is the same in every process
+        parts.sort(key=lambda part: _definition(part, dict(seen), (*above, value)))
     texts = [_definition(part, seen, (*above, value)) for part in parts]
     return f"{name}({', '.join(texts)})"
 
