@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from laconic.algorithms.round import GradientRound, Recipe
+from laconic.algorithms.round import Recipe, workers_differ
 from laconic.attach import init
 from laconic.auto import Auto
 from laconic.elastic import COORDINATOR_VARIABLE
@@ -44,8 +44,8 @@ def check_processes(options: Mapping[str, Any], advice: str) -> None:
 
 
 def averages_gradients(recipe: Recipe | Auto) -> bool:
-    """Whether all communication of ``recipe`` is about gradients, so that workers stay alike."""
-    return not isinstance(recipe, Auto) and all(isinstance(r, GradientRound) for r in recipe)
+    """Whether ``recipe`` averages gradients in such a way that workers stay alike."""
+    return not isinstance(recipe, Auto) and not workers_differ(recipe)
 
 
 @contextmanager
