@@ -30,10 +30,12 @@ from laconic.lab.race import workloads
 from laconic.lab.race.workloads import lr_factor
 
 STEPS, WORKERS = 480, 4
-DDP_STEPS = (120, 180, 240, 320, STEPS, 640)
+DDP_STEPS = (120, 180, 240, 320, STEPS, 640, 960)
 ROWS = (
     "ddp(codec='int8')",
     "ddp(codec='int4')",
+    "outer_step(ddp(), 8, outer='muon')",
+    "outer_step(ddp(codec='int4'), 8, outer='muon')",
     "power_sgd(4, codec='int8')",
     "sparse_loco(16)",
     "local_sgd(2, delay=2, codec='int4')",

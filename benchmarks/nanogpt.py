@@ -240,7 +240,7 @@ def main() -> None:
     sent = {}
     for job, outcome in found.items():
         losses[job.recipe, job.iterations][job.lr].append(outcome.loss)
-        sent[job.recipe] = outcome.sent
+        sent[job.recipe, job.iterations] = outcome.sent
     torch.set_num_threads(1)
     facts = facts_of(given.text, given.workers, given.compute or iteration(given.text))
     print(f"One worker's iteration: {facts.compute:.3f} s.\n")
@@ -251,7 +251,7 @@ def main() -> None:
         rate = f"{lr:g}" if min(by_lr) < lr < max(by_lr) else f"{lr:g}, an end"
         runs = (predict(recipes[row], replace(facts, rate=r)).seconds for r in RATES.values())
         each = " | ".join(f"{iterations * run:,.0f}" for run in runs)
-        loss, kilo = fmean(by_lr[lr]), sent[row] / 1e3
+        loss, kilo = fmean(by_lr[lr]), sent[row, iterations] / 1e3
         print(f"| `{row}` | {iterations} | {loss:.3f} | {rate} | {kilo:,.1f} | {each} |")
 
 

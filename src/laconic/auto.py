@@ -185,12 +185,18 @@ def choose(
     )
     work = facts.contention * facts.carry
     slowed = f"; messages slow training by {work * 1e9:.2g} ns per byte" if work else ""
+    second = ""
+    if "outer='muon'" in best:
+        second = (
+            "; its outer step is a second optimizer: look at the learning rate again, or use "
+            "auto(outer=False)"
+        )
     reason = (
         f"a step computes for {facts.compute * 1e3:.3g} ms; the network sends "
         f"{network}: {best} "
         f"takes {seconds[best] * 1e3:.3g} ms per step, {facts.compute / seconds[best]:.0%} of the "
         f"speed without communication, and {counted(steps[best])} for the work of one step of "
-        f"ddp(){slowed}"
+        f"ddp(){slowed}{second}"
     )
     return best, reason
 
@@ -208,7 +214,7 @@ def change_seconds(facts: Facts) -> float:
 
 def counted(steps: float) -> str:
     """So many ``steps``, in words."""
-    return "one step" if steps == 1 else f"{steps:g} steps"
+    return "one step" if steps == 1 else f"{round(steps, 2):g} steps"
 
 
 def lost_share(packets: float, again: float, latency: float, ranks: int) -> float:

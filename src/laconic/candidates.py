@@ -30,8 +30,9 @@ class Candidate:
     @property
     def kind(self) -> str:
         """The kind of candidates for which a measurement of this one is also valid. All with rounds
-        on parameters are of one kind: their time beyond the prediction is mostly the machine's
-        speed while no rank waits, and a change among them sends models over the network."""
+        on parameters alone are of one kind: their time beyond the prediction is mostly the
+        machine's speed while no rank waits, and a change among them sends models over the network.
+        """
         if isinstance(self.recipe[0], Round):
             return "rounds"
         return "coded gradients" if self.recipe[0].exchange.slots else "gradients"

@@ -296,7 +296,7 @@ def _row(choice: Choice, facts: Facts, ddp: float) -> Row:
 
 
 def reason(ddp: Row, best: Row) -> list[str]:
-    """Return two sentences: what the recommended recipe gains, and what it costs in steps."""
+    """Return sentences: what the recommended recipe gains, and what it costs in steps."""
     pace = (
         f"{best.recipe}: {three_digits(best.seconds)} s per step, {best.share:.0%} of the speed "
         "without communication"
@@ -312,11 +312,17 @@ def reason(ddp: Row, best: Row) -> list[str]:
         needs = f"It needs {steps}"
     else:
         needs = f"It is expected to need {steps} ({best.steps_from})"
-    return [
+    found = [
         f"Use {pace} (ddp(): {three_digits(ddp.seconds)} s).",
         f"{needs}, and makes up to {three_digits(best.progress)} times as much progress per "
         "second.",
     ]
+    if "outer='muon'" in best.recipe:
+        found.append(
+            "Part of that is its outer step, a second optimizer, which ddp() can have as well "
+            "(outer_step(ddp(), 8, outer='muon')): look at the learning rate again."
+        )
+    return found
 
 
 def alternatives(rows: Sequence[Row], best: Row) -> list[Row]:

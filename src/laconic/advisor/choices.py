@@ -11,7 +11,7 @@ from laconic.algorithms.compile import check_quorum
 from laconic.algorithms.exchanges import CodedMean, QuorumMean
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.parse import parse_recipe
-from laconic.algorithms.recipes import local_sgd, power_sgd
+from laconic.algorithms.recipes import ddp, local_sgd, outer_step, power_sgd
 from laconic.algorithms.round import GradientRound, Recipe, Round, workers_differ
 from laconic.algorithms.updates import momentum_for
 from laconic.algorithms.updates.muon_step import MuonStep
@@ -219,7 +219,7 @@ def _user_quality(text: str, recipe: Recipe, table: Mapping[str, Choice]) -> str
         if other.recipe == recipe and not other.own:
             return other.quality
     name = text.strip().removeprefix("laconic.").partition("(")[0].strip()
-    if name not in FAMILIES:
+    if name not in FAMILIES and not (name == "outer_step" and _turned(recipe)):
         return OWN
     if any(isinstance(r.exchange, QuorumMean) and r.exchange.pace == "own" for r in recipe):
         return OWN_PACE
@@ -270,11 +270,11 @@ def steps_of(recipe: Recipe) -> Steps:
     """Return the steps that ``recipe`` needs per step of `laconic.ddp`.
 
     The values were measured by ``python -m benchmarks.factors`` with one task, for gradients in
-    Int8 and Int4 and for `laconic.streaming_diloco`. Other recipes use the closest of these:
-    gradients with codes at least as long as Int8's use Int8's value, other encoded gradients
-    Int4's. A recipe in which workers differ uses that of the streaming recipe with the nearest
-    period, from 4 up, because it loses about as much; any gain from SlowMo or DiLoCo is not
-    included.
+    Int8 and Int4, also with outer steps, and for `laconic.streaming_diloco`. Other recipes use the
+    closest of these: gradients with codes at least as long as Int8's use Int8's value, other
+    encoded gradients Int4's. A recipe in which workers differ uses that of the streaming recipe
+    with the nearest period, from 4 up, because it loses about as much; any gain from SlowMo or
+    DiLoCo is not included.
 
     Raises ``ValueError`` for a recipe whose parameter rounds end.
     """
@@ -283,9 +283,10 @@ def steps_of(recipe: Recipe) -> Steps:
         outer = [r for r in recipe if isinstance(r, Round)]
         if not outer:
             return base
-        if not any(isinstance(r.update, MuonStep) for r in outer):
+        if not _turned(recipe):
             return Steps(base.factor, "assumed equal to the base without slow steps")
-        measured = base.source in KNOWN and [often(r) for r in outer] == [1 / SHORTEST]
+        known = (ddp(), ddp(codec="int4"))  # in Int8 it was not measured
+        measured = any(recipe == outer_step(each, SHORTEST, outer="muon") for each in known)
         source = MEASURED if measured else f"assumed equal to a period of {SHORTEST} over ddp()"
         return Steps(OUTER * base.factor, source)
     share = max((often(r) for r in recipe if isinstance(r, Round)), default=0.0)
@@ -301,11 +302,16 @@ def steps_of(recipe: Recipe) -> Steps:
         if make is muon and math.log2(period) % 1:
             return Steps(factor, "interpolated between measured periods")
         return Steps(factor, MEASURED if recipe[0].delay == delay else f"taken from delay={delay}")
-    turned = any(isinstance(r, Round) and isinstance(r.update, MuonStep) for r in recipe)
+    turned = _turned(recipe)
     steps = DELAYED[muon] if turned else STEPS
     nearest = min(steps, key=lambda p: abs(math.log2(p / period)))
     same = f"{nearest}, outer='muon'" if turned else str(nearest)
     return Steps(steps[nearest], f"assumed equal to streaming_diloco({same})")
+
+
+def _turned(recipe: Recipe) -> bool:
+    """Whether it has outer steps in Muon's direction."""
+    return any(isinstance(r, Round) and isinstance(r.update, MuonStep) for r in recipe)
 
 
 def _steps_of_gradients(recipe: Recipe) -> Steps:

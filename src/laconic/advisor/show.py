@@ -104,7 +104,7 @@ def facts_text(advice: Advice) -> Iterator[str]:
             f"memory in use: {format_bytes(advice.peak)}"
         )
     else:
-        adam = "an optimizer of Adam's kind; " if f.muon else ""
+        adam = "Adam's kind of optimizer or SGD; most elements in matrices; " if f.muon else ""
         muon = " the outer step in Muon's direction," if f.muon and not f.turning else ""
         yield f"assumed: {adam}encoding, copying,{muon} and waiting for slower workers are free"
 
