@@ -41,7 +41,7 @@ class Candidate:
 GRADIENTS = {None: 1.0, "int8": 1.0, "int4": 1.02}
 """Gradient codecs and their measured steps. bfloat16 is not here, since it sends twice as much as
 Int8, which takes no more steps."""
-OUTER = 0.62
+OUTER = 0.6
 """Steps with an outer step in Muon's direction every `SHORTEST` steps for one without, measured
 with gradients. See `takes_muon`."""
 LOCAL = {2: 1.3}
