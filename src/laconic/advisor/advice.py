@@ -319,8 +319,8 @@ def reason(ddp: Row, best: Row) -> list[str]:
     ]
     if "outer='muon'" in best.recipe:
         found.append(
-            "Part of that is its outer step, a second optimizer, which ddp() can have as well "
-            "(outer_step(ddp(), 8, outer='muon')): look at the learning rate again."
+            "Part of that is its outer step, a second optimizer (which outer_step(ddp(), 8, "
+            "outer='muon') has, too): look at the learning rate again."
         )
     return found
 
