@@ -77,6 +77,11 @@ state. It must pay off if training goes on for as many steps as it has taken: fo
 of a change, a recipe is then worse than the one that somebody who knows the end would choose. At 1
 Mbit/s it takes two minutes, and a run of the race changed twice in 19 steps, for gains of 10%, when
 other programs used the processors."""
+ACROSS = 0.15
+"""How much more a recipe must gain if it exchanges parameters in place of gradients, or gradients
+in place of parameters. Only the present one was measured; predictions of others miss by up to 15%
+(``docs/validation.md``), and an outer step begins anew. Without it, a run of the race at 1 Gbit/s,
+with 4 workers on 2 cores, changed seven times in 330 steps."""
 TIE = 0.02
 """Among candidates within this relative distance of the best, the first one is chosen, which
 differs least from dense gradient averaging."""
@@ -158,8 +163,8 @@ def choose(
     stay: float = 0.0,
 ) -> tuple[str, str]:
     """The text of the best candidate, and the reason. ``now``: the current candidate, which is kept
-    unless another one is better by `GAIN`, and by ``stay`` seconds per step. ``extra``: measured
-    seconds per step beyond the prediction, by `Candidate.kind`."""
+    unless another one is better by `GAIN` (and `ACROSS`), and by ``stay`` seconds per step.
+    ``extra``: measured seconds per step beyond the prediction, by `Candidate.kind`."""
     choices = list(candidates(facts, now))
     if now is not None and all(c.text != now.text for c in choices):  # its delay does not suit
         alike = (c for c in choices if same_but_delay(c.recipe, now.recipe))
@@ -169,15 +174,19 @@ def choose(
         for c in choices
     }
     steps = {c.text: c.steps for c in choices}
+    score = {text: seconds[text] * steps[text] for text in seconds}
+    for c in choices if now is not None else ():
+        if isinstance(c.recipe[0], Round) != isinstance(now.recipe[0], Round):
+            score[c.text] *= 1 + ACROSS
     allowed = list(seconds)
     if auto.target is not None:
         allowed = [t for t in allowed if facts.compute >= auto.target * seconds[t]]
         allowed = allowed or [min(seconds, key=seconds.__getitem__)]
-    least = min(seconds[text] * steps[text] for text in allowed)
-    best = next(text for text in allowed if seconds[text] * steps[text] <= (1 + TIE) * least)
+    least = min(score[text] for text in allowed)
+    best = next(text for text in allowed if score[text] <= (1 + TIE) * least)
     if now is not None and now.text in allowed:
         enough = (1 + GAIN) * least + stay * steps[now.text]
-        best = now.text if seconds[now.text] * steps[now.text] <= enough else best
+        best = now.text if score[now.text] <= enough else best
     lost = f", and {format_share(facts.loss)} of its packets are lost" if facts.loss else ""
     each = " per rank" if facts.ranks > 1 else ""
     network = (

@@ -68,6 +68,14 @@ def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
     # rounds that take longer than predicted are not left for rarer ones, which would as well
     now = next(c for c in candidates(slow) if c.text == chosen(slow))
     assert chosen(slow, now=now, measured={now.kind: 0.12 * slow.compute}) == now.text
+    # between gradients and parameters it must be clearly better than a prediction is accurate
+    fast = replace(MUON, rate=1e10)
+    now = next(c for c in candidates(fast) if "(8, " in c.text and "stream" in c.text)
+    near = {kind: 0.05 * fast.compute for kind in ("gradients", "coded gradients")}
+    assert chosen(fast, measured=near).startswith("outer_step(")
+    assert chosen(fast, now=now, measured=near) == now.text
+    far = {now.kind: 0.3 * fast.compute}
+    assert chosen(fast, now=now, measured=far).startswith("outer_step(")
     # a delay in force stays while it hides the messages
     first = next(c for c in candidates(replace(TEXT, rate=3e6)) if "(8, " in c.text)
     slower = replace(TEXT, rate=0.8 * 3e6)
