@@ -175,8 +175,8 @@ def choose(
     }
     steps = {c.text: c.steps for c in choices}
     score = {text: seconds[text] * steps[text] for text in seconds}
-    for c in choices if now is not None else ():
-        if isinstance(c.recipe[0], Round) != isinstance(now.recipe[0], Round):
+    for c in choices:
+        if now is not None and (c.kind == "rounds") != (now.kind == "rounds"):
             score[c.text] *= 1 + ACROSS
     allowed = list(seconds)
     if auto.target is not None:

@@ -27,6 +27,7 @@ from tests.support.loops import flat, refusal
 auto = import_module("laconic.auto")  # `laconic.auto` is also the name of a function
 TEXT = Facts(workers=4, shapes=((845, 1024),), itemsize=4, compute=0.15, rate=100e6, one_way=1e-3)
 MUON = replace(TEXT, muon=True)
+PLAIN = la.auto(outer=False)
 
 
 def chosen(facts: Facts, target: float | None = None, **options: Any) -> str:
@@ -146,18 +147,15 @@ def test_every_rank_makes_the_same_choice_and_says_why(
 
 
 def test_outer_steps_in_muons_direction_can_be_declined(clock: Clock) -> None:
-    for link in (None, slow):
-        for recipe in (la.auto(), la.auto(outer=False)):
+    def first(rank: int, recipe: Any) -> str:
+        own = Run(rank, clock, recipe)
+        own.go(12)
+        return own.sync.choices[0].text
 
-            def run(rank: int, recipe: Any = recipe) -> str:
-                own = Run(rank, clock, recipe)
-                own.go(12)
-                return own.sync.choices[0].text
-
-            (text, _) = la.simulate(run, 2, link=link)
-            assert ("outer='muon'" in text) == recipe.outer
-            if link is None:
-                assert text == ("outer_step(ddp(), 8, outer='muon')" if recipe.outer else "ddp()")
+    for recipe, text in ((la.auto(), "outer_step(ddp(), 8, outer='muon')"), (PLAIN, "ddp()")):
+        assert la.simulate(partial(first, recipe=recipe), 2) == [text, text]
+        over_slow = la.simulate(partial(first, recipe=recipe), 2, link=slow)
+        assert ("outer='muon'" in over_slow[0]) == recipe.outer
 
 
 def test_a_choice_is_saved_and_loaded(clock: Clock) -> None:
@@ -174,7 +172,7 @@ def test_a_choice_is_saved_and_loaded(clock: Clock) -> None:
     assert saved[0][-1]
 
     def second(rank: int) -> Any:
-        own, states = Run(rank, clock, la.auto(outer=False)), saved[rank][0]
+        own, states = Run(rank, clock, PLAIN), saved[rank][0]
         assert "Auto(target=None, outer=True)" in states[2]["recipe"]
         before = states[2]["recipe"].replace(", outer=True", "")
         states = [*states[:2], {**states[2], "recipe": before}]
