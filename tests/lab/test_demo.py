@@ -14,11 +14,12 @@ from rich.console import Console
 from laconic.algorithms.parse import parse_recipe
 from laconic.cli import main
 from laconic.lab.demo import kill, outcome
-from laconic.lab.demo.outcome import AUTO, DDP, EXPLAINED
+from laconic.lab.demo.outcome import AUTO, DDP, EXPLAINED, FREE
 from laconic.lab.emulation.injection import KILLED, Happened
 from laconic.lab.emulation.program import Process
 from laconic.lab.race import runner
 from laconic.lab.race.report import NO_COMMUNICATION, Result, Row, read
+from laconic.lab.race.result import FREE_NETWORK
 
 from tests.support.races import result, row
 
@@ -26,7 +27,8 @@ from tests.support.races import result, row
 def raced(*failed: str, **finals: float) -> Result:
     """A race in which each row falls from 5.5 to 3 in 10 s, and to its final loss in 30 s."""
     names = {"alone": NO_COMMUNICATION, "ddp": DDP, "auto": AUTO, "local": "local_sgd(24)"}
-    steps = {"alone": 400, "ddp": 40, "auto": 380, "local": 300}
+    names["free"] = FREE + FREE_NETWORK
+    steps = {"alone": 400, "ddp": 40, "auto": 380, "local": 300, "free": 400}
     chose = tuple(
         f"after step {step}: a step computes for 40 ms: {recipe} takes 90 ms per step, 40%"
         for step, recipe in ((4, "ddp(codec='int4')"), (68, "streaming_diloco(8)"))
@@ -46,9 +48,9 @@ SAYS: list[tuple[Result, list[str]]] = [
      ["ddp() waits for the network (100 Mbit/s per host) during 90% of its 30 s",
       "auto() chose streaming_diloco(8), had that loss after 12.5 s",
       "Hosts that never communicate end at 2.50", "all recipes but ddp() are ahead of them."]),
-    (raced(alone=2.1, ddp=2.3, local=2.2, auto=2.4),
+    (raced(alone=2.1, ddp=2.3, local=2.2, auto=2.4, free=2.0),
      ["did not reach the loss of ddp(), and ended at 2.40, behind ddp() (2.30) and local_sgd(24)",
-      "no recipe is ahead of them: communication has not paid here."]),
+      "; without a network, outer_step", "no recipe is ahead of them: communication has not paid"]),
     (raced("auto", "alone", **ALL),
      ["auto() did not finish.", "Hosts that never communicate did not finish"]),
     (raced("auto", "ddp", alone=2.5, ddp=2.9, auto=2.2), ["no recipe finished"]),
@@ -91,10 +93,10 @@ def test_the_command_ends_with_a_picture_and_three_sentences(
     said = capsys.readouterr()
     for name, text in EXPLAINED.items():
         assert f"{name}: {text}" in " ".join(said.err.split())
-        assert name == NO_COMMUNICATION or parse_recipe(name)
+        assert name == NO_COMMUNICATION or parse_recipe(name.removesuffix(FREE_NETWORK))
     assert all(f" {number}. " in " ".join(said.out.split()) for number in (1, 2, 3))
     assert {"demo.png", "report.html", "results.json"} <= {p.name for p in tmp_path.iterdir()}
-    assert len(read(tmp_path).rows) == 6
+    assert len(read(tmp_path).rows) == 7
     assert main(["demo", "--seconds", "1", "--out", str(tmp_path)]) == 1
     assert "failed: worker 2 did not answer" in capsys.readouterr().err
     assert seen[0].bandwidth == 100e6 and len(EXPLAINED) * (seen[0].seconds or 0) <= 180

@@ -98,9 +98,10 @@ def test_other_libraries_and_quorums_beside_the_recipes(tmp_path: Path) -> None:
     """Those that are installed train as well as laconic's; the others say what to install."""
     options = ["--workload", str(WORKLOAD), "--hosts", "2", "--steps", "16"]
     peers = ["torch-ddp", "accelerate(4)", "torchft(4)"]
-    flags = [word for name in peers for word in ("--peer", name)]
+    flags = [word for name in peers for word in ("--peer", name)] + ["--free", "local_sgd(4)"]
     race = compare(tmp_path / "peers", "ddp()", "local_sgd(4)", *options, *flags)
     rows = {row.recipe: row for row in race.rows}
+    assert rows["local_sgd(4), free network"].loss == rows["local_sgd(4)"].loss
     for name, ours in zip(peers, ("ddp()", "local_sgd(4)", "local_sgd(4)"), strict=True):
         row = rows[name]
         if rivals.find(name).version() is None:

@@ -99,6 +99,13 @@ def add(commands: Any) -> None:
         metavar="PEER",
         help="another library to race against, such as torch-ddp; repeatable",
     )
+    parser.add_argument(
+        "--free",
+        action="append",
+        default=[],
+        metavar="RECIPE",
+        help="a recipe on a free network: what the others can reach; repeatable",
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, help="training time of each recipe (default: 30)")
     length.add_argument("--steps", type=int, help="steps of each recipe, instead of --seconds")
@@ -132,6 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = runner.Settings(
         recipes=tuple(arguments.recipes or DEFAULT),
         rivals=tuple(arguments.peer),
+        free=tuple(arguments.free),
         rules=arguments.rules and str(Path(arguments.rules)),
         hosts=arguments.hosts,
         per_host=arguments.per_host,
@@ -156,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
                 report.save(result, arguments.out)
     finally:
         if result is not None:
-            entrants = 1 + len(settings.recipes) + len(settings.rivals)
+            entrants = 1 + len(settings.names())
             available = sum(row.status != "absent" for row in result.rows[:entrants])
             left = entrants + available * (len(settings.seeds) - 1) - len(result.rows)
             show(result, arguments.out, left, as_json=arguments.json)
@@ -237,7 +245,7 @@ class Display:
             name: self._progress.add_task(
                 name, total=None, start=False, status="waiting", short=_short(name)
             )
-            for name in (NO_COMMUNICATION, *settings.recipes, *settings.rivals)
+            for name in (NO_COMMUNICATION, *settings.names())
         }
         self._steps: dict[str, int] = {}
 

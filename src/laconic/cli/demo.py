@@ -84,11 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def settings_of(seconds: float) -> Settings:
     """Return what the demo races: equal settings for all recipes."""
-    from laconic.lab.demo.outcome import RECIPES
+    from laconic.lab.demo.outcome import FREE, RECIPES
     from laconic.lab.race.runner import Settings
     from laconic.lab.race.workloads import SMALL
 
-    return Settings(recipes=tuple(RECIPES), workload=SMALL, seconds=seconds)
+    return Settings(recipes=tuple(RECIPES), free=(FREE,), workload=SMALL, seconds=seconds)
 
 
 def show(result: Result, directory: Path) -> None:

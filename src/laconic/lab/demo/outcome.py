@@ -11,12 +11,13 @@ import re
 from rich import box
 from rich.table import Table
 
-from laconic.lab.race.comparison import compared, reached
-from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, Result, Row, number
+from laconic.lab.race.comparison import compared, competing, reached
+from laconic.lab.race.result import FREE_NETWORK, NO_COMMUNICATION, SECONDS, Result, Row, number
 from laconic.lab.race.verdict import listed
 from laconic.lab.race.wording import bandwidth, brief, loss_format
 
 DDP, AUTO = "ddp()", "auto()"
+FREE = 'outer_step(ddp(), 8, outer="muon")'
 
 RECIPES = {
     DDP: "the hosts average their gradients in every step, as with torch's DDP",
@@ -27,7 +28,11 @@ RECIPES = {
     AUTO: "measures the network and a step, and then chooses a recipe itself",
 }
 """What is raced, and how its hosts communicate."""
-EXPLAINED = {NO_COMMUNICATION: "each host trains alone, all the time", **RECIPES}
+EXPLAINED = {
+    NO_COMMUNICATION: "each host trains alone, all the time",
+    **RECIPES,
+    FREE + FREE_NETWORK: "the same optimizer as auto(), without a network: the best to hope for",
+}
 
 
 MORE = 1.03
@@ -38,7 +43,8 @@ SLOWER = 1.5
 
 
 def sentences(result: Result) -> list[str]:
-    """Return what the race shows: about DDP, about `auto`, and about hosts that never communicate.
+    """Return what the race shows: about DDP, about `auto` and its optimizer without a network, and
+    about hosts that never communicate.
 
     The last sentence names the rows that did not finish.
     """
@@ -118,6 +124,7 @@ def _about_auto(result: Result) -> str:
     losses, show = finals(result), loss_format(result)
     if AUTO not in losses:
         return f"{AUTO} did not finish."
+    free = losses.pop(FREE + FREE_NETWORK, None)
     others = {n: loss for n, loss in losses.items() if n not in (AUTO, NO_COMMUNICATION)}
     ahead = [name for name, loss in others.items() if float(show(loss)) < float(show(losses[AUTO]))]
     level = [name for name, loss in others.items() if show(loss) == show(losses[AUTO])]
@@ -136,12 +143,14 @@ def _about_auto(result: Result) -> str:
             times = seconds[DDP] / seconds[AUTO]
             faster = f" ({times:.1f} times as fast)" if times > 1.05 else ""
             text += f"had that loss after {seconds[AUTO]:.1f} s{faster}, "
-    return f"{text}and ended at {show(losses[AUTO])}, {place}."
+    hope = "" if free is None else f"; without a network, {FREE} ended at {show(free)}"
+    return f"{text}and ended at {show(losses[AUTO])}, {place}{hope}."
 
 
 def _about_alone(result: Result) -> str:
     losses, show = finals(result), loss_format(result)
     alone = losses.pop(NO_COMMUNICATION, None)
+    losses.pop(FREE + FREE_NETWORK, None)
     if alone is None:
         return "Hosts that never communicate did not finish"
     if not losses:
@@ -180,9 +189,10 @@ def table(result: Result) -> Table:
         "waiting for\nnetwork",
     ):
         shown.add_column(header, justify="right", no_wrap=True, vertical="bottom")
+    lowest = show(min((losses[row.recipe] for row in competing(result)), default=None))
     for row in result.rows:
         final = losses.get(row.recipe)
-        best = final is not None and show(final) == show(min(losses.values()))
+        best = not row.reference and final is not None and show(final) == lowest
         time = f"{seconds[row.recipe]:.1f}" if row.recipe in seconds else "–"
         figures = (show(final), time, f"{row.steps:,}", f"{row.waiting:.0%}")
         if row.status != "ok":

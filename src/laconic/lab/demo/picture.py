@@ -28,7 +28,7 @@ def draw(result: Result, path: Path) -> Path:
             [at for at, _ in pairs],
             [loss for _, loss in pairs],
             color=GRAY if place < 0 else COLORS[place % len(COLORS)],
-            linestyle=":" if place < 0 else "-",
+            linestyle={-1: ":", -2: "--"}.get(place, "-"),
             linewidth=2.6,
             label=f"{final}  {name}",
         )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from laconic.lab.race.result import (
-    NO_COMMUNICATION,
     SECONDS,
     STEPS,
     Axis,
@@ -61,11 +60,11 @@ def competing(result: Result) -> list[Row]:
 
 
 def _compete(runs: Sequence[Row]) -> bool:
-    return runs[0].recipe != NO_COMMUNICATION and all(map(_finished, runs))
+    return not runs[0].reference and all(map(_finished, runs))
 
 
 def finished(result: Result) -> list[Row]:
-    """Return the rows that finished with a curve, including the one without communication."""
+    """Return the rows that finished with a curve, including those for reference."""
     return [row for row in result.rows if _finished(row)]
 
 
@@ -77,8 +76,8 @@ def common(result: Result, axis: Axis) -> float | None:
     """Return where along `axis` the rows are compared. None if no row finished.
 
     Along time this is the time given to each row. Along steps, and in a race over a number of
-    steps, it is the position that all rows reached. A row without communication that stopped far
-    short of the others does not count.
+    steps, it is the position that all rows reached. A row for reference that stopped far short of
+    the others does not count.
     """
     budget = number(result, "seconds")
     if axis is SECONDS and budget is not None and finished(result):
@@ -86,7 +85,7 @@ def common(result: Result, axis: Axis) -> float | None:
     competitors: list[float] = []
     baseline: list[float] = []
     for row in finished(result):
-        ends = baseline if row.recipe == NO_COMMUNICATION else competitors
+        ends = baseline if row.reference else competitors
         ends.append(line(row, axis)[-1][0])
     if not competitors:
         return min(baseline, default=None)

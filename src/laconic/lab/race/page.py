@@ -66,6 +66,8 @@ def explained(result: Result) -> dict[str, str]:
         names = list(dict.fromkeys(re.findall(r"\w+(?=\()", row.recipe)))
         if row.recipe == NO_COMMUNICATION:
             text = "Each worker trains its own model. It shows what the network costs the others."
+        elif row.free:
+            text = "The same processes without a network. It shows what the others can reach."
         elif row.peer:
             text = "Another library, in the same training loop."
         else:
@@ -86,7 +88,7 @@ def _table(result: Result) -> str:
     head = "".join(f'<th scope="col">{escape(h)}</th>' for h in headers)
     body = []
     for row, line in lines:
-        faint = ' class="baseline"' if row.recipe == NO_COMMUNICATION else ""
+        faint = ' class="baseline"' if row.reference else ""
         name = f'<th scope="row">{escape(heading(row))}</th>'
         body.append(f"<tr{faint}>{name}{''.join(map(_cell, line))}</tr>")
     head = f'<thead><tr><th scope="col">recipe</th>{head}</tr></thead>'

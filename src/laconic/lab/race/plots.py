@@ -105,10 +105,11 @@ def label(row: Row) -> str:
 
 
 def numbered(result: Result) -> list[tuple[Group, int]]:
-    """Return each recipe with the number of its color and dashes; -1 without communication."""
+    """Return each recipe with the number of its color and dashes: -1 without communication, -2 on a
+    free network."""
     count = itertools.count()
     return [
-        (group, -1 if group.mean.recipe == NO_COMMUNICATION else next(count))
+        (group, -1 - group.mean.free if group.mean.reference else next(count))
         for group in groups(result)
     ]
 
@@ -124,11 +125,12 @@ def _panel(axes: Axes, result: Result, axis: Axis) -> None:
         if baseline and axis is MEGABYTES:
             pairs = []
         color = GRAY if baseline else COLORS[number % len(COLORS)]
+        style = {-1: ":", -2: "--"}.get(number) or ("-", "--", "-.")[number // 7 % 3]
         axes.plot(
             [at for at, _ in pairs],
             [loss for _, loss in pairs],
             color=color,
-            linestyle=":" if baseline or row.status != "ok" else ("-", "--", "-.")[number // 7 % 3],
+            linestyle=style if row.status == "ok" else ":",
             linewidth=1.4 if baseline or row.status != "ok" else 1.9,
             marker="o" if row.status == "ok" else "x",
             markevery=[-1] if pairs else None,

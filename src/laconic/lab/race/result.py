@@ -3,9 +3,9 @@
 Symbols: t, seconds of training without validation; MB, 10^6 bytes sent per host; loss, in nats, of
 the consensus model on the validation set. A value that is not finite is None.
 
-The row without communication is shown for reference and does not compete. Its workers never
-communicate, so it shows the compute time alone, and its loss is the mean of the workers' own
-models.
+Two kinds of rows are shown for reference and do not compete. In the row without communication,
+workers never communicate: it shows the compute time alone, and its loss is the mean of the workers'
+own models. On a free network, a recipe shows what communication costs the others.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 NO_COMMUNICATION = "no communication"
 """Name of the row whose workers never communicate."""
+FREE_NETWORK = ", free network"
+"""End of the name of a row whose hosts are not slowed by a network."""
 
 
 def _finite(value: float | None) -> float | None:
@@ -85,7 +87,7 @@ class Row:
     """One recipe's run.
 
     Args:
-        recipe: the recipe with its arguments, or `NO_COMMUNICATION`.
+        recipe: the recipe with its arguments, perhaps with `FREE_NETWORK`, or `NO_COMMUNICATION`.
         status: "absent" for what cannot run here, which is not a failure.
         error: why the run failed, diverged or is absent. Only the first line is shown.
         steps, seconds: length of the run on the training clock, the mean over workers.
@@ -126,6 +128,16 @@ class Row:
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", _finite(self.loss))
         object.__setattr__(self, "interface_bytes_per_step", _finite(self.interface_bytes_per_step))
+
+    @property
+    def reference(self) -> bool:
+        """Whether the row is shown for reference, and does not compete."""
+        return self.recipe == NO_COMMUNICATION or self.free
+
+    @property
+    def free(self) -> bool:
+        """Whether no network slowed the hosts."""
+        return self.recipe.endswith(FREE_NETWORK)
 
     @property
     def name(self) -> str:

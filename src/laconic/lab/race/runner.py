@@ -35,7 +35,15 @@ from laconic.lab.emulation.impairments import Impairments
 from laconic.lab.emulation.jobs import Job, Outcome
 from laconic.lab.race import rivals, user_files, workloads
 from laconic.lab.race import timeline as timelines
-from laconic.lab.race.result import NO_COMMUNICATION, Point, Result, Rounds, Row, Status
+from laconic.lab.race.result import (
+    FREE_NETWORK,
+    NO_COMMUNICATION,
+    Point,
+    Result,
+    Rounds,
+    Row,
+    Status,
+)
 from laconic.lab.race.worker import NOT_FINITE, Spec
 
 Event = dict[str, Any]
@@ -66,13 +74,15 @@ class Settings:
     of the network, and ``congestion_control`` is TCP's default on the hosts; None is the lab's
     choice. ``slow_hosts`` gives the factor by which single hosts compute more slowly. Every
     recipe and every one of the ``rivals`` (other libraries) runs once per seed, after a row without
-    communication unless ``baseline`` is False. ``rules`` is a file with the user's own recipes.
+    communication unless ``baseline`` is False. The ``free`` recipes run last, without a network, as
+    processes of this machine. ``rules`` is a file with the user's own recipes.
     ``group_size`` is the number of adjacent workers per group, for recipes with rounds inside
     groups. ``lr`` is a factor on the workload's learning rate.
     """
 
     recipes: tuple[str, ...]
     rivals: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()
     rules: str | None = None
     hosts: int = 4
     per_host: int = 1
@@ -93,13 +103,13 @@ class Settings:
 
     def check(self) -> None:
         """Raise ``ValueError`` for anything that would fail later. Starts nothing."""
-        if not (self.recipes or self.rivals or self.baseline):
+        if not (self.recipes or self.rivals or self.free or self.baseline):
             raise ValueError("give at least one recipe, like 'local_sgd(12)'")
         rules = self.user_recipes()
-        recipes = {text: parse_recipe(text, rules) for text in self.recipes}
+        recipes = {text: parse_recipe(text, rules) for text in (*self.recipes, *self.free)}
         for text in self.rivals:
             rivals.find(text)
-        for text in (names := (*self.recipes, *self.rivals)):
+        for text in (names := self.names()):
             if names.count(text) > 1:
                 raise ValueError(f"{text} is given twice; --repeat runs everything several times")
         check_int("hosts", self.hosts, 1)
@@ -138,6 +148,10 @@ class Settings:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must differ from each other: {self.seeds}")
         self._check_workload()
+
+    def names(self) -> tuple[str, ...]:
+        """Return the rows' names in their order, without that of the row without communication."""
+        return (*self.recipes, *self.rivals, *(text + FREE_NETWORK for text in self.free))
 
     def user_recipes(self) -> dict[str, Callable[..., Recipe]]:
         """Return the recipes of the rules file."""
@@ -216,25 +230,23 @@ def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
             missing[text] = f"not installed: run make peers, or pip install {rival.package}"
         else:
             versions[rival.name] = installed
-    baseline = ("",) if settings.baseline else ()
-    entries = [(False, text) for text in (*baseline, *settings.recipes)]
-    entries += [(True, text) for text in settings.rivals]
-    with network(settings) as (cluster, reason):
+    names = (*[NO_COMMUNICATION] * settings.baseline, *settings.names())
+    with network(settings) as (cluster, reason), Loopback(settings.hosts) as free:
         if not cluster.emulated:
             known, rules = settings.recipes, settings.user_recipes()
             quorums = [text for text in known if _has_quorum(parse_recipe(text, rules))]
             missing = dict.fromkeys(settings.rivals, UNTHROTTLED)
             missing |= dict.fromkeys(quorums, NO_THROTTLED_QUORUM)
         for seed in settings.seeds:
-            for is_peer, text in entries:
-                if text in missing:
+            for name in names:
+                if name in missing:
                     if seed != settings.seeds[0]:
                         continue
-                    row, size = _no_row(text, "absent", missing[text]), 0
-                    watch(text, {"event": "done", "row": row})
+                    row, size = _no_row(name, "absent", missing[name]), 0
+                    watch(name, {"event": "done", "row": row})
                 else:
-                    row, size = _row(settings, cluster, text, is_peer, seed, watch)
-                rows.append(replace(row, seed=seed, peer=is_peer))
+                    row, size = _row(settings, cluster, free, name, seed, watch)
+                rows.append(replace(row, seed=seed, peer=name in settings.rivals))
                 parameters = size or parameters
                 yield Result(
                     rows=tuple(rows),
@@ -281,13 +293,16 @@ def _processor() -> str:
 def _row(
     settings: Settings,
     cluster: Cluster | Loopback,
-    text: str,
-    peer: bool,
+    free: Loopback,
+    name: str,
     seed: int,
     watch: Watch,
 ) -> tuple[Row, int]:
     """Run one row. Return the row and the model's parameter count."""
-    name = text or NO_COMMUNICATION
+    text = "" if name == NO_COMMUNICATION else name.removesuffix(FREE_NETWORK)
+    peer = name in settings.rivals
+    cluster = free if name.endswith(FREE_NETWORK) else cluster
+    throttled = not (cluster.emulated or cluster is free)
     hosts = range(settings.hosts)
     rates = [settings.host_bandwidth.get(host, settings.bandwidth) for host in hosts]
     spec = Spec(
@@ -303,8 +318,8 @@ def _row(
         validations=settings.validations,
         lr=settings.lr,
         # Emulated hosts have slow interfaces. Otherwise the link is throttled, shared by ranks.
-        bandwidths=None if cluster.emulated else [rate / settings.per_host for rate in rates],
-        latencies=None if cluster.emulated else [*map(settings.impairments.round_trip, hosts)],
+        bandwidths=[rate / settings.per_host for rate in rates] if throttled else None,
+        latencies=[*map(settings.impairments.round_trip, hosts)] if throttled else None,
         paces=[settings.slow_hosts.get(host, 1.0) for host in hosts],
         interface=cluster.interface if cluster.emulated else None,
         timeout=RANK_TIMEOUT,
@@ -385,7 +400,8 @@ def _row_from(
     )
     if name == NO_COMMUNICATION:
         return row
-    recipe = rivals.find(name).rounds if peer else parse_recipe(name, settings.user_recipes())
+    text = name.removesuffix(FREE_NETWORK)
+    recipe = rivals.find(name).rounds if peer else parse_recipe(text, settings.user_recipes())
     if isinstance(recipe, Auto):
         return replace(row, notes=tuple(last["choices"]))
     if _has_quorum(recipe):

@@ -129,7 +129,7 @@ def table(result: Result) -> Table:
         for cell in line:
             text = Text(cell.text, style=cell.style)
             texts.append(text.append(f"\n{cell.below}" if cell.below else "", style="not bold"))
-        faint = "dim" if row.recipe == NO_COMMUNICATION else None
+        faint = "dim" if row.reference else None
         shown.add_row(Text(heading(row)), *texts, style=faint)
     return shown
 
@@ -145,7 +145,8 @@ def breakable(name: str) -> str:
 
 def heading(row: Row) -> str:
     """Return the recipe's name in the table, with marks that refer to the notes below."""
-    return breakable(row.name) + "†" * (row.recipe == NO_COMMUNICATION) + "‡" * row.peer
+    marks = "†" * (row.recipe == NO_COMMUNICATION) + "‡" * row.peer + "§" * row.free
+    return breakable(row.name) + marks
 
 
 def _best(column: Column, competitors: list[Row]) -> str:
@@ -232,6 +233,8 @@ def caption(result: Result) -> list[str]:
             "‡ Another library: MB from the interfaces' counters, with headers; its waiting time "
             "is unknown."
         )
+    if any(row.free for row in result.rows):
+        lines.append("§ Processes of one machine, without a network: what the others can reach.")
     for runs in grouped(result.rows):
         for row in runs:
             seed = f" (seed {row.seed})" if len(runs) > 1 else ""

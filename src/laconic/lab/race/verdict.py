@@ -1,6 +1,6 @@
 """Summarize a race in text: the question, and the answer in two sentences.
 
-The row without communication is shown for reference and does not compete. Every text names the
+Rows for reference, without communication or on a free network, do not compete. Every text names the
 network, and says if a link was throttled instead of emulated.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 from laconic.lab.emulation.seeds import Group, groups
 from laconic.lab.race.comparison import common, compared_runs, competing, finished, reached
 from laconic.lab.race.result import (
+    FREE_NETWORK,
     NO_COMMUNICATION,
     SECONDS,
     STEPS,
@@ -75,6 +76,7 @@ def sentences(result: Result) -> list[str]:
             cost,
             _means(result),
             _baseline_note(result, first, order[0][1]),
+            *_free_notes(result, first, order[0]),
         )
         if text
     ]
@@ -101,6 +103,19 @@ def _baseline_note(result: Result, axis: Axis, best: float) -> str:
                 "steps matter more than agreement; give the race more time."
             )
     return ""
+
+
+def _free_notes(result: Result, axis: Axis, best: tuple[Group, float]) -> list[str]:
+    """Return for each row on a free network how far the best recipe is behind it."""
+    show, notes = loss_format(result), []
+    for runs in grouped(row for row in finished(result) if row.free):
+        loss = compared_runs(result, runs, axis)
+        if loss is not None:
+            percent = 100 * (best[1] / loss.mean - 1)
+            place = f"{abs(percent):.1f}% {'above' if percent >= 0 else 'below'}"
+            at = f"{runs[0].recipe.removesuffix(FREE_NETWORK)} is at {show(loss.mean)}"
+            notes.append(f"Without a network, {at}: {best[0].name} is {place} that.")
+    return notes
 
 
 def listed(names: Sequence[str]) -> str:
