@@ -27,7 +27,7 @@ OTHERS = [
     if not re.search("workers|large|FSDP|interrupted|SlowMo|offload|auto", name)
 ]
 SAMPLE = [
-    *([f"{row}, 4 workers" for row in ROWS][::16] + OTHERS[::120]),
+    *([f"{row}, 4 workers" for row in ROWS][::32] + OTHERS[::240]),
     *("sgp, trace", "ddp, int4, trace", "local_sgd, late, int8, elastic", "auto, 30kbit"),
     *("diloco, rda, grace, quorum", "diloco, late, offload", "SlowMo, SGP, overlap"),
     "ddp, int4, broken",

@@ -70,7 +70,7 @@ def until_told(rank: int, job: Job, folder: Path) -> tuple[Ran, int]:
 
 
 def stop_and_go_on(pid: int, folder: Path) -> None:
-    """Stop worker 3 for some 15 rounds of the others; both times wait until they have trained."""
+    """Stop worker 3 for some 9 rounds of the others; both times wait until they have trained."""
 
     def wait_for(rank: int, more: int) -> None:
         def steps() -> int:
@@ -83,11 +83,11 @@ def stop_and_go_on(pid: int, folder: Path) -> None:
             time.sleep(0.02)
 
     try:
-        wait_for(0, 20)
+        wait_for(0, 10)
         os.kill(pid, signal.SIGSTOP)
-        wait_for(0, 60)
+        wait_for(0, 36)
         os.kill(pid, signal.SIGCONT)
-        wait_for(3, 20)
+        wait_for(3, 12)
     finally:
         os.kill(pid, signal.SIGCONT)
         (folder / "end").touch()
@@ -105,8 +105,8 @@ def test_a_worker_that_is_stopped_holds_nobody_up(pool: gloo.Pool, tmp_path: Pat
         stops.result()
     closings = runs[0][0].closings
     absent = [3 not in c.roster for c in closings]
-    (first, *_) = [i for i in range(len(absent)) if all(absent[i : i + 10])]
-    assert len(absent) >= first + 10, "ten rounds without it"
+    (first, *_) = [i for i in range(len(absent)) if all(absent[i : i + 6])]
+    assert len(absent) >= first + 6, "six rounds without it"
     assert not all(absent[first:]), "and then with it"
     steps = [count for _, count in runs]
     again = quorum.simulated(job, steps, None, closings=closings)
