@@ -34,7 +34,7 @@ DDP_STEPS = (120, 180, 240, 320, STEPS, 640, 960)
 ROWS = (
     "ddp(codec='int8')",
     "ddp(codec='int4')",
-    "outer_step(ddp(), 8, outer='muon')",
+    *(f"outer_step(ddp(), {period}, outer='muon')" for period in (2, 4, 8, 16)),
     "outer_step(ddp(codec='int4'), 8, outer='muon')",
     "power_sgd(4, codec='int8')",
     "sparse_loco(16)",

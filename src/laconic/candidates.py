@@ -41,10 +41,10 @@ class Candidate:
 GRADIENTS = {None: 1.0, "int8": 1.0, "int4": 1.02}
 """Gradient codecs and their measured steps. bfloat16 is not here, since it sends twice as much as
 Int8, which takes no more steps."""
-OUTER = 0.75
-"""Steps with an outer step in Muon's direction every `SHORTEST` steps for one without. Over
-gradients, 0.60 was measured in 480 steps, and 0.70 in 704. Longer runs gain less by it
-(``docs/evidence.md``), so it counts as 0.75. See `takes_muon`."""
+OUTER = {8: 0.75, 4: 0.7}
+"""Periods of an outer step in Muon's direction over gradients, and its steps for one without. With
+a period of 8, 0.60 was measured in 480 steps, and 0.70 in 704; with 4, 0.93 of that. Longer runs
+gain less by it (``docs/evidence.md``), so it counts as 0.75. See `takes_muon`."""
 LOCAL = {2: 1.3}
 """Periods of `laconic.local_sgd` with Int4 and a delay, and their steps, measured with a delay of
 2. It sends more than `laconic.streaming_diloco`, and hides it as well: the choice where the rate
@@ -85,8 +85,9 @@ def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate
     while that hides its messages and half a step."""
     for codec, steps in GRADIENTS.items():
         yield _gradients(codec, steps)
-    for codec, steps in GRADIENTS.items() if facts.muon else ():
-        yield _turned(codec, OUTER * steps)
+    for period, share in OUTER.items() if facts.muon else ():
+        for codec, steps in GRADIENTS.items():
+            yield _turned(codec, period, share * steps)
     for make, periods in delayed(facts).items():
         for period, steps in periods.items():
             delay, seconds = delay_for(period, facts, make)
@@ -213,11 +214,11 @@ def _gradients(codec: str | None, steps: float) -> Candidate:
     return Candidate(text, ddp(codec=codec), steps)
 
 
-def _turned(codec: str | None, steps: float) -> Candidate:
+def _turned(codec: str | None, period: int, steps: float) -> Candidate:
     """`_gradients` with an outer step in Muon's direction, which sends nothing."""
     base = _gradients(codec, steps)
-    recipe = outer_step(base.recipe, SHORTEST, outer="muon")
-    return Candidate(f"outer_step({base.text}, {SHORTEST}, outer='muon')", recipe, steps)
+    recipe = outer_step(base.recipe, period, outer="muon")
+    return Candidate(f"outer_step({base.text}, {period}, outer='muon')", recipe, steps)
 
 
 def start(workers: int, facts: Facts | None = None) -> Candidate:

@@ -72,7 +72,7 @@ def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
     # between gradients and parameters it must be clearly better than a prediction is accurate
     fast = replace(MUON, rate=1e10)
     now = next(c for c in candidates(fast) if "(8, " in c.text and "stream" in c.text)
-    near = {kind: 0.05 * fast.compute for kind in ("gradients", "coded gradients")}
+    near = {kind: 0.15 * fast.compute for kind in ("gradients", "coded gradients")}
     assert chosen(fast, measured=near).startswith("outer_step(")
     assert chosen(fast, now=now, measured=near) == now.text
     far = {now.kind: 0.3 * fast.compute}
@@ -152,7 +152,7 @@ def test_outer_steps_in_muons_direction_can_be_declined(clock: Clock) -> None:
         own.go(12)
         return own.sync.choices[0].text
 
-    for recipe, text in ((la.auto(), "outer_step(ddp(), 8, outer='muon')"), (PLAIN, "ddp()")):
+    for recipe, text in ((la.auto(), "outer_step(ddp(), 4, outer='muon')"), (PLAIN, "ddp()")):
         assert la.simulate(partial(first, recipe=recipe), 2) == [text, text]
         over_slow = la.simulate(partial(first, recipe=recipe), 2, link=slow)
         assert ("outer='muon'" in over_slow[0]) == recipe.outer

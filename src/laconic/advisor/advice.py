@@ -319,7 +319,7 @@ def reason(ddp: Row, best: Row) -> list[str]:
     ]
     if "outer='muon'" in best.recipe:
         found.append(
-            "Part of that is its outer step, a second optimizer (which outer_step(ddp(), 8, "
+            "Part of that is its outer step, a second optimizer (which outer_step(ddp(), 4, "
             "outer='muon') has, too): look at the learning rate again."
         )
     return found

@@ -84,7 +84,7 @@ LOW_RANK = 1.47
 LENGTH = 2**16
 """Number of elements whose encoded size is used to compare codecs."""
 OWN = "your own: laconic has no information about its quality"
-OUTER_SOURCE = "0.60 was measured in runs of 480 steps; longer runs gain less"
+OUTER_SOURCE = "0.56 and 0.60 were measured in runs of 480 steps; longer runs gain less"
 UNKNOWN = "unknown: counted as 1"
 """The source of the steps of a recipe about which nothing is known."""
 UNMEASURED = "a recipe with these options was not measured"
@@ -286,7 +286,8 @@ def steps_of(recipe: Recipe) -> Steps:
             return base
         if not _turned(recipe):
             return Steps(base.factor, "assumed equal to the base without slow steps")
-        return Steps(OUTER * base.factor, OUTER_SOURCE)
+        nearest = min(OUTER, key=lambda period: abs(math.log2(period * often(outer[-1]))))
+        return Steps(OUTER[nearest] * base.factor, OUTER_SOURCE)
     share = max((often(r) for r in recipe if isinstance(r, Round)), default=0.0)
     if not share:
         raise ValueError("advise compares only recipes whose rounds continue through the run")

@@ -17,7 +17,7 @@ from laconic.lab.race.verdict import listed
 from laconic.lab.race.wording import bandwidth, brief, loss_format
 
 DDP, AUTO = "ddp()", "auto()"
-FREE = 'outer_step(ddp(), 8, outer="muon")'
+FREE = 'outer_step(ddp(), 4, outer="muon")'
 
 RECIPES = {
     DDP: "the hosts average their gradients in every step, as with torch's DDP",
