@@ -284,12 +284,9 @@ ATTACHED: list[tuple[la.Recipe, dict[str, Any], str]] = [
     ((*la.ddp(), *la.local_sgd(4, quorum=2)), {}, "waits for all workers"),
     (la.slowmo(la.local_sgd(2, quorum=2), 4), {}, "every so many steps|waits for all"),
     (la.diloco(4, quorum=2), {"nprocs_per_node": 2}, "workers of one rank"),
-    (
-        (la.Round(la.every(4), la.updates.Average(), la.exchanges.QuorumMean(2)),),
-        {},
-        "cannot have a quorum",
-    ),
+    ((la.Round(la.every(4), la.updates.Average(), la.exchanges.QuorumMean(2)),), {}, "an anchor"),
     ((replace(quorum.NAIVE[0], delay=1),), {}, "without delay"),
+    ((replace(quorum.NAIVE[0], optimizer_state="average"),), {}, "keeps or resets"),
     ((*la.diloco(4, quorum=2), *la.diloco(4, quorum=3)), {}, "have the same rules"),
 ]
 
