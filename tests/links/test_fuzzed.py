@@ -69,7 +69,7 @@ def test_ranks_connect_and_agree(
         job_keys.turn_on(monkeypatch, jobs.one)
     monkeypatch.setattr(talks, "_reasons", set())
     certificates = EVERYBODY if encrypted else (RAW,)
-    wires = [Wire(rank, "127.0.0.1", 20, range(3)) for rank in range(3)]
+    wires = [Wire(rank, "127.0.0.1", 100, range(3)) for rank in range(3)]
     addresses = [wire.address for wire in wires]
     at = Address.parse(addresses[0])
     genuine = [
