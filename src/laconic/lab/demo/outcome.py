@@ -31,7 +31,8 @@ RECIPES = {
 EXPLAINED = {
     NO_COMMUNICATION: "each host trains alone, all the time",
     **RECIPES,
-    FREE + FREE_NETWORK: "the same optimizer as auto(), without a network: the best to hope for",
+    FREE
+    + FREE_NETWORK: "an optimizer like that of auto(), without a network: the best to hope for",
 }
 
 
