@@ -14,7 +14,7 @@ from rich.console import Console
 from laconic.algorithms.parse import parse_recipe
 from laconic.cli import main
 from laconic.lab.demo import kill, outcome
-from laconic.lab.demo.outcome import AUTO, DDP, EXPLAINED, FREE
+from laconic.lab.demo.outcome import AUTO, DDP, EXPLAINED, FREE_ROW
 from laconic.lab.emulation.injection import KILLED, Happened
 from laconic.lab.emulation.program import Process
 from laconic.lab.race import runner
@@ -27,7 +27,7 @@ from tests.support.races import result, row
 def raced(*failed: str, **finals: float) -> Result:
     """A race in which each row falls from 5.5 to 3 in 10 s, and to its final loss in 30 s."""
     names = {"alone": NO_COMMUNICATION, "ddp": DDP, "auto": AUTO, "local": "local_sgd(24)"}
-    names["free"] = FREE + FREE_NETWORK
+    names["free"] = FREE_ROW
     steps = {"alone": 400, "ddp": 40, "auto": 380, "local": 300, "free": 400}
     chose = tuple(
         f"after step {step}: a step computes for 40 ms: {recipe} takes 90 ms per step, 40%"

@@ -88,6 +88,9 @@ VERDICTS: dict[str, tuple[Result, list[str]]] = {
         result(LOCAL, replace(LOCAL, recipe="b"), row("a(), free network", (0, 0, 5), (9, 30, 2))),
         ["local_sgd(12) and b are tied at", "a() is at 2.00: local_sgd(12) is 0.5% above that."]
     ),
+    "alone beside a free network": (
+        result(LOCAL, row("a(), free network", (0, 0, 5), (9, 30, 2))), ["0.5% above that."]
+    ),
     "less than the spread": (
         result(*runs("ddp()", 2.3, 2.4), *runs("local_sgd(12)", 2.3, 2.5)),
         ["ddp() and local_sgd(12) are tied at a validation loss of 2.35", "means of 2 runs"],

@@ -18,6 +18,7 @@ from laconic.lab.race.wording import bandwidth, brief, loss_format
 
 DDP, AUTO = "ddp()", "auto()"
 FREE = 'outer_step(ddp(), 4, outer="muon")'
+FREE_ROW = FREE + FREE_NETWORK
 
 RECIPES = {
     DDP: "the hosts average their gradients in every step, as with torch's DDP",
@@ -31,8 +32,7 @@ RECIPES = {
 EXPLAINED = {
     NO_COMMUNICATION: "each host trains alone, all the time",
     **RECIPES,
-    FREE
-    + FREE_NETWORK: "an optimizer like that of auto(), without a network: the best to hope for",
+    FREE_ROW: "an optimizer like that of auto(), without a network: the best to hope for",
 }
 
 
@@ -125,7 +125,7 @@ def _about_auto(result: Result) -> str:
     losses, show = finals(result), loss_format(result)
     if AUTO not in losses:
         return f"{AUTO} did not finish."
-    free = losses.pop(FREE + FREE_NETWORK, None)
+    free = losses.pop(FREE_ROW, None)
     others = {n: loss for n, loss in losses.items() if n not in (AUTO, NO_COMMUNICATION)}
     ahead = [name for name, loss in others.items() if float(show(loss)) < float(show(losses[AUTO]))]
     level = [name for name, loss in others.items() if show(loss) == show(losses[AUTO])]
@@ -151,7 +151,7 @@ def _about_auto(result: Result) -> str:
 def _about_alone(result: Result) -> str:
     losses, show = finals(result), loss_format(result)
     alone = losses.pop(NO_COMMUNICATION, None)
-    losses.pop(FREE + FREE_NETWORK, None)
+    losses.pop(FREE_ROW, None)
     if alone is None:
         return "Hosts that never communicate did not finish"
     if not losses:

@@ -56,14 +56,15 @@ def sentences(result: Result) -> list[str]:
     first, second = (STEPS, SECONDS) if by_steps else (SECONDS, STEPS)
     order = standing(result, first)
     if not order:
-        suffix = ": only the workers that never communicate did" if finished(result) else ""
+        suffix = ": only rows for reference did" if finished(result) else ""
         return [f"No recipe finished{where}{suffix}{end}"]
     if len(order) == 1:
         (only, loss), seconds = order[0], line(order[0][0].mean, SECONDS)[-1][0]
         return [
             f"{only.name} reached a validation loss of {loss_format(result)(loss)} in "
             f"{only.mean.steps:,} steps and {brief(seconds)} s{where}; no other recipe finished to "
-            f"compare it with{end}"
+            f"compare it with{end}",
+            *_free_notes(result, first, order[0]),
         ]
     ahead = leaders(result, first)
     price = filter(None, (_other_axis(result, second, ahead), _bytes(result, first)))
