@@ -24,7 +24,8 @@ Symbols:
 
 Buckets overlap where a round trip takes at least `FAR_SECONDS`. Then e_K is when the communication
 thread has averaged the last one: each message is sent when it is its turn, and arrives after the
-latency and the mean delay by lost packets.
+latency and the mean delay by lost packets. In a parameter round, as many as are under way
+together share the latency.
 
 Concurrent work makes c longer by k times its processor seconds: w_r and the cost of sending.
 
@@ -76,7 +77,7 @@ from typing import cast
 import torch
 
 from laconic.algorithms.compile import buffer_rounds, with_replicas
-from laconic.algorithms.exchange import Exchange, Gossip, in_stages
+from laconic.algorithms.exchange import Exchange, Gossip
 from laconic.algorithms.exchanges import Mean, QuorumMean
 from laconic.algorithms.round import (
     AnyRound,
@@ -91,7 +92,7 @@ from laconic.algorithms.schedules import After, Every, Schedule, every, own_pace
 from laconic.algorithms.updates import Replace
 from laconic.buckets import BUCKET_BYTES, module_buffers
 from laconic.engine.gradient_rounds import bucket_sizes
-from laconic.engine.overlap import stages_at_once
+from laconic.engine.overlap import AHEAD, turns_at_once
 from laconic.links import cost
 from laconic.links.cost import Cost, Shared
 from laconic.links.link import FAR_SECONDS
@@ -151,7 +152,7 @@ class Facts:
     worker. ``computes`` are the seconds of a step on each worker, and ``rates`` the bit/s at which
     each one sends, by rank; empty if they are alike. ``compute`` and ``rate`` are then those of the
     slowest, for which the others wait. ``receives`` are the bit/s at which each one receives; empty
-    if as it sends. ``overlapping`` is whether buckets of gradients overlap (`Link.overlapping`);
+    if as it sends. ``overlapping`` is whether buckets overlap (`Link.overlapping`);
     None: where the latency says so. ``muon``: whether outer steps in Muon's direction are to be
     chosen (`laconic.candidates.takes_muon`); ``turning``: the seconds for which training stops to
     turn the steps of all matrices once; ``largest``: the share of the model in the largest fragment
@@ -204,6 +205,11 @@ class Facts:
         net = next(known, Net(self.rate, self.one_way))
         least = min((each.per_rank(self.workers) for each in self.shared), default=math.inf)
         return net if net.rate <= least or "replica" in names else replace(net, rate=least)
+
+    def overlaps(self, *names: str) -> bool:
+        """Return whether buckets overlap on the first known network among ``names``."""
+        far = 2 * self.net(*names).one_way >= FAR_SECONDS
+        return far if self.overlapping is None else self.overlapping
 
     def travel(
         self,
@@ -479,11 +485,14 @@ def _parameters(r: AnyRound, facts: Facts) -> Load:
     amount = _shaped(r, facts).cost(length, facts.itemsize, n)
     names = ("peers", "workers") if isinstance(r.exchange, Gossip) else (r.over, "workers")
     size = length * share * facts.itemsize
-    buckets = -(-size // BUCKET_BYTES)  # sent one after the other
+    buckets = -(-size // BUCKET_BYTES)
     if r.update.weight is not None:  # 8 bytes, to each peer with each bucket
         weights = 8 * buckets * amount.bytes // (length * facts.itemsize)
         amount = replace(amount, bytes=amount.bytes + weights)
     seconds = facts.travel(names, amount, n, buckets)
+    if facts.overlaps(*names):  # each waits for latencies beside the others of its window
+        window = buckets if r.delay else min(buckets, AHEAD + 1)
+        seconds = max(facts.travel(names, amount, n, 1), seconds / window)
     if share > 1:
         seconds += facts.net("replica").seconds(cost.all_gather(size, share), buckets)
     work = facts.work.get(work_key(r), 0.0)
@@ -507,12 +516,11 @@ def _gradients(r: AnyRound, facts: Facts) -> Load:
     backward = facts.backward * facts.compute
     whole = sum(sizes)
     ready = [backward * part / whole for part in accumulate(sizes)]
-    net, overlapping = facts.net(*names), facts.overlapping
-    overlapping = 2 * net.one_way >= FAR_SECONDS if overlapping is None else overlapping
-    if overlapping and len(sizes) > 1 and amount.messages and in_stages(r.exchange):
+    net = facts.net(*names)
+    if facts.overlaps(*names) and len(sizes) > 1 and amount.messages:
         way = facts.travel(names, amount, n, 1) / amount.messages
         send = max(net.seconds(amount) / amount.messages - net.one_way, 0.0)
-        at_once = stages_at_once(amount.bytes / amount.messages * max(sizes) / sum(sizes))
+        at_once = turns_at_once(amount.bytes / amount.messages * max(sizes) / sum(sizes))
         end = _overlapped(sizes, ready, send, way - send, amount.messages, work, at_once)
         seconds = min(facts.travel(names, amount, n, 1), end - ready[0])
     else:
@@ -540,7 +548,7 @@ def _overlapped(
 
     A bucket of the ``sizes`` begins when it is ``ready``. It sends several ``messages``, one after
     the other: all buckets together take ``send`` seconds for each. A message then is on its ``way``
-    for so many seconds. ``at_once``: see `stages_at_once`.
+    for so many seconds. ``at_once``: see `turns_at_once`.
     """
     now, begun = 0.0, 0
     arrive: list[float] = []

@@ -17,6 +17,8 @@ from laconic.algorithms.updates.push_sum import PushSum
 from laconic.links.simulated import current_link
 from laconic.links.simulation import simulate
 
+from tests.support.exchanges import sent_by
+
 LENGTH = 5
 
 
@@ -48,7 +50,7 @@ def push_sum(
         sent = PushSum().send(x[rank].clone(), states[rank], before)
         assert "w" in states[rank]
         clock = replace(before, weight=float(states[rank]["w"]), workers=link.size)
-        arrival = exchange.run(link, sent, lambda mean: mean, clock, {})  # type: ignore[arg-type]
+        arrival = sent_by(exchange, link, sent, lambda mean: mean, clock, {})
         after = replace(clock, weight=arrival.weight)
         x[rank] = PushSum().fold(x[rank], arrival.flat, None, states[rank], after)
 
@@ -115,7 +117,7 @@ def test_mixing_without_some_neighbors(lost: list[int]) -> None:
 
     def work(rank: int, x: list[Tensor]) -> Tensor:
         clock = Clock(1, 0.1, 0, 0, n, worker=rank, out_degree=2)
-        arrival = Push(graph).run(Losing(lost), x[rank].clone(), lambda m: m, clock, {})  # type: ignore[arg-type]
+        arrival = sent_by(Push(graph), Losing(lost), x[rank].clone(), lambda m: m, clock, {})
         assert arrival.weight == pytest.approx(
             sum(1 / 3 for j in graph.in_peers(rank, n, 0) if j not in lost)
         )

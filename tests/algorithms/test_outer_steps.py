@@ -22,6 +22,8 @@ from laconic.device import full_precision
 from laconic.errors import NotFiniteError
 from laconic.links.simulated import current_link
 
+from tests.support.exchanges import sent_by
+
 SHAPES = (torch.Size([5, 7]), torch.Size([3]), torch.Size([2, 2]), torch.Size([1]))
 LENGTH = sum(shape.numel() for shape in SHAPES)
 CLOCK = Clock(1, math.nan, 0, 0, 1)
@@ -43,7 +45,7 @@ def radial(messages: list[Tensor], x0: Tensor, codec: Any = None, rounds: int = 
         for k in range(rounds):
             state["reference"].copy_(x0)
             clock = Clock(k + 1, math.nan, k, 0, link.size, rank)
-            received = exchange.run(link, messages[rank].clone(), lambda x: x, clock, state)
+            received = sent_by(exchange, link, messages[rank].clone(), lambda x: x, clock, state)
             found.append(received.flat.clone())
         return found
 
@@ -65,7 +67,7 @@ def test_the_shortest_changes_stay_finite() -> None:
         assert link is not None
         exchange = RadialMean(shapes=shapes)
         state = exchange.init(x0.clone(), slice(0, 1))
-        return exchange.run(link, y.clone(), lambda x: x, CLOCK, state).flat.clone()
+        return sent_by(exchange, link, y.clone(), lambda x: x, CLOCK, state).flat.clone()
 
     assert all(torch.equal(received, y) for received in la.simulate(worker, workers=2))
 
@@ -96,7 +98,7 @@ def test_a_code_suits_large_tensors_beside_small_ones() -> None:
         link = current_link.get()
         assert link is not None
         state = exchange.init(torch.zeros(201), slice(0, 201))
-        return exchange.run(link, -d, lambda x: x, CLOCK, state).flat.clone()
+        return sent_by(exchange, link, -d, lambda x: x, CLOCK, state).flat.clone()
 
     received = la.simulate(worker, workers=2)[0]
     assert (received[:200] + d[:200]).norm() < 0.2 * d[:200].norm()

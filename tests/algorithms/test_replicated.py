@@ -19,6 +19,8 @@ from laconic.errors import NotFiniteError
 from laconic.links.simulated import current_link
 from laconic.links.simulation import simulate
 
+from tests.support.exchanges import sent_by
+
 KINDS: list[Codec] = [
     replace(codec, block=4) if isinstance(codec, Blockwise) else codec
     for codec in CODECS.values()
@@ -115,7 +117,7 @@ def together(
         link, i = current_link.get(), ids[rank]
         assert link is not None and link.size == len(ids)
         clock = clock_of(step, rank, len(ids))
-        return exchange.run(link, messages[i].clone(), combine, clock, states[i]).flat.clone()
+        return sent_by(exchange, link, messages[i].clone(), combine, clock, states[i]).flat.clone()
 
     return dict(zip(ids, simulate(work, len(ids)), strict=True))
 
@@ -190,7 +192,7 @@ def test_a_message_that_is_not_finite_changes_no_state(relative: bool, n: int) -
         assert link is not None
         message = torch.full((23,), float("nan") if rank == n - 1 else 1.0)
         with pytest.raises(NotFiniteError) as error:
-            exchange.run(link, message, unchanged, clock_of(3, rank, n), states[rank])
+            sent_by(exchange, link, message, unchanged, clock_of(3, rank, n), states[rank])
         return str(error.value).partition(";")[0]
 
     said = simulate(work, n)

@@ -26,6 +26,7 @@ from laconic.links import Link
 from laconic.links.simulated import current_link
 
 from tests.support import gloo
+from tests.support.exchanges import sent_by
 from tests.support.training import flat
 
 SHAPES = ((7, 5), (7,), (11, 7), (11,), (3, 40))
@@ -127,7 +128,10 @@ def test_what_was_sent_and_what_is_left_add_up(name: str) -> None:
             size = 10.0 ** torch.randint(-3, 3, (length,), generator=numbers)
             m = size * torch.randn(length, generator=numbers, dtype=torch.float64)
             clock = Clock(t, math.nan, t - 1, 0, 3, rank)
-            put, got = put + m, got + exchange.run(link, m.clone(), unchanged, clock, state).flat
+            put, got = (
+                put + m,
+                got + sent_by(exchange, link, m.clone(), unchanged, clock, state).flat,
+            )
         return put, got, state
 
     found = la.simulate(run, workers=3)
@@ -260,7 +264,7 @@ def test_rounding_at_random_draws_anew_and_alike_after_a_resume() -> None:
     def run(rank: int) -> list[Tensor]:
         link, m = link_here(), torch.linspace(-1, 1, 48)
         clocks = [Clock(t, math.nan, 0, 0, 2, rank, bucket=bucket) for t, bucket in places]
-        return [exchange.run(link, m.clone(), unchanged, c, {}).flat for c in clocks]
+        return [sent_by(exchange, link, m.clone(), unchanged, c, {}).flat for c in clocks]
 
     for *different, again in la.simulate(run, workers=2):
         assert torch.equal(different[0], again)
@@ -562,13 +566,13 @@ def test_what_is_not_finite_anywhere_changes_nothing(
         link, clock, texts = link_here(), Clock(1, math.nan, 0, 0, 3, rank), []
         state = exchange.init(torch.zeros(LENGTH, dtype=dtype), exchange.region(link, LENGTH))
         x = torch.randn(LENGTH, generator=torch.Generator().manual_seed(rank), dtype=dtype)
-        exchange.run(link, x.clone(), unchanged, clock, state)
+        sent_by(exchange, link, x.clone(), unchanged, clock, state)
         before = {name: t.clone() for name, t in state.items()}
         for place in range(0, LENGTH, 17):
             bad = x.clone()
             bad[place] = math.inf if rank == 1 else bad[place]
             with pytest.raises(NotFiniteError, match=r"ranks \[1\] of its link had NaN") as raised:
-                exchange.run(link, bad, unchanged, clock, state)
+                sent_by(exchange, link, bad, unchanged, clock, state)
             texts.append(str(raised.value))
         assert all(torch.equal(t, state[name]) for name, t in before.items())
         return texts

@@ -368,7 +368,8 @@ def guides(facts: Facts) -> list[Guide]:
     """Return the inequality for each of `GUIDE_PERIODS` and for SGP."""
     size = facts.elements * facts.itemsize
     # Each rank of a worker sends one part, all at once.
-    part, buckets = cost.mean(size // facts.ranks, facts.workers), -(-size // BUCKET_BYTES)
+    part = cost.mean(size // facts.ranks, facts.workers)
+    buckets = 1 if facts.overlaps("workers") else -(-size // BUCKET_BYTES)
     allreduce, node = facts.net("workers").seconds(part, buckets), 0.0
     if facts.ranks > 1:
         # of gradients that nothing hides

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from inspect import iscoroutinefunction
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.links.cost import Cost
-from laconic.links.link import Link, OneByOne, Staged, Stages, complete
+from laconic.links.link import AsyncLink, Link
 
 Combine = Callable[[Tensor], Tensor]
 """The outer step on a mean, or on a slice of it: `Update.combine` with its state."""
@@ -66,6 +67,13 @@ class Exchange:
     for_gradients: ClassVar[bool] = False
     """Whether it is for gradients only: its messages do not build on earlier ones."""
 
+    def __init_subclass__(cls) -> None:
+        if not iscoroutinefunction(cls.run):
+            raise ValueError(
+                f"{cls.__name__}.run must be a coroutine that awaits the link's collectives: "
+                "async def run(...), with await link.mean(message)"
+            )
+
     @property
     def identical(self) -> bool:
         """Whether it sends nothing because the workers' messages are equal already."""
@@ -97,7 +105,7 @@ class Exchange:
         slice. None: every rank combines, and keeps, everything."""
         return None
 
-    def region(self, link: Link | Staged, length: int) -> slice:
+    def region(self, link: Link | AsyncLink, length: int) -> slice:
         """The part of a bucket that this rank combines, and keeps ``owner`` state for."""
         owners = self.owners(link.size)
         if owners is None:
@@ -142,34 +150,15 @@ class Exchange:
         that."""
         return self
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         """Carry ``message`` (which may be overwritten) over ``link``, call ``combine`` where a mean
-        arrives, and return the result. ``state`` is what `init` made for these tensors."""
+        arrives, and return the result. ``state`` is what `init` made for these tensors.
+
+        Collectives are awaited. While one waits for other ranks, other buckets' messages can be
+        under way, so every rank must await the same collectives, in the same order."""
         raise NotImplementedError
-
-
-class StagedExchange(Exchange):
-    """An exchange in stages, so that the messages of several buckets can be under way together. One
-    that also has a `run` of its own is used by that alone."""
-
-    def stages(
-        self, link: Staged, message: Tensor, combine: Combine, clock: Clock, state: State
-    ) -> Stages[Arrival]:
-        """As `run`, over collectives as stages. Every bucket must yield in the same order on all
-        ranks."""
-        raise NotImplementedError
-
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
-    ) -> Arrival:
-        return complete(self.stages(OneByOne(link), message, combine, clock, state))
-
-
-def in_stages(exchange: Exchange) -> TypeGuard[StagedExchange]:
-    """Whether ``exchange`` does all of its work in stages."""
-    return isinstance(exchange, StagedExchange) and type(exchange).run is StagedExchange.run
 
 
 @runtime_checkable

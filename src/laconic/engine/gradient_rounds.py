@@ -7,14 +7,13 @@ gradients are averaged, so that clipping and unscaling see the mean.
 
 A mean takes two messages, one after the other, or four. Where round trips are short, each bucket is
 averaged before the next one is sent. Where they are long (`Link.overlapping`), buckets share round
-trips (`stages_at_once`). The results are the same bits.
+trips (`turns_at_once`). The results are the same bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from laconic.algorithms.exchange import Collect, Combine, Exchange, StagedExchange, in_stages
+from laconic.algorithms.exchange import Collect, Exchange
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.update import Clock, State
@@ -40,10 +39,10 @@ from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.channel import Channel
 from laconic.engine.flat_gradients import FlatGradients, nonzero, sample_positions
 from laconic.engine.nonfinite import NonfiniteCheck
-from laconic.engine.overlap import Overlap, stages_at_once
+from laconic.engine.overlap import Overlap, alone, turns_at_once
 from laconic.errors import LinkError, NotFiniteError
 from laconic.links.comm_thread import CommThread, Pending
-from laconic.links.link import Link, Staged, Stages
+from laconic.links.link import Link, one_by_one
 
 FIRST_BYTES = 2**20
 """The first bucket is small, so that sending starts early in the backward pass."""
@@ -350,47 +349,27 @@ class GradientRunner:
         if not self._pending:
             self._label, self._now = self._announce(), self._clock()
         now = replace(self._now, bucket=len(self._pending))
-        at = channel.exchange, flat.whole, channel.exchange_state, now
-        link, exchange = self._link.overlapping, channel.exchange
-        if link is None or len(self.channels) == 1 or not in_stages(exchange):
-            self._pending.append(self._comm.submit(partial(self._average, *at), self._label))
-            return
-        stages = self._stages(link, exchange, *at[1:])
-        begin = partial(self._overlap.begin, stages, stages_at_once(self._largest))
+        average = partial(self._average, channel.exchange, flat.whole, channel.exchange_state, now)
+        begin = partial(self._overlap.begin, average, turns_at_once(self._largest))
         self._pending.append(self._comm.submit(begin, self._label))
-        if len(self._pending) == len(self.channels):
+        overlaps = self._link.overlapping is not None
+        if overlaps and len(self._pending) == len(self.channels):
             self._pending.append(self._comm.submit(self._overlap.complete, self._label))
 
-    def _average(self, exchange: Exchange, flat: Tensor, state: State, clock: Clock) -> None:
-        """``flat`` <- combine(mean over the ranks of ``flat``)."""
-        message = flat
+    async def _average(self, exchange: Exchange, flat: Tensor, state: State, clock: Clock) -> None:
+        """``flat`` <- combine(mean over the ranks of ``flat``). It becomes NaN if it is not finite
+        on some rank."""
+        link, message = self._link.overlapping or one_by_one(self._link), flat
         if self._context.elastic:
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
             if exchange.slots and not exchange.keeps_message:
                 message = flat.clone()
-        with self._finite(flat):
-            arrival = exchange.run(self._link, message, self._combine(clock), clock, state)
-            if arrival.flat is not flat:
-                flat.copy_(arrival.flat)
-
-    def _stages(
-        self, link: Staged, exchange: StagedExchange, flat: Tensor, state: State, clock: Clock
-    ) -> Stages[None]:
-        """As `_average`, in stages."""
-        with self._finite(flat):
-            arrival = yield from exchange.stages(link, flat, self._combine(clock), clock, state)
-            if arrival.flat is not flat:
-                flat.copy_(arrival.flat)
-
-    def _combine(self, clock: Clock) -> Combine:
-        return lambda mean: self._update.combine(mean, {}, clock)
-
-    @contextmanager
-    def _finite(self, flat: Tensor) -> Iterator[None]:
-        """A context for the average of ``flat``, which becomes NaN if it is not finite on some
-        rank."""
         try:
-            yield
+            arrival = await exchange.run(
+                link, message, lambda mean: self._update.combine(mean, {}, clock), clock, state
+            )
+            if arrival.flat is not flat:
+                flat.copy_(arrival.flat)
         except NotFiniteError as error:
             if self._context.scale is None:
                 self._context.nonfinite.report(error)
@@ -452,7 +431,7 @@ class GradientRunner:
             flat.gather()
             again = partial(self._link.mean, flat.whole)
             first = partial(self._average, Mean(), flat.whole, {}, clock)
-            self._comm.call(first if joined else again, label)
+            self._comm.call(partial(alone, first) if joined else again, label)
             flat.scatter(set())
 
     def after_step(self, next_due: bool) -> None:

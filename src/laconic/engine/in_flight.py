@@ -14,6 +14,7 @@ from laconic.algorithms.scores import Scores
 from laconic.buckets import Bucket, Scratch
 from laconic.engine.channel import Channel
 from laconic.engine.nonfinite import NonfiniteCheck
+from laconic.engine.overlap import Result
 from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link
 
@@ -28,7 +29,7 @@ class RoundContext:
     model: nn.Module
     optimizer: Optimizer
     comm: CommThread
-    scratch: Scratch
+    scratch: list[Scratch]
     beside: Scratch
     replica: Link
     shards: Link
@@ -38,9 +39,16 @@ class RoundContext:
     elastic: bool = False
     offload: bool = False
 
-    def memory(self, bucket: Bucket) -> Tensor:
-        """Memory for one flat copy of ``bucket``, until it is asked for again."""
-        return self.scratch.take(bucket.length, bucket.dtype, bucket.device)
+    def memory(self, bucket: Bucket, number: int = 0) -> Tensor:
+        """Memory for one flat copy of ``bucket``, until it is asked for again. Several of them have
+        different numbers."""
+        while len(self.scratch) <= number:
+            self.scratch.append(Scratch())
+        return self.scratch[number].take(bucket.length, bucket.dtype, bucket.device)
+
+    def beside_message(self, bucket: Bucket) -> Tensor:
+        """As `memory`, for x next to a message."""
+        return self.beside.take(bucket.length, bucket.dtype, bucket.device)
 
 
 class InFlightBucket(NamedTuple):
@@ -48,7 +56,7 @@ class InFlightBucket(NamedTuple):
 
     channel: Channel
     sent: Tensor | None
-    pending: Pending[Arrival]
+    pending: Result[Arrival]
 
 
 @dataclass

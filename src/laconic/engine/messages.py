@@ -17,7 +17,7 @@ from laconic.engine.channel import Channel, is_owned
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.sharded_tensors import ShardedTensors
 from laconic.errors import NotFiniteError
-from laconic.links.link import Link
+from laconic.links.link import Link, one_by_one
 
 
 class Messenger:
@@ -64,22 +64,27 @@ class Messenger:
             clock = replace(clock, score=self._context.scores.now(self._scored.score_window))
         return clock
 
-    def delayed(self, channel: Channel, clock: Clock) -> tuple[Tensor, Tensor | None]:
-        """Make a delayed round's message. Returns y with it, if `Update.fold` will need it."""
+    def message(
+        self, channel: Channel, clock: Clock, memory: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Make the message from x, which is copied into ``memory``. Returns y with it, if a delayed
+        `Update.fold` will need it."""
         update = self._round.update
-        y = channel.bucket.pack(channel.bucket.empty())
+        y = channel.bucket.pack(memory)
         with channel.states() as (state, _):
             message = returned(update, "send", update.send(y, state, clock), state)
-        if update.keeps_sent and message is y:
+        if not (self._round.delay and update.keeps_sent):
+            return message, None
+        if message is y:
             if update.sends_changes:
                 raise ValueError(
                     f"{type(update).__name__}.send overwrites x, which its `fold` needs "
                     "(keeps_sent): return a new tensor"
                 )
             message = y.clone()
-        return message, y if update.keeps_sent else None
+        return message, y
 
-    def carry(self, channel: Channel, message: Tensor, clock: Clock) -> Arrival:
+    async def carry(self, channel: Channel, message: Tensor, clock: Clock) -> Arrival:
         """Exchange the message with the other workers, with the outer step in between. The ranks of
         one worker hold the same message: each carries its part across, then they share."""
         update = self._round.update
@@ -106,7 +111,8 @@ class Messenger:
         error: NotFiniteError | None = None
         try:
             with channel.states() as (state, exchange_state):
-                result = channel.exchange.run(self._link, part, combine, clock, exchange_state)
+                link = self._link.overlapping or one_by_one(self._link)
+                result = await channel.exchange.run(link, part, combine, clock, exchange_state)
             if self._context.elastic:
                 result = result._replace(present=(clock.workers, clock.worker))
         except NotFiniteError as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,9 +26,10 @@ from laconic.engine.channel_set import ChannelSet
 from laconic.engine.comparison import held_by_all
 from laconic.engine.in_flight import InFlightBucket, InFlightRound, RoundContext
 from laconic.engine.messages import Messenger
+from laconic.engine.overlap import AHEAD, Overlapping
 from laconic.errors import after_step
 from laconic.links.comm_thread import Pending
-from laconic.links.link import Link
+from laconic.links.link import Link, complete
 from laconic.links.simulated import single_link
 from laconic.tensors import overwrite
 
@@ -54,6 +56,7 @@ class ParameterRunner:
         self._after = update if isinstance(update, AfterStep) else None
         self._after_send = update if isinstance(update, AfterSend) else None
         self._quiescing = update if isinstance(update, Quiesce) else None
+        self._overlap = Overlapping(link, context.comm)
         self._sends_part_of_x = update.weight is not None
         """Whether what is in flight is missing from x."""
         self.executed = 0
@@ -116,8 +119,7 @@ class ParameterRunner:
         if self.round.delay:
             self.in_flight.append(self._launch(step))
         else:
-            for channel in self.channels:
-                self._exchange_now(channel, step)
+            self._exchange_now(step)
             self._context.nonfinite.check(self.exchange, self.label(step)).wait()
         self.executed += 1
         if self.round.optimizer_state == "reset":
@@ -145,42 +147,36 @@ class ParameterRunner:
         special = update.uses_lr or self._after_send or isinstance(exchange, Scored)
         return stateless and not special
 
-    def _exchange_now(self, channel: Channel, step: int) -> None:
-        update, bucket = self.round.update, channel.bucket
-        clock = self._clock(bucket, step)
-        with channel.states() as (state, _):
-            message = update.send(bucket.pack(self._context.memory(bucket)), state, clock)
-            message = returned(update, "send", message, state)
-            clock = self._messenger.stamped(clock, state)
-        job = partial(self._messenger.carry, channel, message, clock)
-        arrival = self._context.comm.call(job, self.label(step))
-        received, self.present = arrival.flat, arrival.present or self.present
-        if not update.replaces:
-            beside = self._context.beside
-            x = bucket.pack(beside.take(bucket.length, bucket.dtype, bucket.device))
-            workers, worker = arrival.present or (clock.workers, clock.worker)
-            clock = replace(clock, weight=arrival.weight, workers=workers, worker=worker)
-            with channel.states() as (state, _):
-                received = update.fold(x, received, None, state, clock)
-                received = returned(update, "fold", received, state)
-        bucket.unpack(received)
+    def _exchange_now(self, step: int) -> None:
+        """Send and fold one bucket after the other. Where they overlap, some are under way."""
+        ahead = AHEAD if self._overlap.used else 0
+        sent: deque[InFlightBucket] = deque()
+        for number, channel in enumerate(self.channels):
+            memory = self._context.memory(channel.bucket, number % (ahead + 1))
+            sent.append(self._send(channel, step, memory))
+            if len(sent) > ahead:
+                self._fold_bucket(sent.popleft(), step, self.executed)
+        while sent:
+            self._fold_bucket(sent.popleft(), step, self.executed)
 
     def _launch(self, step: int) -> InFlightRound:
         """Send a delayed round's messages."""
         if self.set.vary and self._can_select_later:
             return self._launch_varying(step)
-        sent = [self._launch_channel(channel, step) for channel in self.channels]
+        sent = [self._send(c, step, c.bucket.empty()) for c in self.channels]
+        self._overlap.complete(self.label(step))
         checked = self._context.nonfinite.check(self.exchange, self.label(step))
         return InFlightRound(step + self.round.delay, Pending.of(sent), checked=checked)
 
-    def _launch_channel(self, channel: Channel, step: int) -> InFlightBucket:
+    def _send(self, channel: Channel, step: int, memory: Tensor) -> InFlightBucket:
+        """Send a bucket's message, made in ``memory`` from x."""
         bucket = channel.bucket
         clock = self._clock(bucket, step)
-        message, sent = self._messenger.delayed(channel, clock)
+        message, sent = self._messenger.message(channel, clock, memory)
         clock = self._messenger.stamped(clock, channel.state)
         job = partial(self._messenger.carry, channel, message, clock)
-        pending = self._context.comm.submit(job, self.label(step))
-        if self._after_send is not None:
+        pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
+        if self.round.delay and self._after_send is not None:
             x = bucket.pack(self._context.memory(bucket))
             with channel.states() as (state, _):
                 self._after_send.after_send(x, state, clock)
@@ -196,8 +192,8 @@ class ParameterRunner:
             found = []
             for channel in self.set.cut(self._to_send(copies)):
                 clock = messenger.clock(channel.bucket, step, executed)
-                message, sent = messenger.delayed(channel, clock)
-                arrival = messenger.carry(channel, message, clock)
+                message, sent = messenger.message(channel, clock, channel.bucket.empty())
+                arrival = complete(messenger.carry(channel, message, clock))
                 found.append(InFlightBucket(channel, sent, Pending.of(arrival)))
             return found
 
@@ -227,26 +223,37 @@ class ParameterRunner:
         executed = self.executed - 1 - len(newer)
         for tensor, copy in copied:
             overwrite(copy, tensor)
-        for channel, sent, pending in buckets:
-            arrival = pending.wait()
-            received, weight = arrival.flat, arrival.weight
-            bucket = channel.bucket
-            present = arrival.present or self.present
-            if copies is not None:
-                received = received.clone()
-            else:
-                self.present = present
-            clock = self._clock(bucket, step)
-            clock = replace(clock, executed=executed, weight=weight, workers=present[0])
-            x = bucket.pack(self._context.memory(bucket))
-            with channel.states() as (own, _):
-                state = own if copies is None else copies[id(channel)]
-                x = self.round.update.fold(x, received, sent, state, clock)
-                x = returned(self.round.update, "fold", x, state)
-            if write:
-                bucket.unpack(x)
+        for bucket in buckets:
+            self._fold_bucket(bucket, step, executed, copies, write=write)
         for tensor, copy in copied:
             overwrite(tensor, copy)
+
+    def _fold_bucket(
+        self,
+        sent: InFlightBucket,
+        step: int,
+        executed: int,
+        copies: Mapping[int, State] | None = None,
+        *,
+        write: bool = True,
+    ) -> None:
+        """Fold one bucket of a round before which ``executed`` were started: see `_fold`."""
+        channel, y, pending = sent
+        bucket, update = channel.bucket, self.round.update
+        arrival = pending.wait()
+        present = arrival.present or self.present
+        x = arrival.flat if copies is None else arrival.flat.clone()
+        if copies is None:
+            self.present = present
+        if self.round.delay or not update.replaces:
+            at = self._clock(bucket, step)
+            clock = replace(at, executed=executed, weight=arrival.weight, workers=present[0])
+            received, x = x, bucket.pack(self._context.beside_message(bucket))
+            with channel.states() as (own, _):
+                state = own if copies is None else copies[id(channel)]
+                x = returned(update, "fold", update.fold(x, received, y, state, clock), state)
+        if write:
+            bucket.unpack(x)
 
     def _place(self, flight: InFlightRound) -> int:
         """Its place among those in flight; -1 if it was the oldest, and is being folded."""

@@ -73,7 +73,7 @@ class RecipeRun:
             session.model,
             optimizer,
             session.comm,
-            Scratch(),
+            [],
             Scratch(),
             session.links["replica"],
             session.links["shards"],

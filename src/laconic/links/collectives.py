@@ -8,15 +8,16 @@ gloo's all-reduce does; gloo's own all-to-all takes 1.2 times and its reduce-sca
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from laconic.buckets import Scratch, mean_in_rank_order
-from laconic.links.link import Parts, Sent, Stages, arrivals, complete, hops
+from laconic.links.link import AsyncLink, Blocking, Job, Parts, Sent, arrivals, complete, hops, sent
 from laconic.links.wire import Connections, Transfer
 
 MEAN_PARTS, LEAST_PART = 16, 2**17
@@ -59,8 +60,25 @@ class Wire(Protocol):
         """What ranks are called in errors."""
 
 
-class Collectives:
-    """Collectives on CPU tensors over the connections of ``wire``."""
+class AsyncHostLink(AsyncLink, Protocol):
+    """The collectives of `laconic.links.staged.HostLink`, to be awaited."""
+
+    async def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+        """As `HostLink.mean`."""
+        ...
+
+    async def reduce_scatter(
+        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
+    ) -> Tensor:
+        """As `HostLink.reduce_scatter`."""
+        ...
+
+
+class Collectives(Blocking):
+    """Collectives on CPU tensors over the connections of ``wire``.
+
+    Those to be awaited may overlap with others. Each pauses as often on all ranks: so a broadcast,
+    which takes some ranks one message and others several, never does."""
 
     def __init__(self, guard: Guard, wire: Wire) -> None:
         self._guard, self._wire = guard, wire
@@ -123,13 +141,13 @@ class Collectives:
         if rank is None and not self._heard and transfer.mutual == self.size - 1:
             self._heard = transfer.digests()
 
-    def _sent(self, transfer: Transfer, overlaps: bool) -> Stages[None]:
-        """Yield, if this collective ``overlaps`` with others, once all of it is on its way: bytes
+    async def _sent(self, transfer: Transfer, overlaps: bool) -> None:
+        """Pause, if this collective ``overlaps`` with others, once all of it is on its way: bytes
         move only during a wait."""
         if overlaps:
             with self._guard.blaming():
                 transfer.wait_sent()
-            yield
+            await sent()
 
     def begin_digest(self, digest: int) -> None:
         """Messages carry ``digest`` from now on."""
@@ -144,16 +162,25 @@ class Collectives:
 
     # -- collectives ----
 
+    @property
+    def awaited(self) -> AsyncHostLink:
+        return cast("AsyncHostLink", _Awaited(self, overlaps=False))
+
+    @property
+    def overlapped(self) -> AsyncHostLink:
+        """As `awaited`, but several can be under way."""
+        return cast("AsyncHostLink", _Awaited(self, overlaps=True))
+
     def mean(self, x: Tensor, parts: Parts | None = None) -> None:
         """As `laconic.links.staged.HostLink.mean`."""
         complete(self._mean(x, parts))
 
-    def _mean(self, x: Tensor, parts: Parts | None = None, overlaps: bool = False) -> Stages[None]:
+    async def _mean(self, x: Tensor, parts: Parts | None = None, overlaps: bool = False) -> None:
         if self.size == 1 or x.numel() % self.size:
             whole = parts or Parts([x.numel()])
             whole.fill_all([0])
             if self.size > 1:
-                everyone = yield from self._gather(x, overlaps)
+                everyone = await self._gather(x, overlaps)
                 x.copy_(mean_in_rank_order(everyone.unbind()))
             whole.use_all([0])
             return
@@ -162,15 +189,14 @@ class Collectives:
         # back may overwrite what was sent
         slices, me, others = x.view(self.size, -1), self.rank, hops(self.rank, self.size)[:-1]
         own, length = slices[me], slices.shape[1]
-        scratch = Scratch() if self._lent else self._scratch
-        self._lent = True
+        scratch = self._lend()
         room = scratch.take((self.size - 1) * length, x.dtype, x.device)
         pieces = dict(zip(others, room.view(-1, length), strict=True))
         rows = {r: slices[r] for r in others}
         there = self._post(rows, pieces, ready=False, joins=overlaps)
         if overlaps:
             self._fill(there, parts, x.element_size())
-        yield from self._sent(there, overlaps)
+        await self._sent(there, overlaps)
         back = self._post(dict.fromkeys(others, own), rows, ready=False, joins=True)
         if not overlaps:  # what follows is known by now
             self._fill(there, parts, x.element_size())
@@ -185,12 +211,21 @@ class Collectives:
             for r in others:
                 self._send(back, r, part.stop * x.element_size())
         self._wait(there)
-        self._lent = self._lent and scratch is not self._scratch
-        yield from self._sent(back, overlaps)
+        self._give_back(scratch)
+        await self._sent(back, overlaps)
         if parts is None:
             self._wait(back)
         else:
             self._receive(back, parts, arrivals(me, self.size), x.element_size())
+
+    def _lend(self) -> Scratch:
+        """Memory that no other collective under way uses, until `_give_back`."""
+        scratch = Scratch() if self._lent else self._scratch
+        self._lent = True
+        return scratch
+
+    def _give_back(self, scratch: Scratch) -> None:
+        self._lent = self._lent and scratch is not self._scratch
 
     def _fill(self, transfer: Transfer, parts: Parts | None, itemsize: int) -> None:
         """Fill the ``parts`` of all rows, and send each of them."""
@@ -208,20 +243,33 @@ class Collectives:
         self, x: Tensor, owners: int | None = None, parts: Parts | None = None
     ) -> Tensor:
         """As `laconic.links.staged.HostLink.reduce_scatter`."""
+        return complete(self._reduce_scatter(x, owners, parts))
+
+    async def _reduce_scatter(
+        self,
+        x: Tensor,
+        owners: int | None = None,
+        parts: Parts | None = None,
+        overlaps: bool = False,
+    ) -> Tensor:
         slices = x.view(owners or self.size, -1).unbind()
         if parts is not None and (len(slices) < self.size or len(parts.ends) == 1):
             parts.fill_all(range(len(slices)))
             parts = None
         if self.rank >= len(slices):
-            self._wait(self._post_all(slices, []))
+            transfer = self._post_all(slices, [], joins=overlaps)
+            await self._sent(transfer, overlaps)
+            self._wait(transfer)
             return x[:0]
         length = slices[0].numel()
-        room = self._scratch.take((self.size - 1) * length, x.dtype, x.device)
+        scratch = self._lend()
+        room = scratch.take((self.size - 1) * length, x.dtype, x.device)
         pieces = list(torch.split(room, length)) if self.size > 1 else []
         pieces.insert(self.rank, slices[self.rank])
-        transfer = self._post_all(slices, pieces, ready=parts is None)
+        transfer = self._post_all(slices, pieces, ready=parts is None, joins=overlaps)
         if parts is not None:
             self._fill(transfer, parts, x.element_size())
+        await self._sent(transfer, overlaps)
 
         def arrived() -> Iterator[Tensor]:
             for r, piece in enumerate(pieces):
@@ -231,25 +279,17 @@ class Collectives:
 
         mean = mean_in_rank_order(arrived(), reuse=True, out=slices[self.rank])
         self._wait(transfer)
+        self._give_back(scratch)
         return mean
 
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
-        complete(self._all_gather(mine, out, owners, parts))
-
-    def _all_gather(
+    async def _all_gather(
         self,
         mine: Tensor,
         out: Tensor,
         owners: int | None = None,
         parts: Parts | None = None,
         overlaps: bool = False,
-    ) -> Stages[None]:
+    ) -> None:
         slices = list(out.view(owners or self.size, -1).unbind())
         order = [r for r in arrivals(self.rank, self.size) if r < len(slices)]
         parts = parts or Parts([len(slices[0])])
@@ -271,15 +311,12 @@ class Collectives:
                         own[part].copy_(mine[part])
                     for r in hops(self.rank, self.size)[:-1]:
                         self._send(transfer, r, part.stop * out.element_size())
-        yield from self._sent(transfer, overlaps)
+        await self._sent(transfer, overlaps)
         self._receive(transfer, parts, order, out.element_size())
 
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        complete(self._all_to_all(x, out, parts))
-
-    def _all_to_all(
+    async def _all_to_all(
         self, x: Tensor, out: Tensor, parts: Parts | None = None, overlaps: bool = False
-    ) -> Stages[None]:
+    ) -> None:
         order = hops(self.rank, self.size)
         parts = parts or Parts([x.shape[1]])
         if len(parts.ends) == 1:
@@ -293,7 +330,7 @@ class Collectives:
                     if r != self.rank:
                         self._send(transfer, r, part.stop * x.element_size())
         rows[self.rank].copy_(x[self.rank])
-        yield from self._sent(transfer, overlaps)
+        await self._sent(transfer, overlaps)
         self._receive(transfer, parts, arrivals(self.rank, self.size), x.element_size())
 
     def _receive(
@@ -316,55 +353,47 @@ class Collectives:
         lengths, perhaps of none."""
         self._wait(self._post(sends, receives))
 
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
-        room = self._scratch.take(x.numel() * len(source), x.dtype, x.device)
+    async def _swap(
+        self, x: Tensor, to: Sequence[int], source: Sequence[int], overlaps: bool = False
+    ) -> list[Tensor]:
+        scratch = self._lend()
+        room = scratch.take(x.numel() * len(source), x.dtype, x.device)
         pieces = list(room.view(-1, x.numel()).unbind())
         assert len({*to}) == len(to) and len({*source}) == len(source), "one message each"
-        self._wait(self._post(dict.fromkeys(to, x), dict(zip(source, pieces, strict=True))))
+        into = dict(zip(source, pieces, strict=True))
+        transfer = self._post(dict.fromkeys(to, x), into, joins=overlaps)
+        await self._sent(transfer, overlaps)
+        self._wait(transfer)
+        self._give_back(scratch)
         return pieces
 
-    def broadcast(self, x: Tensor, root: int = 0) -> None:
+    async def _broadcast(self, x: Tensor, root: int = 0, overlaps: bool = False) -> None:
         # a binomial tree: counted from the root, the parent of a rank lacks its lowest bit
         place = (self.rank - root) % self.size
         reach = (place & -place) if place else 1 << (self.size - 1).bit_length()
         if place:
-            self._wait(self._post({}, {(place - reach + root) % self.size: x}))
+            self._wait(self._post({}, {(place - reach + root) % self.size: x}, joins=overlaps))
         while reach := reach >> 1:  # the largest subtree first
             if place + reach < self.size:
-                self._wait(self._post({(place + reach + root) % self.size: x}, {}))
+                self._wait(self._post({(place + reach + root) % self.size: x}, {}, joins=overlaps))
 
-    def gather(self, x: Tensor) -> Tensor:
-        return complete(self._gather(x))
-
-    def _gather(self, x: Tensor, overlaps: bool = False) -> Stages[Tensor]:
+    async def _gather(self, x: Tensor, overlaps: bool = False) -> Tensor:
         x = x.cpu()
         everyone = x.new_empty(self.size, *x.shape)
         everyone[self.rank] = x
         rows = list(everyone.unbind())
         transfer = self._post_all([rows[self.rank]] * self.size, rows, joins=overlaps)
-        yield from self._sent(transfer, overlaps)
+        await self._sent(transfer, overlaps)
         self._wait(transfer)
         return everyone
 
 
-class Overlapping:
-    """`Collectives` as stages, of which several can be under way."""
+class _Awaited:
+    """The collectives of ``of``, to be awaited. ``overlaps``: with each other."""
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self.rank, self.size = collectives.rank, collectives.size
+    def __init__(self, of: Collectives, *, overlaps: bool) -> None:
+        self._of, self._overlaps = of, overlaps
+        self.rank, self.size = of.rank, of.size
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> Stages[None]:
-        return self._collectives._mean(x, parts, overlaps=True)
-
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> Stages[None]:
-        return self._collectives._all_gather(mine, out, owners, parts, overlaps=True)
-
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
-        return self._collectives._all_to_all(x, out, parts, overlaps=True)
+    def __getattr__(self, name: str) -> Callable[..., Job[Any]]:
+        return partial(getattr(self._of, f"_{name}"), overlaps=self._overlaps)

@@ -7,10 +7,11 @@ one order of collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeVar
+from types import coroutine
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -20,16 +21,22 @@ FAR_SECONDS = 0.02
 """The least round trip for which collectives overlap: see `Link.overlapping`."""
 
 T = TypeVar("T")
-Stages = Generator[None, None, T]
-"""Work that yields when it has sent messages, before it waits for those of other ranks. Meanwhile
-other work can send its own. Returns a T."""
+Job = Coroutine[Any, Any, T]
+"""Work that pauses (`sent`) when it has sent messages, before it waits for those of other ranks.
+Meanwhile other work can send its own. Returns a T."""
 
 
-def complete(stages: Stages[T]) -> T:
-    """Run ``stages`` to the end, and return their result."""
+@coroutine
+def sent() -> Generator[None, None, None]:
+    """Messages are on their way: let other work send its own."""
+    yield
+
+
+def complete(job: Job[T]) -> T:
+    """Run ``job`` to the end, and return its result."""
     while True:
         try:
-            next(stages)
+            job.send(None)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 
@@ -78,8 +85,9 @@ class Sent(NamedTuple):
     seconds: float
 
 
-class Staged(Protocol):
-    """Collectives as `Stages`: those of `Link` with the same names."""
+class AsyncLink(Protocol):
+    """The collectives of `Link`, to be awaited. While one waits for other ranks, those of other
+    messages can be under way, where the link can do that (`Link.overlapping`)."""
 
     @property
     def rank(self) -> int:
@@ -91,37 +99,58 @@ class Staged(Protocol):
         """As `Link.size`."""
         ...
 
-    def mean(self, x: Tensor) -> Stages[None]:
+    async def mean(self, x: Tensor) -> None:
         """As `Link.mean`."""
         ...
 
-    def all_gather(self, mine: Tensor, out: Tensor, *, parts: Parts | None = None) -> Stages[None]:
+    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+        """As `Link.reduce_scatter`."""
+        ...
+
+    async def all_gather(
+        self,
+        mine: Tensor,
+        out: Tensor,
+        owners: int | None = None,
+        parts: Parts | None = None,
+    ) -> None:
         """As `Link.all_gather`."""
         ...
 
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
+    async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         """As `Link.all_to_all`."""
         ...
 
+    async def broadcast(self, x: Tensor, root: int = 0) -> None:
+        """As `Link.broadcast`."""
+        ...
 
-class OneByOne:
-    """The collectives of ``link`` as stages that never yield: each is complete when it begins."""
+    async def swap(
+        self, x: Tensor, to: Sequence[int], source: Sequence[int]
+    ) -> Sequence[Tensor | None]:
+        """As `Link.swap`."""
+        ...
 
+    async def gather(self, x: Tensor) -> Tensor:
+        """As `Link.gather`."""
+        ...
+
+
+class _OneByOne:
     def __init__(self, link: Link) -> None:
         self._link = link
         self.rank, self.size = link.rank, link.size
 
-    def mean(self, x: Tensor) -> Stages[None]:
-        self._link.mean(x)
-        yield from ()
+    def __getattr__(self, name: str) -> Callable[..., Job[Any]]:
+        async def collective(*args: Any, **options: Any) -> Any:
+            return getattr(self._link, name)(*args, **options)
 
-    def all_gather(self, mine: Tensor, out: Tensor, *, parts: Parts | None = None) -> Stages[None]:
-        self._link.all_gather(mine, out, parts=parts)
-        yield from ()
+        return collective
 
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
-        self._link.all_to_all(x, out, parts)
-        yield from ()
+
+def one_by_one(link: Link) -> AsyncLink:
+    """The collectives of ``link``, which never pause: each is complete once it is awaited."""
+    return cast("AsyncLink", _OneByOne(link))
 
 
 class Link(Protocol):
@@ -158,10 +187,10 @@ class Link(Protocol):
         ...
 
     @property
-    def overlapping(self) -> Staged | None:
-        """The collectives as stages, of which several can be under way: where a round trip takes
-        long, several messages then share it. All ranks must take the stages in the same order. None
-        where round trips are short, or the link has no stages; the same on all ranks."""
+    def overlapping(self) -> AsyncLink | None:
+        """The collectives, of which several can be under way: where a round trip takes long,
+        several messages then share it. All ranks must resume them in the same order. None where
+        round trips are short, or the link cannot do it; the same on all ranks."""
         ...
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
@@ -252,6 +281,42 @@ class Link(Protocol):
         """Free what belongs to this link alone, such as its connections. To be called on all its
         ranks. A collective that is under way on another rank fails."""
         ...
+
+
+class Blocking:
+    """The collectives of a link, each made of one that is awaited."""
+
+    @property
+    def awaited(self) -> AsyncLink:
+        """Those, of which one at a time is under way."""
+        raise NotImplementedError
+
+    def mean(self, x: Tensor) -> None:
+        complete(self.awaited.mean(x))
+
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+        return complete(self.awaited.reduce_scatter(x, owners))
+
+    def all_gather(
+        self,
+        mine: Tensor,
+        out: Tensor,
+        owners: int | None = None,
+        parts: Parts | None = None,
+    ) -> None:
+        complete(self.awaited.all_gather(mine, out, owners, parts))
+
+    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        complete(self.awaited.all_to_all(x, out, parts))
+
+    def broadcast(self, x: Tensor, root: int = 0) -> None:
+        complete(self.awaited.broadcast(x, root))
+
+    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Sequence[Tensor | None]:
+        return complete(self.awaited.swap(x, to, source))
+
+    def gather(self, x: Tensor) -> Tensor:
+        return complete(self.awaited.gather(x))
 
 
 def hops(rank: int, size: int) -> list[int]:

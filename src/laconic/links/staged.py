@@ -18,22 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from laconic.device import Accelerator, Event, accelerator
-from laconic.links.link import (
-    Link,
-    OneByOne,
-    Parts,
-    Staged,
-    Stages,
-    arrivals,
-    complete,
-    hops,
-)
+from laconic.links.collectives import AsyncHostLink
+from laconic.links.link import AsyncLink, Blocking, Link, Parts, arrivals, hops, one_by_one
 from laconic.links.wrapped import Around
 
 PIECE_BYTES = 2**20
@@ -70,29 +62,11 @@ class HostMemory:
         return memory if memory.numel() >= size else self._kind.pinned(size)
 
 
-class HostStages(Staged, Protocol):
-    """Collectives on host memory as stages, with `Parts` in all of them."""
-
-    def mean(self, x: Tensor, parts: Parts | None = None) -> Stages[None]:
-        """As `HostLink.mean`."""
-        ...
-
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> Stages[None]:
-        """As `Link.all_gather`."""
-        ...
-
-
 class HostLink(Link, Protocol):
     """A link for CPU tensors, with `Parts` in all collectives of long messages."""
 
     @property
-    def overlapping(self) -> HostStages | None:
+    def overlapping(self) -> AsyncHostLink | None:
         """As `Link.overlapping`."""
         ...
 
@@ -112,29 +86,7 @@ class HostLink(Link, Protocol):
         ...
 
 
-class _AtOnce(OneByOne):
-    """The collectives of ``link`` as stages that never yield."""
-
-    def __init__(self, link: HostLink) -> None:
-        super().__init__(link)
-        self._host = link
-
-    def mean(self, x: Tensor, parts: Parts | None = None) -> Stages[None]:
-        self._host.mean(x, parts)
-        yield from ()
-
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> Stages[None]:
-        self._host.all_gather(mine, out, owners, parts)
-        yield from ()
-
-
-class StagedLink(Around):
+class StagedLink(Blocking, Around):
     """Collectives on tensors of ``device`` over ``link``. Those on CPU tensors are made on ``link``
     itself."""
 
@@ -144,23 +96,28 @@ class StagedLink(Around):
         assert kind is not None, "CPU tensors need no staging"
         self.device = device
         self._kind = kind
-        self._memory = HostMemory(kind, device)
-        self._host, self._inner = link, _AtOnce(link)
+        self.memory = HostMemory(kind, device)
+        self._host = link
 
     @property
-    def overlapping(self) -> StagedStages | None:
-        stages = self._host.overlapping
-        return None if stages is None else StagedStages(self, stages)
+    def overlapping(self) -> AsyncLink | None:
+        inner = self._host.overlapping
+        return None if inner is None else _AsyncStaged(self, inner)
+
+    @property
+    def awaited(self) -> AsyncLink:
+        return _AsyncStaged(self, cast("AsyncHostLink", one_by_one(self._host)))
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         return StagedLink(self._host.split(sets), self.device)
 
     # -- copies ----
 
-    def _staged(self, x: Tensor) -> bool:
+    def staged(self, x: Tensor) -> bool:
+        """Whether ``x`` travels by way of host memory."""
         return x.device.type == self.device.type
 
-    def _parts(
+    def parts(
         self,
         row: int,
         dtype: torch.dtype,
@@ -181,7 +138,7 @@ class StagedLink(Around):
             source, host, order = sends
             for part in parts:
                 for r in order:
-                    copied[r, part.start] = self._copy(source[r, part], host[r, part])
+                    copied[r, part.start] = self.copy(source[r, part], host[r, part])
 
         def fill(r: int, part: slice) -> None:
             if (r, part.start) in copied:
@@ -189,62 +146,68 @@ class StagedLink(Around):
 
         def use(r: int, part: slice) -> None:
             if brings is not None and r in brings[2]:
-                self._copy(brings[0][r, part], brings[1][r, part])
+                self.copy(brings[0][r, part], brings[1][r, part])
 
         return Parts(parts.ends, fill, use)
 
-    def _copy(self, source: Tensor, to: Tensor) -> Event:
+    def copy(self, source: Tensor, to: Tensor) -> Event:
         """Queue a copy between the device and the host, and return the point after it."""
         to.copy_(source, non_blocking=True)
         return self._kind.current_stream(self.device).record_event()
 
     @contextmanager
-    def _copied(self, x: Tensor) -> Iterator[Tensor]:
+    def copied(self, x: Tensor) -> Iterator[Tensor]:
         """A copy of ``x`` in host memory."""
-        with self._memory.borrow(x.numel(), x.dtype) as host:
-            self._copy(x.reshape(-1), host).synchronize()
+        with self.memory.borrow(x.numel(), x.dtype) as host:
+            self.copy(x.reshape(-1), host).synchronize()
             yield host.view(x.shape)
 
-    # -- collectives ----
 
-    def mean(self, x: Tensor) -> None:
-        complete(self.mean_over(self._inner, x))
+class _AsyncStaged:
+    """The collectives of ``link``, by those of ``inner`` on host memory."""
 
-    def all_gather(
+    def __init__(self, link: StagedLink, inner: AsyncHostLink) -> None:
+        self._link, self._inner = link, inner
+        self.rank, self.size = link.rank, link.size
+
+    async def mean(self, x: Tensor) -> None:
+        if not self._link.staged(x):
+            await self._inner.mean(x)
+            return
+        cut = x.numel() % self.size == 0
+        order = hops(self.rank, self.size) if cut else [0]
+        with self._link.memory.borrow(x.numel(), x.dtype) as host:
+            rows, copies = x.view(len(order), -1), host.view(len(order), -1)
+            there, back = (rows, copies, order), (copies, rows, order)
+            await self._inner.mean(host, self._link.parts(rows.shape[1], x.dtype, there, back))
+
+    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+        link = self._link
+        if not link.staged(x):
+            return await self._inner.reduce_scatter(x, owners)
+        rows = x.view(owners or self.size, -1)
+        with link.memory.borrow(x.numel(), x.dtype) as host:
+            order = [r for r in hops(self.rank, self.size) if r < len(rows)]
+            there = rows, host.view(rows.shape), order
+            parts = link.parts(rows.shape[1], x.dtype, there)
+            mean = await self._inner.reduce_scatter(host, owners, parts)
+            if not mean.numel():
+                return x[:0]
+            if mean.dtype != x.dtype:
+                return mean.to(link.device)  # it waits: this memory is not pinned
+            own = rows[self.rank]
+            link.copy(mean, own)
+            return own
+
+    async def all_gather(
         self,
         mine: Tensor,
         out: Tensor,
         owners: int | None = None,
         parts: Parts | None = None,
     ) -> None:
-        complete(self.all_gather_over(self._inner, mine, out, owners, parts))
-
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        complete(self.all_to_all_over(self._inner, x, out, parts))
-
-    def mean_over(self, inner: HostStages, x: Tensor) -> Stages[None]:
-        """`mean` by the collectives ``inner``."""
-        if not self._staged(x):
-            yield from inner.mean(x)
-            return
-        cut = x.numel() % self.size == 0
-        order = hops(self.rank, self.size) if cut else [0]
-        with self._memory.borrow(x.numel(), x.dtype) as host:
-            rows, copies = x.view(len(order), -1), host.view(len(order), -1)
-            there, back = (rows, copies, order), (copies, rows, order)
-            yield from inner.mean(host, self._parts(rows.shape[1], x.dtype, there, back))
-
-    def all_gather_over(
-        self,
-        inner: HostStages,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> Stages[None]:
-        """`all_gather` by the collectives ``inner``."""
-        if not self._staged(out):
-            yield from inner.all_gather(mine, out, owners, parts)
+        if not self._link.staged(out):
+            await self._inner.all_gather(mine, out, owners, parts)
             return
         rows = out.view(owners or self.size, -1)
         order = [r for r in arrivals(self.rank, self.size) if r < len(rows)]
@@ -253,96 +216,59 @@ class StagedLink(Around):
         own = [self.rank] if self.rank in order else []
         if own and mine.data_ptr() != rows[self.rank].data_ptr():
             rows[self.rank].copy_(mine)
-        with self._memory.borrow(out.numel(), out.dtype) as host:
+        with self._link.memory.borrow(out.numel(), out.dtype) as host:
             copies = host.view(rows.shape)
             # this rank's own row comes back, too: what counts is what a link brings
             there, back = (rows, copies, own), (copies, rows, order)
-            pieces = self._parts(rows.shape[1], out.dtype, there, back)
-            yield from inner.all_gather(
-                copies[self.rank] if own else host[:0], host, owners, pieces
-            )
+            pieces = self._link.parts(rows.shape[1], out.dtype, there, back)
+            first = copies[self.rank] if own else host[:0]
+            await self._inner.all_gather(first, host, owners, pieces)
         if parts is not None:
             parts.use_all(order)
 
-    def all_to_all_over(
-        self, inner: HostStages, x: Tensor, out: Tensor, parts: Parts | None = None
-    ) -> Stages[None]:
-        """`all_to_all` by the collectives ``inner``."""
-        if not self._staged(x):
-            yield from inner.all_to_all(x, out, parts)
+    async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        link = self._link
+        if not link.staged(x):
+            await self._inner.all_to_all(x, out, parts)
             return
         if parts is not None:
             parts.fill_all(hops(self.rank, self.size))
         out[self.rank].copy_(x[self.rank])
         others = hops(self.rank, self.size)[:-1]
         with (
-            self._memory.borrow(x.numel(), x.dtype) as sent,
-            self._memory.borrow(x.numel(), x.dtype) as came,
+            link.memory.borrow(x.numel(), x.dtype) as sent,
+            link.memory.borrow(x.numel(), x.dtype) as came,
         ):
             there = x, sent.view(x.shape), others
             back = came.view(x.shape), out, others
-            pieces = self._parts(x.shape[1], x.dtype, there, back)
-            yield from inner.all_to_all(there[1], back[0], pieces)
+            pieces = link.parts(x.shape[1], x.dtype, there, back)
+            await self._inner.all_to_all(there[1], back[0], pieces)
         if parts is not None:
             parts.use_all(arrivals(self.rank, self.size))
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
-        if not self._staged(x):
-            return self.link.reduce_scatter(x, owners)
-        rows = x.view(owners or self.size, -1)
-        with self._memory.borrow(x.numel(), x.dtype) as host:
-            order = [r for r in hops(self.rank, self.size) if r < len(rows)]
-            there = rows, host.view(rows.shape), order
-            mean = self._host.reduce_scatter(
-                host, owners, self._parts(rows.shape[1], x.dtype, there)
-            )
-            if not mean.numel():
-                return x[:0]
-            if mean.dtype != x.dtype:
-                return mean.to(self.device)  # it waits: this memory is not pinned
-            own = rows[self.rank]
-            self._copy(mean, own)
-            return own
-
-    def broadcast(self, x: Tensor, root: int = 0) -> None:
-        if not self._staged(x):
-            self.link.broadcast(x, root)
-            return
-        if self.rank == root:
-            with self._copied(x) as host:
-                self.link.broadcast(host, root)
+    async def broadcast(self, x: Tensor, root: int = 0) -> None:
+        link = self._link
+        if not link.staged(x):
+            await self._inner.broadcast(x, root)
+        elif self.rank == root:
+            with link.copied(x) as host:
+                await self._inner.broadcast(host, root)
         else:
-            with self._memory.borrow(x.numel(), x.dtype) as host:
-                self.link.broadcast(host, root)
-                self._copy(host, x.view(-1))
+            with link.memory.borrow(x.numel(), x.dtype) as host:
+                await self._inner.broadcast(host, root)
+                link.copy(host, x.view(-1))
 
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Sequence[Tensor | None]:
-        if not self._staged(x):
-            return self.link.swap(x, to, source)
-        with self._copied(x) as host:
-            pieces = self.link.swap(host, to, source)
-            return [None if piece is None else piece.to(self.device) for piece in pieces]
+    async def swap(
+        self, x: Tensor, to: Sequence[int], source: Sequence[int]
+    ) -> Sequence[Tensor | None]:
+        if not self._link.staged(x):
+            return await self._inner.swap(x, to, source)
+        with self._link.copied(x) as host:
+            pieces = await self._inner.swap(host, to, source)
+            return [None if piece is None else piece.to(self._link.device) for piece in pieces]
 
-    def gather(self, x: Tensor) -> Tensor:
-        if not self._staged(x):
-            return self.link.gather(x)
-        with self._copied(x) as host:
-            return self.link.gather(host).to(self.device)
-
-
-class StagedStages:
-    """The collectives of ``link`` as stages, of which several can be under way, by ``stages`` of
-    the link that it is made of."""
-
-    def __init__(self, link: StagedLink, stages: HostStages) -> None:
-        self._link, self._stages = link, stages
-        self.rank, self.size = link.rank, link.size
-
-    def mean(self, x: Tensor) -> Stages[None]:
-        return self._link.mean_over(self._stages, x)
-
-    def all_gather(self, mine: Tensor, out: Tensor, *, parts: Parts | None = None) -> Stages[None]:
-        return self._link.all_gather_over(self._stages, mine, out, parts=parts)
-
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
-        return self._link.all_to_all_over(self._stages, x, out, parts)
+    async def gather(self, x: Tensor) -> Tensor:
+        if not self._link.staged(x):
+            return await self._inner.gather(x)
+        with self._link.copied(x) as host:
+            return (await self._inner.gather(host)).to(self._link.device)

@@ -14,7 +14,7 @@ from laconic.errors import LinkError
 from laconic.links import tls
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
-from laconic.links.collectives import Collectives, Overlapping
+from laconic.links.collectives import AsyncHostLink, Collectives
 from laconic.links.link import FAR_SECONDS
 from laconic.links.texts import exchange_texts
 from laconic.links.wire import Wire
@@ -116,8 +116,8 @@ class TcpLink(Collectives):
         return link
 
     @property
-    def overlapping(self) -> Overlapping | None:
-        return Overlapping(self) if self.far else None
+    def overlapping(self) -> AsyncHostLink | None:
+        return self.overlapped if self.far else None
 
     def split(self, sets: Sequence[Sequence[int]]) -> TcpLink:
         members = next(ranks for ranks in sets if self.rank in ranks)

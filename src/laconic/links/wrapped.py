@@ -3,8 +3,9 @@ collective, which receives the collective's cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import coroutine
 from typing import ClassVar
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from laconic.links import cost
 from laconic.links.calls import Call
 from laconic.links.cost import Cost
-from laconic.links.link import Link, Parts, Sent, Staged, Stages
+from laconic.links.link import AsyncLink, Blocking, Job, Link, Parts, Sent, T, one_by_one
 from laconic.links.quorum.port import Port, no_quorum
 
 
@@ -72,7 +73,7 @@ class Around:
         self.link.close()
 
 
-class Wrapped(Around):
+class Wrapped(Blocking, Around):
     """``link``, with `around` around every collective."""
 
     overlaps: ClassVar[bool] = False
@@ -92,33 +93,45 @@ class Wrapped(Around):
         """``port``, wrapped as this link is. Raises ``ValueError`` if this link cannot do so."""
         raise no_quorum(self)
 
-    def _around(self, collective: str, amount: Cost) -> AbstractContextManager[None]:
-        """For a collective that brings a rank as much as it sends, as most do."""
-        return self.around(collective, amount, amount.bytes)
+    @property
+    def overlapping(self) -> AsyncLink | None:
+        inner = self.link.overlapping if self.overlaps else None
+        return None if inner is None else _WrappedAsync(inner, self)
 
     @property
-    def overlapping(self) -> Staged | None:
-        stages = self.link.overlapping if self.overlaps else None
-        return None if stages is None else _WrappedStages(stages, self)
+    def awaited(self) -> AsyncLink:
+        return _WrappedAsync(one_by_one(self.link), self)
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         sent = super().begin_call(call, wait=wait)
         if sent:
-            with self._around("agree", cost.gather(8, self.size)):  # the call's id
+            amount = cost.gather(8, self.size)  # the call's id
+            with self.around("agree", amount, amount.bytes):
                 pass
         return sent
 
-    def mean(self, x: Tensor) -> None:
+    def split(self, sets: Sequence[Sequence[int]]) -> Link:
+        return self.like(self.link.split(sets))
+
+
+class _WrappedAsync:
+    """The collectives of ``inner``, with the `Wrapped.around` of ``wrapped`` around each of their
+    stages."""
+
+    def __init__(self, inner: AsyncLink, wrapped: Wrapped) -> None:
+        self._inner, self._wrapped = inner, wrapped
+        self.rank, self.size = inner.rank, inner.size
+
+    async def mean(self, x: Tensor) -> None:
         amount = cost.mean(size_of(x), self.size, x.numel() % self.size == 0)
-        with self._around("mean", amount):
-            self.link.mean(x)
+        await self._around("mean", amount, amount.bytes, self._inner.mean(x))
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         sends, brings = self._to_and_from(size_of(x), owners)
-        with self.around("reduce_scatter", sends, brings.bytes):
-            return self.link.reduce_scatter(x, owners)
+        job = self._inner.reduce_scatter(x, owners)
+        return await self._around("reduce_scatter", sends, brings.bytes, job)
 
-    def all_gather(
+    async def all_gather(
         self,
         mine: Tensor,
         out: Tensor,
@@ -126,12 +139,13 @@ class Wrapped(Around):
         parts: Parts | None = None,
     ) -> None:
         brings, sends = self._to_and_from(size_of(out), owners)
-        with self.around("all_gather", sends, brings.bytes):
-            self.link.all_gather(mine, out, owners, parts)
+        job = self._inner.all_gather(mine, out, owners, parts)
+        await self._around("all_gather", sends, brings.bytes, job)
 
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        with self._around("all_to_all", cost.all_to_all(size_of(x), self.size)):
-            self.link.all_to_all(x, out, parts)
+    async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        amount = cost.all_to_all(size_of(x), self.size)
+        job = self._inner.all_to_all(x, out, parts)
+        await self._around("all_to_all", amount, amount.bytes, job)
 
     def _to_and_from(self, size: int, owners: int | None) -> tuple[Cost, Cost]:
         """What this rank sends to the owners of slices, and what it sends as an owner. A rank
@@ -139,47 +153,30 @@ class Wrapped(Around):
         at = size, self.size, owners, self.rank
         return cost.reduce_scatter(*at), cost.all_gather(*at)
 
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Sequence[Tensor | None]:
-        amount = cost.swap(size_of(x), len(to))
-        with self.around("swap", amount, size_of(x) * len(source)):
-            return self.link.swap(x, to, source)
+    async def swap(
+        self, x: Tensor, to: Sequence[int], source: Sequence[int]
+    ) -> Sequence[Tensor | None]:
+        received = size_of(x) * len(source)
+        job = self._inner.swap(x, to, source)
+        return await self._around("swap", cost.swap(size_of(x), len(to)), received, job)
 
-    def broadcast(self, x: Tensor, root: int = 0) -> None:
-        with self._around("broadcast", cost.broadcast(size_of(x), self.size)):
-            self.link.broadcast(x, root)
+    async def broadcast(self, x: Tensor, root: int = 0) -> None:
+        amount = cost.broadcast(size_of(x), self.size)
+        await self._around("broadcast", amount, amount.bytes, self._inner.broadcast(x, root))
 
-    def gather(self, x: Tensor) -> Tensor:
-        with self._around("gather", cost.gather(size_of(x), self.size)):
-            return self.link.gather(x)
+    async def gather(self, x: Tensor) -> Tensor:
+        amount = cost.gather(size_of(x), self.size)
+        return await self._around("gather", amount, amount.bytes, self._inner.gather(x))
 
-    def split(self, sets: Sequence[Sequence[int]]) -> Link:
-        return self.like(self.link.split(sets))
-
-
-class _WrappedStages:
-    """``stages``, with the `around` of ``wrapped`` around each of them."""
-
-    def __init__(self, stages: Staged, wrapped: Wrapped) -> None:
-        self._stages, self._wrapped = stages, wrapped
-        self.rank, self.size = stages.rank, stages.size
-
-    def mean(self, x: Tensor) -> Stages[None]:
-        amount = cost.mean(size_of(x), self.size, x.numel() % self.size == 0)
-        return self._around("mean", amount, self._stages.mean(x))
-
-    def all_gather(self, mine: Tensor, out: Tensor, *, parts: Parts | None = None) -> Stages[None]:
-        amount = cost.all_gather(size_of(out), self.size)
-        return self._around("all_gather", amount, self._stages.all_gather(mine, out, parts=parts))
-
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
-        amount = cost.all_to_all(size_of(x), self.size)
-        return self._around("all_to_all", amount, self._stages.all_to_all(x, out, parts))
-
-    def _around(self, collective: str, amount: Cost, stages: Stages[None]) -> Stages[None]:
+    @coroutine
+    def _around(
+        self, collective: str, amount: Cost, received: int, job: Job[T]
+    ) -> Generator[None, None, T]:
         while True:
-            with self._wrapped.around(collective, amount, amount.bytes):
-                ended = next(stages, stages) is stages
-            if ended:
-                return
-            amount = Cost(0, 0)
+            with self._wrapped.around(collective, amount, received):
+                try:
+                    job.send(None)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+            amount, received = Cost(0, 0), 0
             yield

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from laconic.advisor.plan.cluster import Cluster
 from laconic.algorithms.compile import replicated
-from laconic.algorithms.exchange import Gossip, Scored, in_stages
+from laconic.algorithms.exchange import Gossip, Scored
+from laconic.algorithms.exchanges.coded import CodedMean
+from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.exchanges.push import Push
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.buckets import BUCKET_BYTES
@@ -141,7 +143,8 @@ class Rounds:
         connections = max(round(sent / size), 1) if gossip else facts.workers - 1
         whole, buffered = sending * rate, min(BUFFER * connections / sent, 1.0)
         stages = min(max(messages, 1), MOST_STAGES)
-        return Transfers(whole / rates, whole / receives, buffered, stages, in_stages(r.exchange))
+        forwards = isinstance(r.exchange, (Mean, CodedMean))
+        return Transfers(whole / rates, whole / receives, buffered, stages, forwards)
 
     def _messages(self, r: AnyRound, facts: Facts, load: Load) -> int:
         """Return how many messages of a round follow one another."""

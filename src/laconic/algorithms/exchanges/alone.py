@@ -8,7 +8,7 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.update import Clock, State
-from laconic.links.link import Link
+from laconic.links.link import AsyncLink
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Alone(Exchange):
 
     communicates = False
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         result = combine(message)
         return Arrival(message if result is message else message.copy_(result))

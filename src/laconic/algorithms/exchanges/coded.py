@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.algorithms.exchange import Arrival, Combine, Exchange, StagedExchange
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.exchanges.coding import (
     NOT_FINITE,
     Coded,
@@ -44,11 +44,11 @@ from laconic.buckets import mean_in_rank_order, state_dtype
 from laconic.codecs import Codec, codec_of
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.link import Link, OneByOne, Staged, Stages, complete
+from laconic.links.link import AsyncLink
 
 
 @dataclass(frozen=True)
-class CodedMean(SlicedMean, StagedExchange):
+class CodedMean(SlicedMean):
     """The mean with codes in both directions. All workers hold the same bits afterward.
 
     1. Slices are coded and exchanged by an all-to-all.
@@ -89,10 +89,10 @@ class CodedMean(SlicedMean, StagedExchange):
         size = self.codec.nbytes(length)
         return cost.all_to_all(size, n) + cost.all_gather(size, n)
 
-    def stages(
-        self, link: Staged, message: Tensor, combine: Combine, clock: Clock, state: State
-    ) -> Stages[Arrival]:
-        residual, mean = yield from self.reduce_scatter(link, message, clock, state)
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        residual, mean = await self.reduce_scatter(link, message, clock, state)
         n, rank, each = link.size, link.rank, mean.numel()
         own = slice(rank * each, (rank + 1) * each)
         if self.feedback:
@@ -120,7 +120,7 @@ class CodedMean(SlicedMean, StagedExchange):
                 state["lag"].copy_(w)  # o <- w - p
 
         if not self.relative or len(split.ends) == 1:
-            yield from link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill))
+            await link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill))
             raise_if_nonfinite(rows[:, split.end], failure)
             save_residuals()
             if self.relative:
@@ -145,7 +145,7 @@ class CodedMean(SlicedMean, StagedExchange):
             add_decoded(self.codec, rows[r, part], state["reference"][at])
 
         try:
-            yield from link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill, use))
+            await link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill, use))
             raise_if_nonfinite(rows[:, split.end], failure)
             for r, part, elements in suspects:
                 add(r, part, elements)
@@ -174,15 +174,15 @@ class GatheredMean(Coded):
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
         return cost.gather(self.codec.nbytes(length), n)
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         length = len(message)
         residual = message.to(state_dtype(message.dtype)).contiguous()
         payload = torch.empty(self.codec.nbytes(length), dtype=torch.uint8, device=residual.device)
         less, plus = state.get("reference"), self._residual(state, slice(None))
         failure = self.code(residual, generator_for(clock, residual.device), less, plus, payload)
-        rows = link.gather(payload)
+        rows = await link.gather(payload)
         raise_if_nonfinite(rows, failure)
         mean = mean_in_rank_order(
             (self.codec.decode(row, length).to(residual.dtype) for row in rows), reuse=True
@@ -238,14 +238,14 @@ class ReplicatedMean(SlicedMean):
         size = n * self.codec.nbytes(each)
         return cost.all_to_all(size, n) + cost.all_gather(size, n)
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         n, rank, length = link.size, link.rank, message.numel()
         padding = -length % self.multiple(n)
         padded = {name: _padded(t, padding) for name, t in state.items() if name != "lag"}
         v = torch.cat([message, message.new_zeros(padding)])  # always a copy: it is overwritten
-        residual, w = complete(self.reduce_scatter(OneByOne(link), v, clock, padded))
+        residual, w = await self.reduce_scatter(link, v, clock, padded)
         each = w.numel()
         own = slice(rank * each, (rank + 1) * each)
         mine = slice(own.start, max(min(own.stop, length), own.start))
@@ -263,7 +263,7 @@ class ReplicatedMean(SlicedMean):
             else:
                 failure = self.code(w[elements], generator, None, None, rows[rank, part])
 
-        link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill))
+        await link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill))
         raise_if_nonfinite(rows[:, split.end], failure)
         mean = self.codec.decode(rows.view(-1), n * each)[:length].to(residual.dtype)
         if self.feedback:

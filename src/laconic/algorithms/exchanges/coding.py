@@ -20,7 +20,7 @@ from laconic.buckets import state_dtype
 from laconic.codecs import Codec
 from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_bool, check_float
-from laconic.links.link import Parts, Staged, Stages, hops
+from laconic.links.link import AsyncLink, Parts, hops
 
 NOT_FINITE = 255
 """Marks a message that its codec could not encode. The sender fills the last part of every row with
@@ -126,9 +126,9 @@ class SlicedMean(Coded):
         grain = self.codec.grain
         return _Split.of(grain, self.codec.nbytes(grain), length // grain, least)
 
-    def reduce_scatter(
-        self, link: Staged, message: Tensor, clock: Clock, state: State
-    ) -> Stages[tuple[Tensor, Tensor]]:
+    async def reduce_scatter(
+        self, link: AsyncLink, message: Tensor, clock: Clock, state: State
+    ) -> tuple[Tensor, Tensor]:
         """Return v - q, and the mean of the codes received for this rank's slice."""
         n, order = link.size, hops(link.rank, link.size)
         residual = message.to(state_dtype(message.dtype)).contiguous()
@@ -173,7 +173,7 @@ class SlicedMean(Coded):
                 else:
                     self.codec.decode_mean(rows[:, part], mean[elements])
 
-        yield from link.all_to_all(payload, rows, split.parts(fill, use))
+        await link.all_to_all(payload, rows, split.parts(fill, use))
         raise_if_nonfinite(rows[:, split.end], failure)
         for part, elements in suspects:
             self.codec.decode_mean(rows[:, part], mean[elements])

@@ -32,7 +32,7 @@ from laconic.codecs.topk import INDEX_BITS, index_bytes, unpack_indices
 from laconic.errors import NotFiniteError, check_float, check_int
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.link import Link
+from laconic.links.link import AsyncLink
 
 BySize = dict[int, Tensor]
 """Coefficients, (tiles, elements of a tile), by tile size. Tiles of one size are coded together."""
@@ -93,8 +93,8 @@ class FastComponents(Exchange):
         tilings = [Tiling.of(shape, self.chunk) for shape in self.shapes]
         return cost.gather(sum(t.count * self._codec(t.size).nbytes(t.size) for t in tilings), n)
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         tilings = [Tiling.of(shape, self.chunk) for shape in self.shapes]
         e = message.to(state_dtype(message.dtype)).add_(state["momentum"], alpha=self.decay)
@@ -104,7 +104,7 @@ class FastComponents(Exchange):
             coefficients.setdefault(t.size, []).append(t.forward(x))
         joined = {size: torch.cat(c) for size, c in coefficients.items()}
         payload = torch.cat([self._encode(c) for c in joined.values()])
-        rows = link.gather(payload)
+        rows = await link.gather(payload)
         counts = {size: len(c) for size, c in joined.items()}
         mean = self._mean(rows, counts, e.dtype)
         if not _finite(mean):

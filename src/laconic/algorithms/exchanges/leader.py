@@ -12,7 +12,7 @@ from laconic.algorithms.scores import elect
 from laconic.algorithms.update import Clock, State
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.link import Link
+from laconic.links.link import AsyncLink
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Leader(Exchange):
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
         return cost.gather(16, n) + cost.broadcast(length * itemsize, n)
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
-        leader = elect(link.gather(torch.tensor(clock.score, dtype=torch.float64)))
-        link.broadcast(message, leader)
+        leader = elect(await link.gather(torch.tensor(clock.score, dtype=torch.float64)))
+        await link.broadcast(message, leader)
         return Arrival(message)

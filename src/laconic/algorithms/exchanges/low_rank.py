@@ -31,7 +31,6 @@ from laconic.algorithms.exchange import (
     Collect,
     Combine,
     Exchange,
-    StagedExchange,
 )
 from laconic.algorithms.exchanges.coded import CodedMean
 from laconic.algorithms.exchanges.mean import Mean
@@ -41,7 +40,7 @@ from laconic.codecs import Codec
 from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_int
 from laconic.links.cost import Cost
-from laconic.links.link import Staged, Stages
+from laconic.links.link import AsyncLink
 
 SEED = 1905_13727
 """Seed of the first Q, which is the same on all workers."""
@@ -61,7 +60,7 @@ class _Matrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LowRank(StagedExchange):
+class LowRank(Exchange):
     """PowerSGD's mean of gradients, or of other messages that do not depend on earlier ones.
 
     ``rank`` is r, at least 1. A matrix of m by k elements is sent as r*(m + k) numbers. If that is
@@ -103,7 +102,7 @@ class LowRank(StagedExchange):
         return 1
 
     @property
-    def _mean(self) -> StagedExchange:
+    def _mean(self) -> Exchange:
         """Return the exchange that averages P and Q. Its state, if any, lasts for one round."""
         return Mean() if self.codec is None else CodedMean(self.codec, relative=False)
 
@@ -131,9 +130,9 @@ class LowRank(StagedExchange):
         basis = torch.randn(columns, self.rank, generator=generator)
         return {"residual": torch.zeros_like(x), "basis": basis.to(x.device, x.dtype)}
 
-    def stages(
-        self, link: Staged, message: Tensor, combine: Combine, clock: Clock, state: State
-    ) -> Stages[Arrival]:
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
         low, dense = self._matrices()
         total = message.to(state_dtype(message.dtype)).add_(state["residual"])
         starts = torch.split(state["basis"], [m.columns for m in low])
@@ -141,11 +140,11 @@ class LowRank(StagedExchange):
         with full():
             matrices = [m.of(total) for m in low]
             left = [m @ orthonormal(q) for m, q in zip(matrices, starts, strict=True)]
-        first = yield from self._average(link, [*left, *(m.of(total) for m in dense)], clock)
+        first = await self._average(link, [*left, *(m.of(total) for m in dense)], clock)
         with full():
             left = [orthonormal(p) for p, _ in first[: len(low)]]  # P
             right = [m.mH @ p for m, p in zip(matrices, left, strict=True)]
-        second = yield from self._average(link, right, replace(clock, bucket=-2 - clock.bucket))
+        second = await self._average(link, right, replace(clock, bucket=-2 - clock.bucket))
         with full():
             for m, p, (q, own) in zip(low, left, second, strict=True):
                 torch.sub(m.of(total), p @ own.mH, out=m.of(state["residual"]))
@@ -157,9 +156,9 @@ class LowRank(StagedExchange):
             state["basis"].copy_(torch.cat([q for q, _ in second]))
         return Arrival(combine(message))
 
-    def _average(
-        self, link: Staged, tensors: Sequence[Tensor], clock: Clock
-    ) -> Stages[list[tuple[Tensor, Tensor]]]:
+    async def _average(
+        self, link: AsyncLink, tensors: Sequence[Tensor], clock: Clock
+    ) -> list[tuple[Tensor, Tensor]]:
         """Average ``tensors`` over the ranks in one all-reduce.
 
         Return for each tensor the mean, and this rank's contribution after coding. Raises on all
@@ -172,7 +171,7 @@ class LowRank(StagedExchange):
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % exchange.multiple(n)))
         owned = exchange.region(link, len(padded))
         state = exchange.init(torch.zeros_like(padded), owned) if exchange.slots else {}
-        arrival = yield from exchange.stages(link, padded.clone(), lambda x: x, clock, state)
+        arrival = await exchange.run(link, padded.clone(), lambda x: x, clock, state)
         mean = arrival.flat
         if not bool(mean.isfinite().all()):
             raise NotFiniteError("some ranks had NaN, infinite, or too large values to send")

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from laconic.algorithms.exchange import Arrival, Combine, Exchange, StagedExchange
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.update import Clock, State
 from laconic.errors import check_int
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.link import Link, Staged, Stages
+from laconic.links.link import AsyncLink
 
 
 @dataclass(frozen=True)
-class Mean(StagedExchange):
+class Mean(Exchange):
     """All-reduce, after which every worker combines everything. Sends 2(n-1)/n of the message."""
 
     agrees = True
@@ -30,10 +30,10 @@ class Mean(StagedExchange):
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
         return cost.mean(length * itemsize, n, length % n == 0)
 
-    def stages(
-        self, link: Staged, message: Tensor, combine: Combine, clock: Clock, state: State
-    ) -> Stages[Arrival]:
-        yield from link.mean(message)
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        await link.mean(message)
         result = combine(message)
         return Arrival(message if result is message else message.copy_(result))
 
@@ -73,10 +73,10 @@ class ShardedMean(Exchange):
         at = length * itemsize, n, self.owners(n), n - 1  # with shards set, most ranks own nothing
         return cost.reduce_scatter(*at) + cost.all_gather(*at)
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         owners = self.owners(link.size)
-        result = combine(link.reduce_scatter(message, owners))
-        link.all_gather(result, message, owners)
+        result = combine(await link.reduce_scatter(message, owners))
+        await link.all_gather(result, message, owners)
         return Arrival(message)

@@ -13,7 +13,7 @@ from laconic.algorithms.update import Clock, State
 from laconic.buckets import state_dtype
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.link import Link
+from laconic.links.link import AsyncLink
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Push(Exchange):
         peers = max(len(self.graph.out_peers(rank, n, 0, 0)) for rank in range(n))
         return cost.swap(length * itemsize, peers)
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         at = link.size, clock.executed, clock.seed
         sources, peers = self.graph.in_peers(link.rank, *at), self.graph.out_peers(link.rank, *at)
@@ -57,7 +57,7 @@ class Push(Exchange):
             elif share != 1:
                 message = message * share
             parcel = _with_weight(message, clock.weight * share)
-        parcels = link.swap(parcel, peers, sources)
+        parcels = await link.swap(parcel, peers, sources)
         for source, received in zip(sources, parcels, strict=True):
             if received is None:  # that worker is lost, with what it had
                 continue

@@ -25,7 +25,7 @@ from laconic.codecs import CODECS, Codec, Int8
 from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_choice, check_float, check_int
 from laconic.links.cost import Cost
-from laconic.links.link import Link
+from laconic.links.link import AsyncLink
 from laconic.links.quorum.port import Result
 
 Pace = Literal["equal", "own"]
@@ -107,8 +107,8 @@ class QuorumMean(Exchange):
         """See `Rebase`."""
         state["base"].copy_(x)
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         raise AssertionError("rounds with a quorum run by laconic.engine.quorum_rounds")
 

@@ -31,7 +31,7 @@ from laconic.codecs import CODECS, Codec
 from laconic.errors import NotFiniteError
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.link import Link
+from laconic.links.link import AsyncLink
 
 LENGTH_BYTES = 4
 """Lengths are sent in float32 or wider."""
@@ -128,8 +128,8 @@ class RadialMean(Exchange):
         lengths = cost.mean(count * max(itemsize, LENGTH_BYTES), n, count % n == 0)
         return self._mean.cost(length, itemsize, n) + lengths
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         directions = message.to(state_dtype(message.dtype), copy=True)
         if self.relative:
@@ -137,12 +137,13 @@ class RadialMean(Exchange):
         lengths = normalize(directions, self.shapes)  # u_i remains
         own = bool(lengths.isfinite().all())
         if len(lengths):
-            link.mean(lengths)
+            await link.mean(lengths)
         if not bool(lengths.isfinite().all()):  # on all ranks
-            raise_not_finite(link, own)
+            await raise_not_finite(link, own)
         inner = {name: t for name, t in state.items() if name != "reference"}
         u = directions.to(message.dtype) if self.codec is None else directions
-        mean = self._mean.run(link, u, lambda x: x, clock, inner).flat.to(directions.dtype)
+        arrival = await self._mean.run(link, u, lambda x: x, clock, inner)
+        mean = arrival.flat.to(directions.dtype)
         stretch(mean, self.shapes, lengths)  # D
         if not self.relative:
             return Arrival(combine(mean).clone())
@@ -156,10 +157,10 @@ def fine(codec: Codec) -> bool:
     return not codec.gathered and 8 * codec.nbytes(codec.grain) >= LEAST_BITS * codec.grain
 
 
-def raise_not_finite(link: Link, finite: bool) -> NoReturn:
+async def raise_not_finite(link: AsyncLink, finite: bool) -> NoReturn:
     """Raise the same error on every rank. ``finite``: whether the values of this one are."""
-    failed = link.gather(torch.tensor([float(not finite)])).flatten()
-    ranks = [rank for rank, one in enumerate(failed.tolist()) if one]
+    failed = await link.gather(torch.tensor([float(not finite)]))
+    ranks = [rank for rank, one in enumerate(failed.flatten().tolist()) if one]
     whose = f"ranks {ranks} had" if ranks else "the mean has"
     raise NotFiniteError(f"{whose} NaN, infinite, or too large values to send")
 
