@@ -38,7 +38,7 @@ from laconic.advisor.choices import steps_of
 from laconic.algorithms.parse import parse_recipe
 from laconic.lab.race.wording import network
 from laconic.links import cost
-from laconic.predict import predict
+from laconic.policy.predict import predict
 from laconic.units import format_rate
 from tutorial.slow_network import HOSTS, on_paper, sent, train
 from tutorial.toy import FULL, expect, machine, show
@@ -120,9 +120,9 @@ def predicted(name, rate):
 
 
 # %% [markdown]
-# `laconic.predict` computes numbers for this: the bytes of each round by the law above, a latency
-# and a rate as in chapter 4, and how much of it training hides. From numbers alone it does not
-# know the processor time of coding. `laconic advise --workload text` measures that, too.
+# `laconic.policy.predict` computes numbers for this: the bytes of each round by the law above, a
+# latency and a rate as in chapter 4, and how much of it training hides. From numbers alone it does
+# not know the processor time of coding. `laconic advise --workload text` measures that, too.
 
 # %% tags=["source"]
 show(on_paper)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import laconic
-from laconic.predict import predict
+from laconic.policy.predict import predict
 from tutorial.averaging import MOMENTUM, Task, Team, by_laconic
 from tutorial.full_ddp import share_of
 from tutorial.naive_ddp import partition_dataset

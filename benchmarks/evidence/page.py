@@ -20,7 +20,7 @@ from benchmarks.evidence.studies import (
     Row,
 )
 from benchmarks.evidence.tasks import NAMES
-from laconic.candidates import DELAYED, muon
+from laconic.policy.candidates import DELAYED, muon
 
 GRAY, COLORS = "#8A8A8A", {"adamw": "#c76a08", "muon": "#3f78d8"}
 NAMED = {"adamw": "AdamW", "muon": "Muon"}

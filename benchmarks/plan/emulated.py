@@ -22,7 +22,7 @@ from laconic.advisor.plan.cluster import Cluster, Failures, Site
 from laconic.advisor.plan.simulate import recipe_of, simulate_plan
 from laconic.algorithms.parse import parse_recipe
 from laconic.lab.race.runner import machine
-from laconic.predict import often
+from laconic.policy.predict import often
 
 HOSTS = 4
 STEP = 0.06

@@ -16,7 +16,7 @@ import laconic as la
 from laconic.advisor.plan.cluster import Cluster, Failures, Site, uniform
 from laconic.advisor.plan.simulate import simulate_plan
 from laconic.algorithms.round import Recipe
-from laconic.predict import predict
+from laconic.policy.predict import predict
 
 # -- bandwidth for 95% compute utilization ----
 

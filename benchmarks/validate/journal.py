@@ -17,7 +17,7 @@ from benchmarks.race.journal import append, key, opened, read
 from benchmarks.validate.rows import Network
 from laconic.advisor.worker import facts_of
 from laconic.algorithms.parse import parse_recipe
-from laconic.predict import Facts, predict
+from laconic.policy.predict import Facts, predict
 
 __all__ = ["Launch", "Timed", "append", "key", "load", "opened"]
 

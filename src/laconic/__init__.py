@@ -6,10 +6,12 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from laconic.version import __version__ as __version__
+
 if TYPE_CHECKING:  # an alias makes a name public
     # isort: off
     from laconic import codecs as codecs, links as links
-    from laconic.advisor.advice import Advice as Advice
+    from laconic.advisor.show import Advice as Advice
     from laconic.advisor.advise import advise as advise
     from laconic.algorithms import (
         exchanges as exchanges,
@@ -53,7 +55,7 @@ if TYPE_CHECKING:  # an alias makes a name public
     )
     from laconic.algorithms.update import Clock as Clock, Update as Update
     from laconic.attach import attach as attach, init as init
-    from laconic.auto import auto as auto
+    from laconic.algorithms.auto import auto as auto
     from laconic.checkpoint import load as load, save as save
     from laconic.compat.comm_optimizer import CommOptimizer as CommOptimizer
     from laconic.compat.dist_optimizer import (
@@ -76,8 +78,8 @@ if TYPE_CHECKING:  # an alias makes a name public
     )
     from laconic.compat.slowmo_arguments import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
     from laconic.elastic import Elastic as Elastic
+    from laconic.engine.recorder import Stats as Stats
     from laconic.engine.synchronizer import (
-        Stats as Stats,
         Synchronizer as Synchronizer,
         WorkersView as WorkersView,
     )
@@ -94,11 +96,11 @@ if TYPE_CHECKING:  # an alias makes a name public
     from laconic.sampler import ElasticSampler as ElasticSampler
     # isort: on
 
-__version__ = "0.2.0"
 
 NAMES_BY_MODULE = {
-    "laconic.advisor.advice": ["Advice"],
+    "laconic.advisor.show": ["Advice"],
     "laconic.advisor.advise": ["advise"],
+    "laconic.algorithms.auto": ["auto"],
     "laconic.algorithms.exchange": ["Arrival", "Exchange"],
     "laconic.algorithms.recipes": [
         "d_psgd",
@@ -126,7 +128,6 @@ NAMES_BY_MODULE = {
     "laconic.algorithms.schedules": ["after", "any_of", "every", "until"],
     "laconic.algorithms.update": ["Clock", "Update"],
     "laconic.attach": ["attach", "init"],
-    "laconic.auto": ["auto"],
     "laconic.checkpoint": ["load", "save"],
     "laconic.compat.comm_optimizer": ["CommOptimizer"],
     "laconic.compat.dist_optimizer": ["DistOptimizer", "EASGD", "LSGD"],
@@ -143,7 +144,8 @@ NAMES_BY_MODULE = {
     ],
     "laconic.compat.slowmo_arguments": ["SlowMoBaseAlgorithm"],
     "laconic.elastic": ["Elastic"],
-    "laconic.engine.synchronizer": ["Stats", "Synchronizer", "WorkersView"],
+    "laconic.engine.recorder": ["Stats"],
+    "laconic.engine.synchronizer": ["Synchronizer", "WorkersView"],
     "laconic.errors": ["LinkError"],
     "laconic.links": ["simulate"],
     "laconic.links.elastic.faults": ["Faults", "Trace"],

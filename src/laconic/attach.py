@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import (
     check_buffers,
     check_groups,
@@ -27,9 +28,7 @@ from laconic.algorithms.compile import (
 )
 from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe, describe, recipe_text, renamed
-from laconic.auto import Auto, Chooser
 from laconic.buckets import is_sharded, reshard
-from laconic.candidates import start
 from laconic.device import accelerator, common_device, select_own
 from laconic.elastic import Elastic
 from laconic.engine import elastic_runs
@@ -48,6 +47,8 @@ from laconic.links.rank_sets import agreed_link, inside_of, layout_of, sets_of
 from laconic.links.staged import StagedLink
 from laconic.links.torch_link import CHOICES, Choice
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
+from laconic.policy.candidates import start
+from laconic.policy.chooser import Chooser
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -6,8 +6,10 @@ quantized weight of torchao, consists of several plain ones.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,3 +137,16 @@ def check_values(name: str, tensor: Tensor) -> None:
             "has no __tensor_flatten__), so ranks cannot compare it: keep it outside of the "
             "model's parameters and buffers"
         )
+
+
+def plain(value: Any) -> Any:
+    """``value`` with Python's numbers in place of NumPy's, which schedulers leave in parameter
+    groups. Loading NumPy's numbers would run code."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    if type(value) is dict:
+        return {plain(key): plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(item) for item in value)
+    return value

@@ -17,10 +17,11 @@ from torch import nn
 import laconic as la
 from laconic.advisor import advice_on
 from laconic.advisor.numbers import facts_from
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.parse import parse_recipe
-from laconic.auto import TIE, Auto, choose
 from laconic.cli import main
-from laconic.predict import Facts, Net, predict
+from laconic.policy.choice import TIE, choose
+from laconic.policy.predict import Facts, Net, predict
 
 TEXT = Facts(4, ((845, 1024),), 4, 0.15, 100e6, 1e-3)
 MODEL = facts_from(params=125 * 10**6, step_time=0.9, bandwidth=1e8, one_way=5e-3, nodes=8)

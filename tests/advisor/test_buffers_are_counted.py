@@ -1,4 +1,4 @@
-"""Rounds average the module's buffers, as far as training changes them. `laconic.predict`,
+"""Rounds average the module's buffers, as far as training changes them. `laconic.policy.predict`,
 `laconic.auto` and `laconic.advise` count what that sends."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 import laconic as la
 from laconic.cli import main
-from laconic.predict import Facts, predict
+from laconic.policy.predict import Facts, predict
 
 from tests.support.loops import data, sgd, train
 
@@ -91,7 +91,7 @@ def test_auto_and_the_command_count_what_a_run_sends(capsys: pytest.CaptureFixtu
     numbers = (8 * FEATURES,) * 2
     for buffers, sizes in (("average", numbers), ("keep", ()), ("broadcast", (*numbers, 8))):
 
-        def worker(rank: int, mode: Any = buffers) -> Facts:
+        def worker(rank: int, mode: Any = buffers) -> Any:
             model, optimizer, step = training("changing", rank)
             sync = la.attach(model, optimizer, la.auto(), buffers=mode)
             while not sync.choices:

@@ -22,7 +22,7 @@ from laconic.advisor.measure import compute_and_skew
 from laconic.cli import main
 from laconic.links import Throttled
 from laconic.links.cost import Cost
-from laconic.predict import work_key
+from laconic.policy.predict import work_key
 
 from tests.support import gloo
 from tests.support.clock import controlled

@@ -23,7 +23,7 @@ from laconic.advisor.plan.simulate import simulate_plan
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.cli import main
-from laconic.predict import LATER, predict
+from laconic.policy.predict import LATER, predict
 
 CALM = Cluster(8_000_000, uniform(4, 1, rate=80e6, latency=0.0), step=0.5, spread=0.0)
 """An all-reduce of 8 million numbers takes 4.8 s."""

@@ -15,7 +15,7 @@ from laconic.advisor.tune.runs import VALIDATIONS, Length, Report, Run, Task
 from laconic.advisor.tune.space import Setting, space_of
 from laconic.cli import main
 from laconic.lab.race import runner
-from laconic.predict import predict
+from laconic.policy.predict import predict
 
 SMALL = ("--workers", "2", "--steps", "16", "--compute", "1ms")
 """A trial of a tenth of a second."""

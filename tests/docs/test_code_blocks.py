@@ -31,7 +31,8 @@ import laconic
 from laconic.algorithms.recipes import RECIPES
 from laconic.attach import attach, synchronizer_of
 from laconic.buckets import parameters
-from laconic.cli import COMMANDS, parsers
+from laconic.cli import COMMANDS
+from laconic.cli.commands import parsers
 from laconic.lab.emulation.cluster import Cluster
 
 from tests.support import gloo

@@ -15,7 +15,7 @@ from docs import pictures
 import laconic
 from laconic.algorithms.compile import ELASTIC
 from laconic.algorithms.recipes import RECIPES
-from laconic.predict import Facts, predict
+from laconic.policy.predict import Facts, predict
 from tutorial import pictures as diagrams
 
 ROOT = Path(__file__).parents[2]

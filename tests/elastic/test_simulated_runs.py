@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,8 +14,9 @@ import torch
 from torch import nn
 
 import laconic
-from laconic.auto import Chooser
-from laconic.probe import Probed
+from laconic.policy import chooser
+from laconic.policy.chooser import Chooser
+from laconic.policy.probe import Probed
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Step = Callable[[nn.Module, Any, torch.Tensor, laconic.Synchronizer], object]
@@ -270,7 +270,6 @@ def test_a_checkpoint_deals_the_samples_to_other_workers(tmp_path: Path) -> None
 def slow_then_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network is slow at first and fast later, choices are reviewed often, and all steps take
     as long."""
-    module = importlib.import_module("laconic.auto")  # not the function of this name
 
     def found(self: Chooser) -> Probed:
         self._world.gather(torch.tensor([1.0]))
@@ -279,9 +278,9 @@ def slow_then_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Chooser, "_probe", found)
     for name, value in {"REVIEW": 10, "LATER": 4, "WARMUP": 1, "WINDOW": 3}.items():
-        monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(chooser, name, value)
     monkeypatch.setattr(
-        module, "usual", lambda spans, cycle: (0.01, 0.005) if spans else (0.0, 0.0)
+        chooser, "usual", lambda spans, cycle: (0.01, 0.005) if spans else (0.0, 0.0)
     )
 
 

@@ -7,7 +7,6 @@ import copy
 import logging
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -17,14 +16,14 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Round
-from laconic.candidates import candidates
 from laconic.links import Link, Throttled
-from laconic.predict import Facts, predict
+from laconic.policy.candidates import Candidate, candidates
+from laconic.policy.choice import choose
+from laconic.policy.predict import Facts, predict
 
 from tests.support.clock import Clock, controlled
 from tests.support.loops import flat, refusal
 
-auto = import_module("laconic.auto")  # `laconic.auto` is also the name of a function
 TEXT = Facts(workers=4, shapes=((845, 1024),), itemsize=4, compute=0.15, rate=100e6, one_way=1e-3)
 MUON = replace(TEXT, muon=True)
 PLAIN = la.auto(outer=False)
@@ -32,7 +31,7 @@ PLAIN = la.auto(outer=False)
 
 def chosen(facts: Facts, target: float | None = None, **options: Any) -> str:
     now, measured = options.get("now"), options.get("measured", {})
-    text, reason = auto.choose(la.auto(target), facts, now, measured)
+    text, reason = choose(la.auto(target), facts, now, measured)
     assert text in reason
     return str(text)
 
@@ -65,7 +64,7 @@ def test_the_slower_the_network_the_less_is_sent() -> None:
 def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
     close, slow = replace(TEXT, rate=1e9), replace(TEXT, rate=1e7)
     best, rare = chosen(close), "streaming_diloco(512)"
-    assert chosen(close, now=auto.Candidate(rare, parse_recipe(rare), 1.0)) == best
+    assert chosen(close, now=Candidate(rare, la.streaming_diloco(512), 1.0)) == best
     # rounds that take longer than predicted are not left for rarer ones, which would as well
     now = next(c for c in candidates(slow) if c.text == chosen(slow))
     assert chosen(slow, now=now, measured={now.kind: 0.12 * slow.compute}) == now.text

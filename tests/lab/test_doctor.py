@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 import laconic
 from laconic.advisor import advice_on
 from laconic.advisor.numbers import facts_from
-from laconic.auto import Auto, choose
+from laconic.algorithms.auto import Auto
 from laconic.cli import main
 from laconic.lab.doctor import (
     connections,
@@ -34,7 +34,8 @@ from laconic.lab.doctor.network_checks import Rendezvous, check_network
 from laconic.lab.doctor.network_findings import NetworkReport
 from laconic.lab.doctor.outlook import Task
 from laconic.lab.emulation.cluster import NamespacesUnavailable
-from laconic.predict import predict
+from laconic.policy.choice import choose
+from laconic.policy.predict import predict
 
 from tests.support.gloo import free_port
 

@@ -14,9 +14,10 @@ import pytest
 from laconic.advisor import measure
 
 MEASURING = [
-    import_module(f"laconic.{name}")  # `laconic.auto` is also the name of a function
+    import_module(f"laconic.{name}")
     for name in (
-        *("auto", "candidates", "device", "probe", "processor", "engine.driver"),
+        *("policy.chooser", "policy.candidates", "policy.probe", "device", "processor"),
+        "engine.driver",
         *("advisor.measure", "advisor.rehearse", "links.comm_thread", "links.metered"),
         *("links.null", "links.simulated", "links.throttled"),
     )

@@ -1,6 +1,8 @@
 """The advisor: measure training and the network, and predict which recipe is worthwhile."""
 
-from laconic.advisor.advice import Advice, Guide, Row, advice_on
+from laconic.advisor.advice import advice_on
 from laconic.advisor.advise import advise
+from laconic.advisor.rows import Guide, Row
+from laconic.advisor.show import Advice
 
 __all__ = ["Advice", "Guide", "Row", "advice_on", "advise"]

@@ -1,16 +1,14 @@
 """Predict the cost of each recipe and recommend one.
 
 The recommendation is the recipe that `laconic.auto` would choose from the same facts: both call
-`laconic.auto.choose`. The other recipes are for comparison.
+`laconic.policy.choice.choose`. The other recipes are for comparison.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import torch
 
@@ -25,16 +23,19 @@ from laconic.advisor.choices import (
     more_steps,
     steps_of,
 )
+from laconic.advisor.rows import Guide, Row, Slow
+from laconic.advisor.show import Advice
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.parse import qualified
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fragments_of
-from laconic.auto import TIE, Auto, choose
 from laconic.buckets import BUCKET_BYTES
 from laconic.links import cost
-from laconic.predict import Facts, often, predict
-from laconic.probe import unequal_hosts, unequal_workers
-from laconic.units import finite, three_digits
+from laconic.policy.choice import TIE, choose
+from laconic.policy.predict import Facts, often, predict
+from laconic.policy.probe import unequal_hosts, unequal_workers
+from laconic.units import three_digits
 
 MOST_ALTERNATIVES = 5
 """The number of other recipes shown beside the recommended one."""
@@ -45,179 +46,6 @@ FLATTERED = ("sparse_loco",)
 setting that was measured needs more than twice those of DDP."""
 GUIDE_PERIODS = (3, 12, 48)
 """H for which the inequality is evaluated: the guide's own value and the SlowMo paper's two."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """The prediction for a recipe.
-
-    ``seconds``: per step. ``hidden``: share of communication that overlaps with training.
-    ``megabytes``: sent per step to other workers by a rank. ``memory``: bytes that rounds keep on a
-    rank. ``speedup``: relative to DDP. ``share``: of the speed without communication. ``steps``:
-    needed per step of DDP. ``steps_from``: the source of ``steps``, from `steps_of`; or that they
-    are unknown and count as 1. ``quality``: what the literature or this repository says. ``own``:
-    whether the user asked for the recipe.
-    """
-
-    recipe: str
-    period: int | None
-    seconds: float
-    hidden: float
-    megabytes: float
-    memory: float
-    speedup: float
-    share: float
-    steps: float
-    steps_from: str
-    quality: str
-    own: bool = False
-
-    @property
-    def progress(self) -> float:
-        """Progress per second relative to DDP: its seconds, over ``seconds * steps``."""
-        return self.speedup / self.steps
-
-
-@dataclass(frozen=True)
-class Guide:
-    """fairscale's rule of thumb for one ``frequency`` H.
-
-    Local SGD, with free slow steps, is faster than DDP if
-
-        allreduce * (1 - 1/H) > backward + node         average within a node after backward
-        allreduce * (1 - 1/H) > max(backward, node)     average during backward, as laconic does
-
-    All values are in seconds: ``allreduce`` of the model over the nodes, ``backward`` of a step,
-    and ``node``, an average of gradients inside a node, with the buckets of the rows. ``saved`` is
-    the left side. For SGP the guide uses H = 2, which is 2(n-1)/n for many nodes.
-    """
-
-    frequency: float
-    allreduce: float
-    backward: float
-    node: float
-
-    @property
-    def saved(self) -> float:
-        return self.allreduce * (1 - 1 / self.frequency)
-
-    @property
-    def pays_there(self) -> bool:
-        """Whether it is faster with fairscale."""
-        return self.saved > self.backward + self.node
-
-    @property
-    def pays_here(self) -> bool:
-        """Whether it is faster with laconic."""
-        return self.saved > max(self.backward, self.node)
-
-
-@dataclass(frozen=True)
-class Slow:
-    """A rank that the others wait for.
-
-    ``what``: "steps" if its steps take ``factor`` times as long as the median rank's, "network" if
-    its network is so many times slower. ``ddp``: seconds per step of ddp(), and ``ddp_without`` if
-    the rank were as fast as the median rank. ``gain``: how many times as many steps all ranks
-    together would take if none waited for slower ones; None for a network. ``ranks``: how many
-    ranks were compared.
-    """
-
-    rank: int
-    what: Literal["steps", "network"]
-    factor: float
-    ddp: float
-    ddp_without: float
-    gain: float | None
-    ranks: int
-
-    def __str__(self) -> str:
-        """Return a sentence."""
-        factor = f"{self.factor:.2g} times"
-        waiting = (
-            f"a step of ddp() takes {three_digits(self.ddp)} s because the others wait for it, and "
-            f"would take {three_digits(self.ddp_without)} s otherwise"
-        )
-        if self.gain is None:
-            return (
-                f"The network of rank {self.rank} is {factor} slower than the median rank's: "
-                f"{waiting}."
-            )
-        other = "the median rank" if self.ranks > 2 else f"rank {1 - self.rank}"
-        return (
-            f"Rank {self.rank} computes {factor} as long as {other}: {waiting}. If none waited, "
-            f"all together would take {self.gain:.2g} times as many steps per second."
-        )
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The result of `laconic.advise`, equal on every rank.
-
-    Attributes:
-        facts: what was measured, or given.
-        rows: the prediction for each recipe.
-        guide: fairscale's rule of thumb for SlowMo, for several periods.
-        recommendation: the text of the recipe that `laconic.auto` would choose from ``facts``.
-        code: the line for a training loop.
-        reason: the explanation.
-        computes: seconds of a step on each rank. None without a measurement.
-        held: bytes of parameters, gradients and optimizer state. None without a measurement.
-        peak: bytes of memory in use. None without a measurement.
-        slow: the ranks that the others wait for.
-        alternatives: other recipes to consider, at most 5.
-
-    As text, an advice is what ``laconic advise`` prints.
-
-    Examples:
-        >>> from laconic.advisor.advice import advice_on
-        >>> from laconic.predict import Facts
-        >>> shapes = ((1024, 1024),) * 4  # 4 workers, 0.1 s per step, 1 Gbit/s in bytes per second
-        >>> advice = advice_on(Facts(4, shapes, 4, compute=0.1, rate=1.25e8, one_way=0.001))
-        >>> advice.recommendation in [row.recipe for row in advice.rows]
-        True
-    """
-
-    facts: Facts
-    rows: tuple[Row, ...]
-    guide: tuple[Guide, ...]
-    recommendation: str
-    code: str
-    reason: str
-    computes: tuple[float, ...] | None = None
-    held: int | None = None
-    peak: int | None = None
-    slow: tuple[Slow, ...] = ()
-    alternatives: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """Return the answer, the lines to paste, and the alternatives."""
-        from laconic.advisor.show import answer  # imports this module
-
-        return "\n".join(answer(self))
-
-    @property
-    def row(self) -> Row:
-        """The row of the recommended recipe."""
-        return next(r for r in self.rows if r.recipe == self.recommendation)
-
-    @property
-    def fastest(self) -> Row:
-        """The row with the fewest seconds per step, regardless of quality."""
-        return min(self.rows, key=lambda r: r.seconds)
-
-    def to_json(self) -> str:
-        """Return everything as JSON."""
-        plain = asdict(self)
-        facts: dict[str, Any] = plain["facts"]
-        del facts["shapes"], facts["work"]
-        facts["parameters"] = self.facts.elements
-        for row, made in zip(plain["rows"], self.rows, strict=True):
-            row["progress"] = made.progress
-        for guide, source in zip(plain["guide"], self.guide, strict=True):
-            for name in ("saved", "pays_there", "pays_here"):
-                guide[name] = getattr(source, name)
-        return json.dumps(finite(plain), indent=2)
 
 
 def advice_on(

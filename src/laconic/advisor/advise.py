@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.advisor.advice import Advice, advice_on
+from laconic.advisor.advice import advice_on
 from laconic.advisor.bench import Bench
 from laconic.advisor.choices import PLAIN, rehearsed
 from laconic.advisor.measure import Measured, measure, trained
+from laconic.advisor.show import Advice
 from laconic.algorithms.round import Recipe, describe
 from laconic.attach import check_free
 from laconic.buckets import is_sharded

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import check_quorum
 from laconic.algorithms.exchanges import CodedMean, QuorumMean
 from laconic.algorithms.exchanges.low_rank import LowRank
@@ -15,8 +16,8 @@ from laconic.algorithms.recipes import local_sgd, power_sgd
 from laconic.algorithms.round import GradientRound, Recipe, Round, workers_differ
 from laconic.algorithms.updates import momentum_for
 from laconic.algorithms.updates.muon_step import MuonStep
-from laconic.auto import Auto
-from laconic.candidates import (
+from laconic.codecs import CODECS
+from laconic.policy.candidates import (
     DELAYED,
     GRADIENTS,
     OUTER,
@@ -25,9 +26,8 @@ from laconic.candidates import (
     muon,
     streaming,
 )
-from laconic.candidates import PERIODS as STEPS
-from laconic.codecs import CODECS
-from laconic.predict import Facts, often
+from laconic.policy.candidates import PERIODS as STEPS
+from laconic.policy.predict import Facts, often
 
 PERIODS = (4, 16, 64, 256)
 """Steps between two rounds of the same tensors, for recipes that `laconic.auto` does not use."""

@@ -28,7 +28,6 @@ from laconic.advisor.rehearse import now, rehearsals, rehearse
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Recipe
 from laconic.buckets import itemsize_of
-from laconic.candidates import largest_fragment, takes_muon
 from laconic.device import accelerator, seconds_between, time_mark
 from laconic.engine.comparison import BufferWatch
 from laconic.errors import LinkError
@@ -36,8 +35,9 @@ from laconic.links import cost
 from laconic.links.congestion import LONG_SECONDS
 from laconic.links.cost import Cost
 from laconic.links.link import Link, Sent
-from laconic.predict import BACKWARD, Facts, Net
-from laconic.probe import own_rates, speeds, unequal_hosts, unequal_workers
+from laconic.policy.candidates import largest_fragment, takes_muon
+from laconic.policy.predict import BACKWARD, Facts, Net
+from laconic.policy.probe import own_rates, speeds, unequal_hosts, unequal_workers
 
 WARMUP = 3
 """Steps that are not measured, because the first ones are slow."""

@@ -1,13 +1,14 @@
-"""Show advice in the terminal and as a plot."""
+"""Advice, as text and as a plot."""
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from laconic.advisor.advice import Advice, Guide, Row
 from laconic.advisor.choices import (
     KNOWN,
     MEASURED_ELEMENTS,
@@ -15,8 +16,17 @@ from laconic.advisor.choices import (
     MEASURED_WORKERS,
     UNKNOWN,
 )
+from laconic.advisor.rows import Guide, Row, Slow
 from laconic.errors import install
-from laconic.units import format_bytes, format_rate, format_seconds, format_share, three_digits
+from laconic.policy.predict import Facts
+from laconic.units import (
+    finite,
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_share,
+    three_digits,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +43,74 @@ MORE_LEGEND = (
 )
 LEAST_WIDTH = 80
 """Columns below which text is not folded: the terminal folds it."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The result of `laconic.advise`, equal on every rank.
+
+    Attributes:
+        facts: what was measured, or given.
+        rows: the prediction for each recipe.
+        guide: fairscale's rule of thumb for SlowMo, for several periods.
+        recommendation: the text of the recipe that `laconic.auto` would choose from ``facts``.
+        code: the line for a training loop.
+        reason: the explanation.
+        computes: seconds of a step on each rank. None without a measurement.
+        held: bytes of parameters, gradients and optimizer state. None without a measurement.
+        peak: bytes of memory in use. None without a measurement.
+        slow: the ranks that the others wait for.
+        alternatives: other recipes to consider, at most 5.
+
+    As text, an advice is what ``laconic advise`` prints.
+
+    Examples:
+        >>> from laconic.advisor.advice import advice_on
+        >>> from laconic.policy.predict import Facts
+        >>> shapes = ((1024, 1024),) * 4  # 4 workers, 0.1 s per step, 1 Gbit/s in bytes per second
+        >>> advice = advice_on(Facts(4, shapes, 4, compute=0.1, rate=1.25e8, one_way=0.001))
+        >>> advice.recommendation in [row.recipe for row in advice.rows]
+        True
+    """
+
+    facts: Facts
+    rows: tuple[Row, ...]
+    guide: tuple[Guide, ...]
+    recommendation: str
+    code: str
+    reason: str
+    computes: tuple[float, ...] | None = None
+    held: int | None = None
+    peak: int | None = None
+    slow: tuple[Slow, ...] = ()
+    alternatives: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the answer, the lines to paste, and the alternatives."""
+        return "\n".join(answer(self))
+
+    @property
+    def row(self) -> Row:
+        """The row of the recommended recipe."""
+        return next(r for r in self.rows if r.recipe == self.recommendation)
+
+    @property
+    def fastest(self) -> Row:
+        """The row with the fewest seconds per step, regardless of quality."""
+        return min(self.rows, key=lambda r: r.seconds)
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        plain = asdict(self)
+        facts: dict[str, Any] = plain["facts"]
+        del facts["shapes"], facts["work"]
+        facts["parameters"] = self.facts.elements
+        for row, made in zip(plain["rows"], self.rows, strict=True):
+            row["progress"] = made.progress
+        for guide, source in zip(plain["guide"], self.guide, strict=True):
+            for name in ("saved", "pays_there", "pays_here"):
+                guide[name] = getattr(source, name)
+        return json.dumps(finite(plain), indent=2)
 
 
 def answer(advice: Advice, width: int | None = None) -> Iterator[str]:

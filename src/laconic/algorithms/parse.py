@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from laconic.algorithms.auto import Auto, auto
 from laconic.algorithms.named import bind, call_text, no_option
 from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.round import AnyRound, NamedRecipe, Recipe, is_recipe
-from laconic.auto import Auto, auto
 from laconic.errors import did_you_mean
 
 Functions = Mapping[str, Callable[..., Any]]

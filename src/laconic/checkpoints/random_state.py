@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from laconic.checkpoints.rank_file import plain
 from laconic.device import ACCELERATORS
+from laconic.tensors import plain
 
 
 def random_state() -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,16 +56,3 @@ def read_rank_file(
     if payload["rank"] != rank:
         raise ValueError(f"{file.name} is the file of rank {payload['rank']}")
     return payload
-
-
-def plain(value: Any) -> Any:
-    """``value`` with Python's numbers in place of NumPy's, which schedulers leave in parameter
-    groups. Loading NumPy's numbers would run code."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        return value.item()
-    if type(value) is dict:
-        return {plain(key): plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(plain(item) for item in value)
-    return value

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from laconic.attach import check_free, synchronizer_of
 from laconic.checkpoints.random_state import random_state
-from laconic.checkpoints.rank_file import plain
 from laconic.compat.comm_optimizer import CommOptimizer
 from laconic.compat.dist_optimizer import DistOptimizer
 from laconic.compat.fairscale import SlowMoDistributedDataParallel
 from laconic.engine.joint_optimizer import JointOptimizer, as_one, class_names, members
 from laconic.engine.synchronizer import Synchronizer
+from laconic.tensors import plain
 
 _PREFIX = "laconic: "
 """Begins the names of objects that are laconic's and not the user's."""

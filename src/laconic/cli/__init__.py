@@ -1,71 +1,16 @@
-"""The command line interface, with one file per command."""
+"""The command line interface; its commands are in `laconic.cli.commands`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
 
-from laconic import __version__
+from laconic.cli.commands import COMMANDS as COMMANDS
+from laconic.cli.commands import overview as overview
+from laconic.cli.commands import parsers
 from laconic.errors import did_you_mean
-
-
-class Command(NamedTuple):
-    """What `overview` says about a command. The module of its name in this package has ``add``,
-    which adds its parser."""
-
-    group: str
-    help: str
-
-
-COMMANDS = {
-    "demo": Command("learn", "see what a slow network costs, and what laconic gains"),
-    "compare": Command("learn", "race recipes on an emulated slow network"),
-    "lab": Command("learn", "run any program on an emulated slow network"),
-    "advise": Command("decide", "which recipe pays off, from a few numbers or a measurement"),
-    "plan": Command("decide", "what a run on a described cluster takes, before you rent it"),
-    "tune": Command("decide", "find good settings of a recipe on your workload"),
-    "doctor": Command("run", "check this host and the network to others"),
-    "keys": Command("run", "make the keys and certificates of a job"),
-    "coordinator": Command("run", "run the coordinator of elastic runs"),
-    "watch": Command("look", "show a run that writes metrics"),
-    "report": Command("look", "rebuild the report of a race, or combine several"),
-    "completion": Command("", "let bash, zsh or fish complete commands and options"),
-}
-"""All commands, those of one group together."""
-
-
-class Once(argparse._StoreAction):
-    """An option with one value. A second one is an error: it would replace the first silently."""
-
-    given = False
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        if self.given and option_string:
-            raise argparse.ArgumentError(self, "is given twice: leave out one of them")
-        self.given = True
-        super().__call__(parser, namespace, values, option_string)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line with the next step, and whose options are given once."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        for name in (None, "store"):
-            self.register("action", name, Once)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+from laconic.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,30 +51,3 @@ def run(words: list[str]) -> int:
         hint = did_you_mean(unknown[0].partition("=")[0], options)
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return int(arguments.run(arguments))
-
-
-def overview() -> str:
-    """Return what laconic can do, grouped by need."""
-    lines = ["Train PyTorch models data-parallel over slow networks with little communication.", ""]
-    before = None
-    for name, (group, text) in COMMANDS.items():
-        if group:
-            lines.append(f"{group if group != before else '':8}{name:13}{text}")
-        before = group
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "laconic COMMAND --help explains a command; laconic --version prints the version.",
-            "laconic completion SHELL lets bash, zsh or fish complete commands and options.",
-        ]
-    )
-
-
-def parsers(names: Iterable[str]) -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
-    """Return a parser for the commands ``names``, and the parser of each."""
-    parser = Parser(prog="laconic")
-    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", dest="command_name")
-    for name in names:
-        import_module(f"laconic.cli.{name}").add(commands)
-    return parser, commands.choices

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from laconic import NAMES_BY_MODULE
+from laconic.cli.commands import COMMANDS, parsers
 
 BASH = """\
 _laconic() {
@@ -113,8 +114,6 @@ def complete(words: Sequence[str]) -> int:
 
 def candidates(words: list[str]) -> Iterator[str]:
     """Yield what the last of ``words`` may become, each with its help after a tab."""
-    from laconic.cli import COMMANDS, parsers
-
     *before, current = words or [""]
     if not before or before == ["help"]:
         known = {name: command.help for name, command in COMMANDS.items()}

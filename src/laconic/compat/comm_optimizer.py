@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from laconic.attach import claim
 from laconic.compat.dist_optimizer import EASGD, LSGD, NO_STATS, DistOptimizer, Gradients
-from laconic.engine.synchronizer import Stats, Synchronizer
+from laconic.engine.recorder import Stats
+from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_choice, check_int
 from laconic.links import Link
 

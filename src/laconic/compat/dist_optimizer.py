@@ -22,8 +22,9 @@ from laconic.attach import check_free, claim
 from laconic.buckets import is_sharded, local, sums
 from laconic.engine.driver import Driver
 from laconic.engine.model_checks import check_devices, check_tensors, check_unwrapped
+from laconic.engine.recorder import Stats
 from laconic.engine.session import Settings
-from laconic.engine.synchronizer import Stats, Synchronizer
+from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_float, check_int
 from laconic.links import Link
 from laconic.links.rank_sets import agreed_link, layout_of, sets_of

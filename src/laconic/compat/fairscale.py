@@ -33,8 +33,9 @@ from laconic.compat.slowmo_binding import FP32, Binding, copy
 from laconic.compat.state_keys import with_prefix, without_prefix
 from laconic.device import common_device
 from laconic.engine.driver import Driver
+from laconic.engine.recorder import Stats
 from laconic.engine.session import Settings
-from laconic.engine.synchronizer import Stats, Synchronizer
+from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_bool, check_float, check_int, error_text
 from laconic.links.rank_sets import agreed_link, inside_of, layout_of, sets_of
 

@@ -19,20 +19,18 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from laconic.buckets import is_sharded, local
+from laconic.engine.channel import Channel
 from laconic.engine.comparison import digest
+from laconic.engine.parameter_rounds import ParameterRunner
+from laconic.engine.session import Session
 from laconic.links.comm_thread import Pending
-
-if TYPE_CHECKING:
-    from laconic.engine.channel import Channel
-    from laconic.engine.parameter_rounds import ParameterRunner
-    from laconic.engine.session import Session
-    from laconic.links.link import Link
+from laconic.links.link import Link
 
 PART, PARTS = 2**14, 256
 """The least number of elements in a part, and the most parts. Gradients carry the digest of one
@@ -188,8 +186,8 @@ def _settings(session: Session) -> dict[str, str]:
 class RoundCheck:
     """Compares what should be equal on all workers after the parameter round of ``running``."""
 
-    def __init__(self, session: Session, running: ParameterRunner) -> None:
-        self._session, self._check, self._running = session, session.drift, running
+    def __init__(self, session: Session, drift: DriftCheck, running: ParameterRunner) -> None:
+        self._session, self._check, self._running = session, drift, running
         self.x_digest = 0
         """Of x right after the last round, if that is what is compared; 0 before the first."""
         self._looking: list[tuple[int, Pending[Difference | None]]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +14,20 @@ from torch.utils.hooks import RemovableHandle
 from laconic.algorithms.round import Recipe
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
+from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
 from laconic.engine.joint_optimizer import JointOptimizer, class_names, members
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.modes import training_weights
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved
-from laconic.engine.session import Session, Settings
+from laconic.engine.session import Choice, Session, Settings
 from laconic.engine.steps import StepHooks, UnseenSteps
 from laconic.engine.switching import Switcher
 from laconic.links.agreement import agree
 from laconic.links.calls import FINISH
 from laconic.links.comm_thread import EXIT_SECONDS
 from laconic.links.link import Link
-
-if TYPE_CHECKING:
-    from laconic.auto import Choice
 
 
 class Driver:
@@ -75,14 +73,15 @@ class Driver:
         self._unseen: UnseenSteps | None = None
         if optimizer is not None:
             session.join(session.joining())
-        self.run = RecipeRun(session, settings.arrange(recipe))
+        drift = DriftCheck(session)
+        self.run = RecipeRun(session, settings.arrange(recipe), drift)
         session.settle = lambda: self.run.settle()
         try:
             self.run.check_alike()
             if session.policy is not None:
                 session.policy.start(session)
                 if session.policy.recipe != recipe:
-                    self.run = RecipeRun(session, settings.arrange(session.policy.recipe))
+                    self.run = RecipeRun(session, settings.arrange(session.policy.recipe), drift)
                     self.run.check_alike(chosen=True)
             self.ending = Ending(self.run.recipe, session.comm)
             session.share(session.state())
@@ -213,7 +212,7 @@ class Driver:
         self.communicate()
         if self.session.settings.buffers == "broadcast":
             self.session.share_buffers()
-        self.session.drift.after_step()
+        self.run.drift.after_step()
         self.note(skipped=skipped)
         policy, elastic = self.session.policy, self.session.elastic
         follows = elastic is not None and elastic.replaying  # its donor decides

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe
-from laconic.auto import Auto
 from laconic.buckets import is_sharded
 from laconic.elastic import COORDINATOR_VARIABLE, Elastic
 from laconic.engine.driver import Driver
@@ -28,6 +28,7 @@ from laconic.links.elastic.simulated import SimulatedElasticLink, current_part
 from laconic.links.elastic.start import start
 from laconic.links.simulated import current_link
 from laconic.sampler import ElasticSampler
+from laconic.version import __version__
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,6 @@ def join(
 ) -> Joined:
     """Find the other workers, which must run the same ``recipe``, as users write it and in all
     detail, on the same parameters."""
-    from laconic import __version__
-
     others = dict(elastic.others or {})
     samplers = {k: s for k, s in others.items() if isinstance(s, ElasticSampler)}
     reports = Reports(samplers)

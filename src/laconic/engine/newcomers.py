@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms.exchange import Gossip
-from laconic.checkpoints.rank_file import plain
 from laconic.engine import bequest
 from laconic.engine.driver import Driver
 from laconic.engine.joint_optimizer import members
@@ -53,6 +52,7 @@ from laconic.links.elastic.relay import (
     StepSettings,
     numbers_of,
 )
+from laconic.tensors import plain
 
 log = logging.getLogger("laconic")
 

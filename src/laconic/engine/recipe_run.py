@@ -26,7 +26,7 @@ from laconic.algorithms.round import (
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock
 from laconic.buckets import Scratch, is_sharded, module_buffers
-from laconic.engine.drift import RoundCheck
+from laconic.engine.drift import DriftCheck, RoundCheck
 from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.joint_optimizer import JointOptimizer
@@ -45,8 +45,8 @@ class RecipeRun:
     makes the state of the parameter rounds from the x that all workers share then.
     """
 
-    def __init__(self, session: Session, recipe: Recipe) -> None:
-        self.session = session
+    def __init__(self, session: Session, recipe: Recipe, drift: DriftCheck) -> None:
+        self.session, self.drift = session, drift
         self.recipe = recipe
         averaged = session.settings.buffers == "average"
         buffers = averaged and bool(module_buffers(session.model)[0])
@@ -88,7 +88,7 @@ class RecipeRun:
         ]
         for running in self.rounds:
             running.set.add(session.params())
-        self._checks = {id(r): RoundCheck(session, r) for r in self.rounds}
+        self._checks = {id(r): RoundCheck(session, self.drift, r) for r in self.rounds}
         if any(isinstance(r.exchange, QuorumMean) for r in self._planned):
             self.quorum = QuorumRounds(session, self.rounds)
 
@@ -113,7 +113,7 @@ class RecipeRun:
                 session.batch_check.note(session.params(), session.device)
             label = f"{r.name} of step {session.step + 1}"
             session.status(label)
-            digest = 0 if self._differ else session.drift.digest()
+            digest = 0 if self._differ else self.drift.digest()
             call = Call(session.step, GRADIENTS, self._starts(session.step + 1), digest)
             session.comm.before_next(partial(link.begin_call, call, wait=False))
             return label
@@ -196,11 +196,11 @@ class RecipeRun:
     def drift_state(self) -> dict[str, Any]:
         """What the next comparisons depend on, as plain data."""
         rounds = [check.state_dict() for check in self._checks.values()]
-        return {"compared": self.session.drift.compared, "rounds": rounds}
+        return {"compared": self.drift.compared, "rounds": rounds}
 
     def load_drift_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `drift_state` that this rank has saved."""
-        self.session.drift.compared = bool(state.get("compared"))
+        self.drift.compared = bool(state.get("compared"))
         for check, saved in zip(self._checks.values(), state.get("rounds", ()), strict=False):
             check.load_state_dict(saved)
 

@@ -15,21 +15,60 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from laconic.errors import LinkError
 from laconic.links.metered import CallTotals, Ledger
 from laconic.metrics import Metrics, Record
-
-if TYPE_CHECKING:
-    from laconic.engine.synchronizer import Stats
+from laconic.version import __version__
 
 UNWRITTEN = 100
 """The number of records that may be queued. A sink that falls further behind is closed."""
 CLOSING_SECONDS = 5.0
 """How long the end of a run waits for the last records to be written."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a synchronizer has done so far on this rank.
+
+    Attributes:
+        steps: optimizer steps since `laconic.attach`.
+        rounds: rounds on parameters completed; averages of gradients are not counted.
+        bytes_sent: payload bytes sent.
+        bytes_received: payload bytes received.
+        bytes_by_collective: payload bytes sent, by the name of the collective. Under
+            ``"measurement"``: what `laconic.auto` has sent to measure the network.
+        bytes_by_set: payload bytes sent to the other ``"workers"``, to those of the own
+            ``"group"``, inside a worker (``"replica"``; ``"shards"`` where its model is sharded),
+            and to all ranks (``"world"``).
+        seconds_waiting: host time in which training waited for a round. With NCCL a round without a
+            delay is waited for on the GPU, which this does not measure.
+        workers_lost: in an elastic run, the workers that were lost or have left since its start.
+        steps_lost: how many of their steps no other worker has received, as far as the others had
+            heard of them.
+        steps_drifted: after how many steps workers were found to differ in what they should hold
+            alike: all parameters where only gradients are averaged, elsewhere what rounds make
+            equal.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8))
+        >>> sync.stats().bytes_sent  # one worker has nobody to send to
+        0
+    """
+
+    steps: int
+    rounds: int
+    bytes_sent: int
+    bytes_received: int
+    bytes_by_collective: Mapping[str, int]
+    bytes_by_set: Mapping[str, int]
+    seconds_waiting: float
+    workers_lost: int = 0
+    steps_lost: int = 0
+    steps_drifted: int = 0
 
 
 class _Writer:
@@ -217,8 +256,6 @@ def _timestamped(event: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | int]:
-    from laconic import __version__
-
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),

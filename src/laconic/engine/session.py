@@ -17,7 +17,6 @@ from laconic.algorithms.round import Recipe
 from laconic.buckets import bucketize, is_sharded, itemsize_of, local, reshard
 from laconic.engine.batch_check import BatchCheck, check_first_gradients
 from laconic.engine.comparison import held_by_all
-from laconic.engine.drift import DriftCheck
 from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.engine.recorder import Recorder
 from laconic.errors import LinkError, after_step
@@ -29,6 +28,17 @@ from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
 from laconic.processor import Usage
 from laconic.tensors import as_bytes, parts, read_only
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy's choice after ``step``: the recipe's text, the measured facts (of `auto`,
+    `laconic.policy.predict.Facts`), and the reason."""
+
+    step: int
+    text: str
+    facts: Any
+    reason: str
 
 
 class Policy(Protocol):
@@ -47,7 +57,7 @@ class Policy(Protocol):
         """The recipe in force."""
 
     @property
-    def choices(self) -> list[Any]:
+    def choices(self) -> list[Choice]:
         """The choices so far, for `Synchronizer.choices`."""
 
     def start(self, session: Session) -> None:
@@ -140,7 +150,6 @@ class Session:
         self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
         self.recorder = Recorder()
         self.batch_check = BatchCheck(model)
-        self.drift = DriftCheck(self)
         self.step = 0
         self.round_seconds = 0.0
         """Processor seconds in which the training thread sent and folded parameter rounds."""

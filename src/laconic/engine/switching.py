@@ -33,7 +33,7 @@ def successor(
 
     run.detach()
     try:
-        new = RecipeRun(session, session.settings.arrange(recipe))
+        new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
         new.start_gradient_rounds(unsent)
         new.start(session.optimizer)
     except BaseException:  # out of memory, for instance

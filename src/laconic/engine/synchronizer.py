@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,60 +18,17 @@ from laconic.engine import consensus, loading
 from laconic.engine.driver import Driver
 from laconic.engine.loading import LoadModel
 from laconic.engine.recipe_run import RecipeRun
-from laconic.engine.recorder import Recorder
+from laconic.engine.recorder import Recorder, Stats
 from laconic.engine.saved_state import Saved
+from laconic.engine.session import Choice
 from laconic.errors import WorkersChangedError
 from laconic.links.metered import CallTotals
 from laconic.links.quorum.port import Closing
 from laconic.metrics import Metrics
 
-if TYPE_CHECKING:
-    from laconic.auto import Choice
-
 SAVE = "laconic.save (every rank must call it)"
 LOAD = "laconic.load"
 """The calls of `Synchronizer.gathering`, as errors name them on all ranks."""
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What a synchronizer has done so far on this rank.
-
-    Attributes:
-        steps: optimizer steps since `laconic.attach`.
-        rounds: rounds on parameters completed; averages of gradients are not counted.
-        bytes_sent: payload bytes sent.
-        bytes_received: payload bytes received.
-        bytes_by_collective: payload bytes sent, by the name of the collective. Under
-            ``"measurement"``: what `laconic.auto` has sent to measure the network.
-        bytes_by_set: payload bytes sent to the other ``"workers"``, to those of the own
-            ``"group"``, inside a worker (``"replica"``; ``"shards"`` where its model is sharded),
-            and to all ranks (``"world"``).
-        seconds_waiting: host time in which training waited for a round. With NCCL a round without a
-            delay is waited for on the GPU, which this does not measure.
-        workers_lost: in an elastic run, the workers that were lost or have left since its start.
-        steps_lost: how many of their steps no other worker has received, as far as the others had
-            heard of them.
-        steps_drifted: after how many steps workers were found to differ in what they should hold
-            alike: all parameters where only gradients are averaged, elsewhere what rounds make
-            equal.
-
-    Examples:
-        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8))
-        >>> sync.stats().bytes_sent  # one worker has nobody to send to
-        0
-    """
-
-    steps: int
-    rounds: int
-    bytes_sent: int
-    bytes_received: int
-    bytes_by_collective: Mapping[str, int]
-    bytes_by_set: Mapping[str, int]
-    seconds_waiting: float
-    workers_lost: int = 0
-    steps_lost: int = 0
-    steps_drifted: int = 0
 
 
 @dataclass(frozen=True)
@@ -460,7 +417,7 @@ class Synchronizer:
             dict(ledger.by_set),
             self._session.comm.seconds_waiting,
             *self._lost(),
-            self._session.drift.found,
+            self.driver.run.drift.found,
         )
 
     def _lost(self) -> tuple[int, int]:

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe
 from laconic.attach import attach as attach_to
-from laconic.auto import Auto
 from laconic.checkpoint import load, save
 from laconic.engine.synchronizer import Synchronizer
 from laconic.integrations.common import (

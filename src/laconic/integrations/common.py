@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, workers_differ
 from laconic.attach import init
-from laconic.auto import Auto
 from laconic.elastic import COORDINATOR_VARIABLE
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import LinkError

@@ -23,10 +23,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe
 from laconic.attach import attach
-from laconic.auto import Auto
 from laconic.checkpoint import load, save
 from laconic.checkpoints.random_state import load_random_state, random_state
 from laconic.engine.synchronizer import Synchronizer

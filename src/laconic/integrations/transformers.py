@@ -26,10 +26,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import ParallelMode
 from transformers.utils import logging
 
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe
 from laconic.attach import attach
-from laconic.auto import Auto
 from laconic.checkpoint import load, save
 from laconic.engine.synchronizer import Synchronizer
 from laconic.integrations import common

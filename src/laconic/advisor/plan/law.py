@@ -30,7 +30,7 @@ from laconic.algorithms.recipes import ddp
 from laconic.algorithms.round import Recipe, workers_differ
 from laconic.algorithms.schedules import Every, every
 from laconic.algorithms.updates import OuterStep
-from laconic.predict import often
+from laconic.policy.predict import often
 
 JOINT = 19.226, -0.0985, 0.0116
 """A, alpha, and beta of Table 10."""

@@ -24,7 +24,7 @@ from laconic.advisor.plan.together import LEAST, MARKS, Log, check_tries
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import AnyRound
 from laconic.algorithms.schedules import Every, own_pace
-from laconic.predict import quorum_travel, work_key
+from laconic.policy.predict import quorum_travel, work_key
 
 DRAWN = 1024
 """Step times of a worker that are drawn at once."""

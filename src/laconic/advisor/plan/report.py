@@ -10,18 +10,19 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from laconic.advisor.advice import Row, rows_of
 from laconic.advisor.advice import reason as reason_of
+from laconic.advisor.advice import rows_of
 from laconic.advisor.choices import Choice, choices, steps_of
 from laconic.advisor.plan.cluster import Cluster
 from laconic.advisor.plan.law import Expected, continued, expected
 from laconic.advisor.plan.simulate import Result, check_plannable, recipe_of, simulate_plan
+from laconic.advisor.rows import Row
 from laconic.algorithms.round import Recipe
 from laconic.algorithms.schedules import Every
-from laconic.auto import TIE
-from laconic.candidates import candidates
 from laconic.errors import check_int
-from laconic.predict import Facts
+from laconic.policy.candidates import candidates
+from laconic.policy.choice import TIE
+from laconic.policy.predict import Facts
 from laconic.units import finite, format_rate, format_seconds
 
 SEEDS, FEW_SEEDS = 5, 2

@@ -1,7 +1,7 @@
 """What the rounds of a recipe cost on the workers that are present.
 
 Everything is read from the recipe: schedules, delays, fragments, codecs, and whom a gossip meets.
-Seconds are those of the cost model, `laconic.predict`.
+Seconds are those of the cost model, `laconic.policy.predict`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.exchanges.push import Push
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.buckets import BUCKET_BYTES
-from laconic.predict import Facts, Load, elements, idle, load_of, often, work_key
+from laconic.policy.predict import Facts, Load, elements, idle, load_of, often, work_key
 
 BUFFER = 2**19
 """Bytes that the kernel holds for a worker on each connection: those that it still sends, and those

@@ -11,10 +11,10 @@ from laconic.advisor.plan.cluster import Cluster
 from laconic.advisor.plan.quorum import Quorum
 from laconic.advisor.plan.rounds import Rounds
 from laconic.advisor.plan.together import Together, shares_of
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import check_quorum, has_quorum, in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
-from laconic.auto import Auto
 from laconic.errors import check_int
 
 

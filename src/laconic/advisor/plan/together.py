@@ -19,7 +19,7 @@ from laconic.advisor.advice import memory
 from laconic.advisor.plan.rounds import Price, Rounds
 from laconic.advisor.plan.times import Lives, Slices, StepTimes
 from laconic.algorithms.exchange import Gossip
-from laconic.predict import often
+from laconic.policy.predict import often
 
 CAUSES = ("compute", "stragglers", "bandwidth", "latency", "processors")
 """What a worker's time is spent on, apart from failures."""

@@ -22,13 +22,13 @@ from laconic.algorithms.compile import in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.buckets import itemsize_of
-from laconic.candidates import takes_muon
 from laconic.engine.comparison import BufferWatch
 from laconic.errors import check_int
 from laconic.lab.race import plan, runner, user_files, workloads
 from laconic.lab.race.workloads import Workload, lr_factor
 from laconic.links.simulated import current_link
-from laconic.predict import Facts, Prediction, predict
+from laconic.policy.candidates import takes_muon
+from laconic.policy.predict import Facts, Prediction, predict
 
 VALIDATIONS = 8
 """Validations in a run, the last one at its end."""

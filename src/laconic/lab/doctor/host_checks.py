@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from laconic import __version__
 from laconic.codecs import kernels
 from laconic.device import ACCELERATORS
 from laconic.errors import install
@@ -35,6 +34,7 @@ from laconic.lab.emulation.cluster import (
 )
 from laconic.links import frames
 from laconic.links.addresses import address_of, address_toward
+from laconic.version import __version__
 
 Environment = Mapping[str, str]
 

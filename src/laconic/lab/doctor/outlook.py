@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from laconic.advisor.numbers import facts_from
-from laconic.auto import Auto, choose
-from laconic.candidates import candidates
+from laconic.algorithms.auto import Auto
 from laconic.lab.doctor.finding import Finding
-from laconic.predict import predict
+from laconic.policy.candidates import candidates
+from laconic.policy.choice import choose
+from laconic.policy.predict import predict
 from laconic.units import format_rate, format_seconds, three_digits
 
 GROUP = "training"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import selectors
 import shutil
 import signal
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from laconic.elastic import COORDINATOR_VARIABLE, TRACE_VARIABLE
 from laconic.errors import check_int
@@ -33,7 +34,6 @@ from laconic.lab.emulation.impairments import Impairments
 from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injection
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
 from laconic.lab.emulation.output import Stream
-from laconic.lab.emulation.rates_file import write_rates
 from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
 
 __all__ = ["Ended", "Network", "Process", "Settings", "Watch", "emulate", "run"]
@@ -389,7 +389,7 @@ class _Run:
         ended = Ended(self._first, seconds, sent, self._happened, goodput)
         if self._settings.out is not None:
             path = self._settings.out / "rates.json"
-            write_rates(path, self._settings, self._cluster, self._samples, ended)
+            _write_rates(path, self._settings, self._cluster, self._samples, ended)
         self._watch.ended(ended)
         return ended
 
@@ -435,3 +435,41 @@ def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback, trace: P
         ranks[rank] = replace(process, env=env)
     command = [sys.executable, "-m", "laconic", "coordinator", "--host", address, "--port", port]
     return Process("coordinator", host, command, job_environment(cluster, {}))
+
+
+def _write_rates(
+    path: Path,
+    settings: Settings,
+    cluster: Cluster | Loopback,
+    samples: Sequence[tuple[float, Sequence[int]]],
+    ended: Ended,
+) -> None:
+    """Write the file. ``samples``: seconds since the start, and the bytes that each host had sent.
+
+    Raises ``OSError`` with the name of the file.
+    """
+    network = settings.network
+    hosts = []
+    addresses = cluster.addresses[: network.hosts]
+    for host, (address, rate) in enumerate(zip(addresses, network.rates(), strict=True)):
+        latency, jitter, loss = network.impairments.of_host(host)
+        described = {"name": f"host{host}", "address": address, "bandwidth": rate}
+        hosts.append({**described, "latency": latency, "jitter": jitter, "loss": loss})
+    document: dict[str, Any] = {
+        "command": settings.argv,
+        "network": "emulated" if cluster.emulated else "throttled",
+        "network_seed": network.impairments.seed,
+        "congestion_control": cluster.congestion_control,
+        "hosts": hosts,
+        "seconds": ended.seconds,
+        "failed": ended.first and {"process": ended.first.process.name, "how": ended.first.how},
+        "samples": [{"seconds": round(seconds, 3), "sent": sent} for seconds, sent in samples],
+    }
+    if settings.faults is not None:
+        document["faults"] = [vars(happened) for happened in ended.happened]
+    if ended.goodput is not None:
+        document["elastic"] = ended.goodput.document()
+    try:
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from error

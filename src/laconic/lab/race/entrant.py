@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import laconic
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.round import Recipe
-from laconic.auto import Auto
 from laconic.lab.race.rivals import Rival
 from laconic.lab.race.timeline import RecordedLink, Recorder
 from laconic.links import Link

@@ -13,9 +13,8 @@ from html import escape
 from importlib.resources import files
 from inspect import getdoc
 
-from laconic import __version__
+from laconic.algorithms.auto import auto
 from laconic.algorithms.recipes import RECIPES
-from laconic.auto import auto
 from laconic.lab.emulation.seeds import Group
 from laconic.lab.race.comparison import common
 from laconic.lab.race.plots import label, loss_limits, numbered
@@ -23,6 +22,7 @@ from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, STEPS, Result
 from laconic.lab.race.table import Cell, caption, cells, heading
 from laconic.lab.race.verdict import question, sentences
 from laconic.lab.race.wording import differences, network, task
+from laconic.version import __version__
 
 DESCRIBED = {**RECIPES, "auto": auto}
 """What the report explains, by name."""

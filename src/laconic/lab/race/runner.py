@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import check_quorum, has_quorum, in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import WITH_GROUPS
 from laconic.algorithms.round import Recipe, Round
 from laconic.algorithms.updates import DelayedNesterov, OuterStep
-from laconic.auto import Auto
 from laconic.errors import check_float, check_int
 from laconic.lab.emulation.cluster import (
     Cluster,

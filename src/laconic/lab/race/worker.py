@@ -20,12 +20,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import has_quorum
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.attach import init
-from laconic.auto import WARMUP, WINDOW, Auto
-from laconic.candidates import start as auto_start
 from laconic.errors import LinkError, NotFiniteError
 from laconic.lab.race import plan, rivals, user_files, workloads
 from laconic.lab.race.entrant import Entrant, RecipeEntrant, RivalEntrant
@@ -33,6 +32,8 @@ from laconic.lab.race.rivals import Rival
 from laconic.lab.race.timeline import interface_counts
 from laconic.lab.race.workloads import Batch, Workload, lr_factor
 from laconic.links import Link, Throttled, world_link
+from laconic.policy.candidates import start as auto_start
+from laconic.policy.choice import WARMUP, WINDOW
 
 NOT_FINITE = 3
 """Exit code of a rank that ends with a `NotFiniteError`: training diverged."""

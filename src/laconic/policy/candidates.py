@@ -16,7 +16,7 @@ from laconic.algorithms.round import GradientRound, Recipe, Round, fragments_of
 from laconic.algorithms.updates.muon_step import operations, orthogonal
 from laconic.buckets import Fragment
 from laconic.device import synchronize
-from laconic.predict import Facts, often, travel
+from laconic.policy.predict import Facts, often, travel
 
 
 @dataclass(frozen=True)
