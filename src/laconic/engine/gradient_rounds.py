@@ -39,10 +39,10 @@ from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.channel import Channel
 from laconic.engine.flat_gradients import FlatGradients, nonzero, sample_positions
 from laconic.engine.nonfinite import NonfiniteCheck
-from laconic.engine.overlap import Overlap, alone, turns_at_once
+from laconic.engine.overlap import Overlapping, Result, collectives, turns_at_once
 from laconic.errors import LinkError, NotFiniteError
-from laconic.links.comm_thread import CommThread, Pending
-from laconic.links.link import Link, one_by_one
+from laconic.links.comm_thread import CommThread, coroutine
+from laconic.links.link import Link
 
 FIRST_BYTES = 2**20
 """The first bucket is small, so that sending starts early in the backward pass."""
@@ -132,10 +132,9 @@ class GradientRunner:
         self._sizes: list[tuple[int, torch.dtype]] = []
         self._hooks: dict[int, RemovableHandle] = {}
         self._flats: list[FlatGradients] = []
-        self._pending: list[Pending[None]] = []
-        """By bucket sent, its job in the communication thread; then, where buckets overlap, that
-        which completes all of them."""
-        self._overlap = Overlap()
+        self._pending: list[Result[None]] = []
+        """By bucket sent."""
+        self._overlap = Overlapping(link, context.comm)
         self._largest = 0.0
         """The most bytes that a bucket sends at once; 0 where buckets do not overlap."""
         self._missing: list[int] = []
@@ -263,7 +262,7 @@ class GradientRunner:
         """Complete the buckets that a pass which raised has begun, so that the link is free. Ranks
         that have begun different ones wait for each other in vain."""
         if self.broken:
-            self._comm.submit(self._overlap.complete, self._label).wait_quietly()
+            self._overlap.complete(self._label).wait_quietly()
 
     # -- during backward ----
 
@@ -348,18 +347,21 @@ class GradientRunner:
         flat.gather()
         if not self._pending:
             self._label, self._now = self._announce(), self._clock()
+            self._overlap.use(len(self.channels))
         now = replace(self._now, bucket=len(self._pending))
-        average = partial(self._average, channel.exchange, flat.whole, channel.exchange_state, now)
-        begin = partial(self._overlap.begin, average, turns_at_once(self._largest))
-        self._pending.append(self._comm.submit(begin, self._label))
-        overlaps = self._link.overlapping is not None
-        if overlaps and len(self._pending) == len(self.channels):
-            self._pending.append(self._comm.submit(self._overlap.complete, self._label))
+        at = channel.exchange, flat.whole, channel.exchange_state, now, self._overlap.used
+        average = partial(self._average, *at)
+        turns = turns_at_once(self._largest)
+        self._pending.append(self._overlap.begin(average, self._label, turns=turns))
+        if len(self._pending) == len(self.channels):
+            self._overlap.complete(self._label)
 
-    async def _average(self, exchange: Exchange, flat: Tensor, state: State, clock: Clock) -> None:
+    async def _average(
+        self, exchange: Exchange, flat: Tensor, state: State, clock: Clock, overlap: bool
+    ) -> None:
         """``flat`` <- combine(mean over the ranks of ``flat``). It becomes NaN if it is not finite
-        on some rank."""
-        link, message = self._link.overlapping or one_by_one(self._link), flat
+        on some rank. ``overlap``: whether other buckets are under way meanwhile."""
+        message, link = flat, collectives(self._link, overlap)
         if self._context.elastic:
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
             if exchange.slots and not exchange.keeps_message:
@@ -430,8 +432,8 @@ class GradientRunner:
             flat = FlatGradients(bucket)
             flat.gather()
             again = partial(self._link.mean, flat.whole)
-            first = partial(self._average, Mean(), flat.whole, {}, clock)
-            self._comm.call(partial(alone, first) if joined else again, label)
+            first = partial(self._average, Mean(), flat.whole, {}, clock, False)
+            self._comm.call(coroutine(first) if joined else again, label)
             flat.scatter(set())
 
     def after_step(self, next_due: bool) -> None:

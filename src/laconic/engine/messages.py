@@ -15,9 +15,10 @@ from laconic.algorithms.update import Clock, State, Tensors, returned
 from laconic.buckets import Bucket, is_sharded, state_dtype
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.in_flight import RoundContext
+from laconic.engine.overlap import collectives
 from laconic.engine.sharded_tensors import ShardedTensors
 from laconic.errors import NotFiniteError
-from laconic.links.link import Link, one_by_one
+from laconic.links.link import Link
 
 
 class Messenger:
@@ -84,10 +85,13 @@ class Messenger:
             message = y.clone()
         return message, y
 
-    async def carry(self, channel: Channel, message: Tensor, clock: Clock) -> Arrival:
+    async def carry(
+        self, channel: Channel, message: Tensor, clock: Clock, overlap: bool = False
+    ) -> Arrival:
         """Exchange the message with the other workers, with the outer step in between. The ranks of
-        one worker hold the same message: each carries its part across, then they share."""
-        update = self._round.update
+        one worker hold the same message: each carries its part across, then they share.
+        ``overlap``: whether other buckets are under way meanwhile."""
+        update, link = self._round.update, collectives(self._link, overlap)
         if self._context.elastic:  # another attempt may be among others, and needs the message
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
             if channel.exchange.slots and not channel.exchange.keeps_message:
@@ -111,7 +115,6 @@ class Messenger:
         error: NotFiniteError | None = None
         try:
             with channel.states() as (state, exchange_state):
-                link = self._link.overlapping or one_by_one(self._link)
                 result = await channel.exchange.run(link, part, combine, clock, exchange_state)
             if self._context.elastic:
                 result = result._replace(present=(clock.workers, clock.worker))

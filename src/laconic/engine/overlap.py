@@ -6,13 +6,13 @@ same ones in the same order, whatever arrives first, so messages need no tags.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import Generic
 
 from laconic.errors import NotFiniteError
-from laconic.links.comm_thread import CommThread, Pending
-from laconic.links.link import Job, Link, T, complete
+from laconic.links.comm_thread import CommThread, Pending, coroutine
+from laconic.links.link import AsyncLink, Job, Link, T, one_by_one
 
 SMALL_BYTES = 2**18
 """A message of so many bytes takes about as long to send as it is on its way: 0.02 s at 100 Mbit/s,
@@ -34,11 +34,6 @@ def turns_at_once(largest: float) -> int:
     return 1 if largest <= SMALL_BYTES else 2
 
 
-def alone(job: Callable[[], Job[T]]) -> T:
-    """Run ``job()`` to the end, with nothing else under way."""
-    return complete(job())
-
-
 class Overlap:
     """Jobs that are under way together. Used in the communication thread."""
 
@@ -47,10 +42,10 @@ class Overlap:
         """The newest first."""
         self._failed: NotFiniteError | None = None
 
-    def begin(self, job: Callable[[], Job[None]], turns: int = 1) -> None:
-        """Begin ``job()``, and then resume those before it; all of that ``turns`` times. Raises
+    def begin(self, job: Job[None], turns: int) -> None:
+        """Begin ``job``, and then resume those before it; all of that ``turns`` times. Raises
         `NotFiniteError` when nothing is under way any more, if a job did."""
-        self._going.insert(0, job())
+        self._going.insert(0, job)
         for _ in range(turns):
             self._resume()
         if not self._going:
@@ -80,26 +75,34 @@ class Overlap:
 
 
 class UnderWay(Generic[T]):
-    """The result of ``job()``, which runs among others in ``overlap``."""
+    """The result of a job that runs among others in ``overlap``."""
 
-    def __init__(
-        self, job: Callable[[], Job[T]], overlap: Overlap, comm: CommThread, label: str
-    ) -> None:
-        self._job, self._overlap = job, overlap
-        self._comm, self._label = comm, label
+    def __init__(self, overlap: Overlap, comm: CommThread, label: str) -> None:
+        self._overlap, self._comm, self._label = overlap, comm, label
         self._results: list[T] = []
 
-    async def run(self) -> None:
-        """Run the job, and keep its result."""
-        self._results.append(await self._job())
+    async def run(self, job: Job[T]) -> None:
+        """Run ``job``, and keep its result."""
+        self._results.append(await job)
 
     def wait(self) -> T:
         """Wait for the result and return it; raises what the job raised."""
         return self._comm.call(self._end, self._label)
 
+    def wait_quietly(self) -> None:
+        """As `Pending.wait_quietly`."""
+        with contextlib.suppress(Exception):
+            self.wait()
+
     def _end(self) -> T:
         self._overlap.complete(lambda: bool(self._results))
         return self._results[0]
+
+
+def collectives(link: Link, overlap: bool) -> AsyncLink:
+    """Those of ``link`` for a bucket that others ``overlap``, or for one alone."""
+    far = link.overlapping if overlap else None
+    return one_by_one(link) if far is None else far
 
 
 Result = Pending[T] | UnderWay[T]
@@ -110,24 +113,35 @@ class Overlapping:
     are long, under way together."""
 
     def __init__(self, link: Link, comm: CommThread) -> None:
-        self._comm = comm
-        self._overlap = Overlap() if link.overlapping is not None else None
-        self.used = self._overlap is not None
+        self._link, self._comm = link, comm
+        self._overlap: Overlap | None = None
 
-    def begin(self, job: Callable[[], Job[T]], label: str, *, now: bool) -> Result[T]:
-        """Run ``job()``; if ``now``, its result is waited for next. Where messages overlap, it goes
-        on when others begin, are waited for, or when `complete` is called; all of that in the same
-        order on all ranks."""
-        overlap = self._overlap
-        if overlap is None and now:
-            return Pending.of(self._comm.call(partial(alone, job), label))
+    def use(self, buckets: int) -> bool:
+        """Return whether so many ``buckets`` overlap, which begin now. One by itself is faster
+        alone: its parts are then sent on as they arrive."""
+        self._overlap = Overlap() if buckets > 1 and self._link.overlapping is not None else None
+        return self.used
+
+    @property
+    def used(self) -> bool:
+        """Whether the present buckets overlap."""
+        return self._overlap is not None
+
+    def begin(
+        self, job: Callable[[], Job[T]], label: str, *, now: bool = False, turns: int = 1
+    ) -> Result[T]:
+        """Run ``job()``; if ``now``, its result is waited for next. Where buckets overlap, it goes
+        on when others begin, each time ``turns`` times, when they are waited for, and when
+        `complete` is called; all of that in the same order on all ranks."""
+        overlap, comm = self._overlap, self._comm
         if overlap is None:
-            return self._comm.submit(partial(alone, job), label)
-        under_way = UnderWay(job, overlap, self._comm, label)
-        self._comm.submit(partial(overlap.begin, under_way.run), label)
+            alone = coroutine(job)
+            return Pending.of(comm.call(alone, label)) if now else comm.submit(alone, label)
+        under_way: UnderWay[T] = UnderWay(overlap, comm, label)
+        comm.submit(lambda: overlap.begin(under_way.run(job()), turns), label)
         return under_way
 
-    def complete(self, label: str) -> None:
+    def complete(self, label: str) -> Pending[None]:
         """Have all that has begun go on to its end."""
-        if self._overlap is not None:
-            self._comm.submit(self._overlap.complete, label)
+        overlap = self._overlap
+        return Pending.of(None) if overlap is None else self._comm.submit(overlap.complete, label)

@@ -28,8 +28,8 @@ from laconic.engine.in_flight import InFlightBucket, InFlightRound, RoundContext
 from laconic.engine.messages import Messenger
 from laconic.engine.overlap import AHEAD, Overlapping
 from laconic.errors import after_step
-from laconic.links.comm_thread import Pending
-from laconic.links.link import Link, complete
+from laconic.links.comm_thread import Pending, coroutine
+from laconic.links.link import Link
 from laconic.links.simulated import single_link
 from laconic.tensors import overwrite
 
@@ -149,7 +149,7 @@ class ParameterRunner:
 
     def _exchange_now(self, step: int) -> None:
         """Send and fold one bucket after the other. Where they overlap, some are under way."""
-        ahead = AHEAD if self._overlap.used else 0
+        ahead = AHEAD if self._overlap.use(len(self.channels)) else 0
         sent: deque[InFlightBucket] = deque()
         for number, channel in enumerate(self.channels):
             memory = self._context.memory(channel.bucket, number % (ahead + 1))
@@ -163,6 +163,7 @@ class ParameterRunner:
         """Send a delayed round's messages."""
         if self.set.vary and self._can_select_later:
             return self._launch_varying(step)
+        self._overlap.use(len(self.channels))
         sent = [self._send(c, step, c.bucket.empty()) for c in self.channels]
         self._overlap.complete(self.label(step))
         checked = self._context.nonfinite.check(self.exchange, self.label(step))
@@ -174,7 +175,7 @@ class ParameterRunner:
         clock = self._clock(bucket, step)
         message, sent = self._messenger.message(channel, clock, memory)
         clock = self._messenger.stamped(clock, channel.state)
-        job = partial(self._messenger.carry, channel, message, clock)
+        job = partial(self._messenger.carry, channel, message, clock, self._overlap.used)
         pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
         if self.round.delay and self._after_send is not None:
             x = bucket.pack(self._context.memory(bucket))
@@ -188,16 +189,16 @@ class ParameterRunner:
         the tensors that all of them have; training does not wait for that."""
         executed, copies, messenger = self.executed, self.set.copies(), self._messenger
 
-        def send() -> list[InFlightBucket]:
+        async def send() -> list[InFlightBucket]:
             found = []
             for channel in self.set.cut(self._to_send(copies)):
                 clock = messenger.clock(channel.bucket, step, executed)
                 message, sent = messenger.message(channel, clock, channel.bucket.empty())
-                arrival = complete(messenger.carry(channel, message, clock))
+                arrival = await messenger.carry(channel, message, clock)
                 found.append(InFlightBucket(channel, sent, Pending.of(arrival)))
             return found
 
-        pending = self._context.comm.submit(send, self.label(step))
+        pending = self._context.comm.submit(coroutine(send), self.label(step))
         return InFlightRound(step + self.round.delay, pending, copies)
 
     # -- folding ----

@@ -16,12 +16,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from types import CoroutineType
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
 from laconic.device import Event, Stream, accelerator, use_on_current_stream
 from laconic.errors import LinkError, NotFiniteError
+from laconic.links.link import Job
 
 T = TypeVar("T")
 
@@ -38,21 +40,22 @@ class Around(Protocol):
     def __call__(self, job: Callable[[], T], /) -> T: ...
 
 
-def _just_run(job: Callable[[], T], /) -> T:
-    return job()
+def coroutine(job: Callable[[], Job[T]]) -> Callable[[], T]:
+    """A coroutine function as a job, which then runs to its end."""
+    return cast("Callable[[], T]", job)
 
 
-def _with(preface: Callable[[], object] | None, job: Callable[[], T]) -> Callable[[], T]:
-    """``job`` after ``preface``, if there is one."""
-    if preface is None:
-        return job
-    first = preface
-
-    def both() -> T:
-        first()
-        return job()
-
-    return both
+def _do(preface: Callable[[], object] | None, job: Callable[[], T]) -> T:
+    """Run ``job`` after ``preface``, if there is one."""
+    if preface is not None:
+        preface()
+    result: Any = job()
+    while isinstance(result, CoroutineType):
+        try:
+            result.send(None)
+        except StopIteration as end:
+            result = end.value
+    return cast("T", result)
 
 
 class End:
@@ -153,7 +156,7 @@ class CommThread:
         threaded: bool,
         device: torch.device,
         check: Callable[[], None],
-        around: Around = _just_run,
+        around: Around | None = None,
         *,
         queues: bool = False,
         interrupt: Callable[[], None] = lambda: None,
@@ -168,7 +171,7 @@ class CommThread:
         self._calls_here = not threaded or (self._accelerator is not None and queues)
         """Whether `call` runs its job in the caller's thread, on the caller's stream."""
         self._check = check
-        self._around = around
+        self._do = _do if around is None else lambda *job: around(partial(_do, *job))
         self._interrupt = interrupt
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -200,7 +203,8 @@ class CommThread:
         start = time.perf_counter()
         try:
             preface, self._preface = self._preface, None
-            return _labeled(partial(self._around, _with(preface, job)), label)
+            result: T = _labeled(partial(self._do, preface, job), label)
+            return result
         except BaseException as error:
             self._error = error
             raise
@@ -228,7 +232,7 @@ class CommThread:
         preface, self._preface = self._preface, None
         if not self._threaded:
             if self._error is None:
-                pending.run(partial(_labeled, partial(self._around, _with(preface, job)), label))
+                pending.run(partial(_labeled, partial(self._do, preface, job), label))
                 self._error = pending.error if isinstance(pending.error, Exception) else None
             else:
                 pending.fail(self._error)
@@ -259,7 +263,7 @@ class CommThread:
         start = time.thread_time()
         try:
             with torch.inference_mode(False), torch.no_grad():
-                result = self._around(_with(preface, job))
+                result = self._do(preface, job)
             self.processor_seconds += time.thread_time() - start
             pending.complete(result, self._stream)
         except BaseException as error:
