@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import laconic as la
+from laconic.links.simulated import single_link
 
 from tests.support import gloo
 from tests.support.loops import attached, flat, refusal, sgd
@@ -229,3 +230,26 @@ def test_an_error_names_no_step_that_was_not_taken(steps: int) -> None:
     with pytest.raises(la.LinkError):
         la.simulate(run, 2)
     assert said and not re.search("after 0 steps|after step 0", said[0]), said
+
+
+class Ringing(la.links.Throttled):
+    """As if a signal handler raised when a step was counted, and its rounds have not begun."""
+
+    rings = False
+
+    def check_peers(self) -> None:
+        if self.rings:
+            trouble()
+
+
+@pytest.mark.fault("a round was folded a step late after an exception, and nothing said so")
+def test_an_exception_between_a_step_and_its_rounds_is_told_next() -> None:
+    link = Ringing(single_link())
+    model, optimizer, sync = attached(0, RECIPES["delayed"][0], link=link)
+    step(model, optimizer)
+    link.rings = True
+    with pytest.raises(BrokenLoopError):
+        step(model, optimizer)
+    link.rings = False
+    for call in (partial(step, model, optimizer), sync.finish):
+        assert "the rounds after step 2 were interrupted" in refusal(call, la.LinkError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -206,20 +207,33 @@ class Driver:
 
     @torch.no_grad()
     def _after_step(self, *_: object, skipped: bool = False) -> None:
-        self.count()
-        self.observe()
-        self.pull()
-        self.communicate()
-        if self.session.settings.buffers == "broadcast":
-            self.session.share_buffers()
-        self.run.drift.after_step()
-        self.note(skipped=skipped)
-        policy, elastic = self.session.policy, self.session.elastic
-        follows = elastic is not None and elastic.replaying  # its donor decides
-        if policy is not None and not follows and policy.after_step(self.session.step):
-            self._switch(policy.recipe)
+        self._begin_skipped()
+        with self._rounds_of(self.session.step + 1):
+            self.count()
+            self.observe()
+            self.pull()
+            self.communicate()
+            if self.session.settings.buffers == "broadcast":
+                self.session.share_buffers()
+            self.run.drift.after_step()
+            self.note(skipped=skipped)
+            policy, elastic = self.session.policy, self.session.elastic
+            follows = elastic is not None and elastic.replaying  # its donor decides
+            if policy is not None and not follows and policy.after_step(self.session.step):
+                self._switch(policy.recipe)
         for each in self.after_steps:
             each()
+
+    def _begin_skipped(self) -> None:
+        """Begin the step, if the optimizer has skipped it."""
+        if not self._in_step:
+            self.begin_step(closure=False)
+            if self.run.scores is not None:
+                self.run.scores.skip_step()
+
+    def _rounds_of(self, step: int) -> AbstractContextManager[None]:
+        """See `Session.rounds_of`. Rounds with a quorum are waited for again."""
+        return self.session.rounds_of(step) if self.run.quorum is None else nullcontext()
 
     def advance(self) -> None:
         """Do what follows an optimizer step, for a front end without hooks. Skipped steps count,
@@ -239,10 +253,7 @@ class Driver:
         """Count the optimizer's step, taken or skipped: the first part of `advance`."""
         session, run = self.session, self.run
         session.refuse_in_consensus("optimizer.step()")
-        if not self._in_step:
-            self.begin_step(closure=False)
-            if run.scores is not None:
-                run.scores.skip_step()
+        self._begin_skipped()
         if self._closure:
             run.check_gradients()
             run.refresh()
@@ -270,10 +281,8 @@ class Driver:
     def communicate(self, *, now: bool = False) -> None:
         """Run the rounds that are due after this step; ``now``: all of the recipe's."""
         start = time.thread_time()
-        if self.run.quorum is None:  # those wait for a round again
-            self.session.interrupted = f"the rounds after step {self.session.step}"
-        self.rounds_done += self.run.communicate(now=now)
-        self.session.interrupted = None
+        with self._rounds_of(self.session.step):
+            self.rounds_done += self.run.communicate(now=now)
         self.session.round_seconds += time.thread_time() - start
 
     def note(self, *, skipped: bool = False) -> None:

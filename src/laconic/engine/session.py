@@ -4,7 +4,8 @@ the calls that all ranks make together."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -164,8 +165,7 @@ class Session:
         """Called before a call of all workers, to complete what a backward pass that raised has
         begun."""
         self.interrupted: str | None = None
-        """The rounds that are at work, or that an exception, such as one that a signal handler
-        raises, has ended before this rank had what they bring."""
+        """The rounds that are at work, or that an exception has ended: see `rounds_of`."""
         self._order: list[Tensor] = []
         self._x: dict[int, Tensor] = {}
         """The optimizer's parameters that have joined x, by id."""
@@ -389,6 +389,15 @@ class Session:
         self.call("first step")
         row = self.batch_check.row([*self.params(), *self.model.parameters()])
         check_first_gradients(self.gather(row).tolist())
+
+    @contextmanager
+    def rounds_of(self, step: int) -> Iterator[None]:
+        """A context for what follows ``step``. An exception that ends it, such as one that a signal
+        handler raises, interrupts the rounds: then `check_complete` raises."""
+        before = self.interrupted
+        self.interrupted = before or f"the rounds after step {step}"
+        yield
+        self.interrupted = before
 
     def check_complete(self) -> None:
         """Raise if rounds were interrupted. The other ranks have what they brought."""
