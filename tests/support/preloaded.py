@@ -10,4 +10,4 @@ import torch._dynamo  # noqa: F401
 
 import laconic  # noqa: F401
 
-gc.freeze()  # left out of every collection of garbage, and of the search that `attach` makes
+gc.freeze()  # left out of every collection of garbage

@@ -3,12 +3,10 @@ tensors can be compared and averaged."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import socket
 import sys
-import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,14 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.buckets import local
 from laconic.tensors import check_values, parts
-
-NO_DDP, IDLE_DDP, USED_DDP = 0.0, 1.0, 2.0
-"""Results of `ddp_use`: no DDP wrapper, one that training does not use, one that it does."""
-AVERAGED_BY_DDP = (
-    "the model is trained through a DistributedDataParallel wrapper, which averages all gradients "
-    "at every step beside laconic: call the plain module (model.module) in the training loop, and "
-    "drop the wrapper; for several ranks per worker pass nprocs_per_node="
-)
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -127,42 +117,3 @@ def shared_memory(params: Iterable[Tensor]) -> int:
 def _takes_cpu_tensors() -> bool:
     """Whether torch's process group has a backend for CPU tensors."""
     return dist.is_initialized() and "cpu" in str(dist.get_backend_config())
-
-
-def wrappers_used(params: Sequence[Tensor]) -> weakref.WeakSet[DistributedDataParallel]:
-    """The wrappers around any of ``params`` that training has run through until now."""
-    return weakref.WeakSet(wrapper for wrapper in _wrappers(params) if _averages(wrapper))
-
-
-def ddp_use(params: Sequence[Tensor], before: Collection[DistributedDataParallel] = ()) -> float:
-    """Whether a DistributedDataParallel is around any of ``params`` (`IDLE_DDP`), and training runs
-    through it (`USED_DDP`). That is unknown of wrappers that were used ``before`` `attach`; they
-    count as idle."""
-    if not _wrappers(params):
-        return NO_DDP
-    gc.collect()  # deletes unreferenced wrappers, which are in reference cycles
-    uses = [_averages(w) and w not in before for w in _wrappers(params)]
-    return (USED_DDP if any(uses) else IDLE_DDP) if uses else NO_DDP
-
-
-def _wrappers(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
-    """The wrappers around any of ``params``. Searches all objects of this process: some hundredths
-    of a second by `gc.get_referrers`, more than twice as long by a loop over `gc.get_objects`."""
-    if not dist.is_initialized():  # no wrapper can exist
-        return []
-    own = {id(p) for p in params}
-    kinds = _with_subclasses(DistributedDataParallel)
-    # an object refers to its type
-    wrappers = [o for o in gc.get_referrers(*kinds) if type(o) in kinds]
-    return [wrapper for wrapper in wrappers if any(id(p) in own for p in wrapper.parameters())]
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    subclasses: list[type] = kind.__subclasses__()
-    return {kind}.union(*map(_with_subclasses, subclasses))
-
-
-def _averages(wrapper: DistributedDataParallel) -> bool:
-    """Whether ``wrapper`` averages the gradients of its latest forward pass: one with gradients,
-    outside its ``no_sync()``."""
-    return bool(wrapper._lazy_init_ran and wrapper.require_forward_param_sync)

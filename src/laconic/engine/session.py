@@ -150,7 +150,7 @@ class Session:
             self.elastic.wake = self.comm.poke
         self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
         self.recorder = Recorder()
-        self.batch_check = BatchCheck(model)
+        self.batch_check = BatchCheck()
         self.step = 0
         self.round_seconds = 0.0
         """Processor seconds in which the training thread sent and folded parameter rounds."""
@@ -385,10 +385,9 @@ class Session:
 
     def check_first_step(self) -> None:
         """Compare the ranks' first gradients: see `check_first_gradients`."""
-        self.batch_check.note(self.params(), self.device)
+        own = self.batch_check.note(self.params(), self.device)
         self.call("first step")
-        row = self.batch_check.row([*self.params(), *self.model.parameters()])
-        check_first_gradients(self.gather(row).tolist())
+        check_first_gradients(self.gather(own))
 
     @contextmanager
     def rounds_of(self, step: int) -> Iterator[None]:
