@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity
 
 
 class Event(Protocol):
@@ -45,7 +44,6 @@ class Accelerator(Protocol):
     """What laconic needs of one kind of accelerator. ``backend``: torch's process group for it."""
 
     backend: str
-    activity: ProfilerActivity
 
     def count(self) -> int:
         """How many of them this process sees; 0 where torch cannot use them."""
@@ -119,7 +117,6 @@ class Cuda:
     """NVIDIA GPUs."""
 
     backend = "nccl"
-    activity = ProfilerActivity.CUDA
 
     def count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -243,12 +240,6 @@ def seconds_between(start: Any, end: Any) -> float:
     if isinstance(start, float):
         return float(end - start)
     return float(start.elapsed_time(end)) / 1000
-
-
-def profiler_activities() -> list[ProfilerActivity]:
-    """What torch's profiler can record here."""
-    kinds = [kind.activity for kind in ACCELERATORS.values() if kind.count()]
-    return [ProfilerActivity.CPU, *kinds]
 
 
 @contextmanager

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import json
 import logging
 import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
-from laconic.links.simulated import current_link
 
 from tests.support import gloo, training
 
@@ -392,30 +388,15 @@ def test_another_optimizer_over_the_same_parameters_takes_over_with_its_lr() -> 
 # -- profile and logs ----
 
 
-def test_profile_mode_prints_the_parts_and_writes_a_trace(pool: gloo.Pool, tmp_path: Path) -> None:
-    table, nothing = pool.run(profiled, str(tmp_path), ranks=2)
-    assert nothing == "" and table.count("forward") >= 2, "one table for each slow step"
+def test_profile_mode_prints_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(rank: int) -> None:
+        go(*tiny(rank, profile_mode=True, slowmo_frequency=6), rank, 12)
+
+    simulate(run)
+    table = capsys.readouterr().out
+    assert table.count("forward") == 2, "one table, of rank 0, for each slow step"
     for name in ("SlowMomentum round", "Average round", "forward", "perform_slowmo, total"):
         assert name in table
-    for rank in range(2):
-        trace = json.loads((tmp_path / f"slowmo_trace.rank{rank}.json").read_text())
-        names = [event.get("name") for event in trace["traceEvents"]]
-        assert names.count("slowmo: perform_slowmo, total") >= 4
-
-
-def profiled(rank: int, directory: str) -> str:
-    token = current_link.set(gloo.link_of(2))
-    with (
-        pytest.MonkeyPatch.context() as env,
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()) as out,
-    ):
-        warnings.simplefilter("ignore")
-        env.chdir(directory)
-        model, optimizer = tiny(rank, profile_mode=True, slowmo_frequency=6)
-        go(model, optimizer, rank, 12)
-    current_link.reset(token)
-    return out.getvalue()
 
 
 # -- what users do ----

@@ -29,7 +29,6 @@ import pytest
 import torch
 import torch.distributed.tensor  # before `device` replaces the Generator in its annotations
 from torch import Tensor
-from torch.profiler import ProfilerActivity
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import (
     _DummyBackendModule,
@@ -261,7 +260,6 @@ class LateAccelerator:
     """The device "late", for `laconic.device.ACCELERATORS`."""
 
     backend = "none"
-    activity = ProfilerActivity.CPU
 
     def count(self) -> int:
         return 1

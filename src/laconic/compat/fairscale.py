@@ -98,9 +98,7 @@ class SlowMoDistributedDataParallel(nn.Module):
             slowmo_memory_efficient. False: each node takes the slow step from its own x
             (SGP-SlowMo-noaverage).
         verbose: write a line of JSON for every call to the logger ``laconic.slowmo``.
-        profile_mode: after every slowmo_frequency calls, rank 0 prints where the time went, and
-            every rank writes a torch profiler trace of the calls up to the second slow step to the
-            current directory.
+        profile_mode: after every slowmo_frequency calls, rank 0 prints where the time went.
         process_rank: checked against the rank that laconic finds, unless None.
         process_world_size: checked against the number of ranks that laconic finds, unless None.
         global_group: its size is checked, unless None. laconic creates its own process groups.
@@ -252,7 +250,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         self._detached = False
         self._profile: Profile | None = None
         if profile_mode:
-            self._profile = Profile(self._sync, world.rank, slowmo_frequency, world.threaded)
+            self._profile = Profile(self._sync, world.rank, slowmo_frequency)
         if verbose:
             self._sync.record([LogLines()])
         self.register_state_dict_post_hook(without_prefix)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Logging and profiling of SlowMoDistributedDataParallel."""
+"""Logging, and the times, of SlowMoDistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ import json
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import torch
-from torch.profiler import profile, record_function
-
-from laconic.device import profiler_activities
 from laconic.engine.synchronizer import Synchronizer
 from laconic.links.metered import CallTotals
 from laconic.metrics import Metrics, Record
 
-_tracing = False
-
-TRACED = 4
-"""Number of calls in a torch profiler trace. The last of them has a slow step."""
 WHOLE = "perform_slowmo, total"
 
 
@@ -53,39 +43,28 @@ class Profile:
     often each part ran, and its milliseconds and megabytes sent per run. For rounds and gradients,
     the time is that of the collectives, including the wait for slower ranks. The rest of the total
     is packing and arithmetic.
-
-    Every rank writes a torch profiler trace of the calls up to the second slow step to
-    ``slowmo_trace.rank<r>.json`` in the current directory, if ``traces`` is true. Simulated workers
-    cannot do this, because torch has one profiler per process.
     """
 
-    def __init__(self, sync: Synchronizer, rank: int, period: int, traces: bool) -> None:
+    def __init__(self, sync: Synchronizer, rank: int, period: int) -> None:
         self._sync = sync
-        self._traces = traces
         self._rank = rank
         self._period = period
         self._parts: dict[str, CallTotals] = {}
         self._before: dict[str, CallTotals] = {}
-        self._profiler: profile | None = None
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time the code in this context."""
         start = time.perf_counter()
-        with record_function(f"slowmo: {name}"):
-            yield
+        yield
         part = self._parts.setdefault(name, CallTotals())
         part.count += 1
         part.seconds += time.perf_counter() - start
 
     def call(self, advance: Callable[[], None]) -> None:
         """Profile one call of perform_slowmo, implemented by ``advance()``."""
-        if self._traces and self._sync.step == max(2 * self._period - TRACED, 0):
-            self._start_trace()
         with self.part(WHOLE):
             advance()
-        if self._sync.step == 2 * self._period:
-            self._end_trace()
         if self._sync.step % self._period == 0:
             if self._rank == 0:
                 sys.stdout.write(self.table())
@@ -109,25 +88,3 @@ class Profile:
         ]
         title = f"SlowMo, rank {self._rank}, calls up to {self._sync.step}"
         return "\n".join([title, *lines, ""])
-
-    def _start_trace(self) -> None:
-        global _tracing
-        if _tracing or torch._C._autograd._profiler_enabled():
-            return  # torch has one profiler per process, and it is in use
-        _tracing = True
-        self._profiler = profile(activities=profiler_activities())
-        self._profiler.start()
-
-    def _end_trace(self) -> None:
-        if self._profiler is not None:
-            global _tracing
-            self._profiler.stop()
-            path = Path(f"slowmo_trace.rank{self._rank}.json")
-            try:
-                path = path.resolve()
-                self._profiler.export_chrome_trace(str(path))
-                if self._rank == 0:
-                    sys.stdout.write(f"torch profiler trace: {path}\n")
-            except (OSError, RuntimeError) as error:
-                warnings.warn(f"cannot write the profiler trace {path}: {error}", stacklevel=2)
-            self._profiler, _tracing = None, False
