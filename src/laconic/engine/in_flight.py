@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,19 +19,20 @@ from laconic.engine.overlap import Result
 from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link
 
+X = -1
+"""The number of memory for x next to messages."""
+
 
 @dataclass
 class RoundContext:
-    """What all rounds of one recipe run share. ``scratch``: memory for the message being sent;
-    ``beside``: for x next to it. ``elastic``: workers come and go, so a message may be
-    exchanged again among others. ``replica``, ``shards``: the links inside this worker, where each
-    rank has the whole model or a part of it. ``offload``: outer state is in host memory."""
+    """What all rounds of one recipe run share. ``replica``, ``shards``: the links inside this
+    worker, where each rank has the whole model or a part of it. ``elastic``: workers come and go,
+    so a message may be exchanged again among others. ``offload``: outer state is in host memory.
+    ``scratch``: memory for the messages being sent, by number, and for `X` next to them."""
 
     model: nn.Module
     optimizer: Optimizer
     comm: CommThread
-    scratch: list[Scratch]
-    beside: Scratch
     replica: Link
     shards: Link
     nonfinite: NonfiniteCheck
@@ -38,17 +40,12 @@ class RoundContext:
     seed: int
     elastic: bool = False
     offload: bool = False
+    scratch: dict[int, Scratch] = field(default_factory=lambda: defaultdict(Scratch))
 
     def memory(self, bucket: Bucket, number: int = 0) -> Tensor:
-        """Memory for one flat copy of ``bucket``, until it is asked for again. Several of them have
-        different numbers."""
-        while len(self.scratch) <= number:
-            self.scratch.append(Scratch())
+        """Memory for one flat copy of ``bucket``, until that of this ``number`` is asked for
+        again."""
         return self.scratch[number].take(bucket.length, bucket.dtype, bucket.device)
-
-    def beside_message(self, bucket: Bucket) -> Tensor:
-        """As `memory`, for x next to a message."""
-        return self.beside.take(bucket.length, bucket.dtype, bucket.device)
 
 
 class InFlightBucket(NamedTuple):

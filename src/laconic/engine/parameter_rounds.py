@@ -24,7 +24,7 @@ from laconic.buckets import Bucket, Fragment, module_buffers
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.channel_set import ChannelSet
 from laconic.engine.comparison import held_by_all
-from laconic.engine.in_flight import InFlightBucket, InFlightRound, RoundContext
+from laconic.engine.in_flight import InFlightBucket, InFlightRound, RoundContext, X
 from laconic.engine.messages import Messenger
 from laconic.engine.overlap import AHEAD, Overlapping
 from laconic.errors import after_step
@@ -249,7 +249,7 @@ class ParameterRunner:
         if self.round.delay or not update.replaces:
             at = self._clock(bucket, step)
             clock = replace(at, executed=executed, weight=arrival.weight, workers=present[0])
-            received, x = x, bucket.pack(self._context.beside_message(bucket))
+            received, x = x, bucket.pack(self._context.memory(bucket, X))
             with channel.states() as (own, _):
                 state = own if copies is None else copies[id(channel)]
                 x = returned(update, "fold", update.fold(x, received, y, state, clock), state)

@@ -25,7 +25,7 @@ from laconic.algorithms.round import (
 )
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock
-from laconic.buckets import Scratch, is_sharded, module_buffers
+from laconic.buckets import is_sharded, module_buffers
 from laconic.engine.drift import DriftCheck, RoundCheck
 from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
@@ -73,8 +73,6 @@ class RecipeRun:
             session.model,
             optimizer,
             session.comm,
-            [],
-            Scratch(),
             session.links["replica"],
             session.links["shards"],
             session.nonfinite,
