@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,28 +13,22 @@ from torch import Tensor
 
 from tests import golden
 from tests.support import gloo
-from tests.support.all_recipes import ROWS
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
     reason="recorded with fused multiply-add",
 )
-NAMES = [name for name in golden.CASES if golden.comparable(name)]
-OTHERS = [
-    name
-    for name in NAMES
-    if not re.search("workers|large|FSDP|interrupted|SlowMo|offload|auto", name)
-]
+RECORDED = golden.read(golden.FILE)
+NAMES = [name for name in golden.CASES if golden.comparable(name, RECORDED)]
 SAMPLE = [
-    *([f"{row}, 4 workers" for row in ROWS][::32] + OTHERS[::240]),
     *("sgp, trace", "ddp, int4, trace", "local_sgd, late, int8, elastic", "auto, 30kbit"),
     *("diloco, rda, grace, quorum", "diloco, late, offload", "SlowMo, SGP, overlap"),
-    "ddp, int4, broken",
+    *("ddp, int4, broken", "ddp, codec bfloat16", "easgd, skips"),
+    *("muon over ddp, int4, elastic", "streaming_diloco, muon"),
 ]
 SAMPLE = [name for name in SAMPLE if name in NAMES]
 """Of those that this machine can compare, since all take minutes."""
 PROCESSES = ["local_sgd, late, int4", "comm EASGD, groups"]
-RECORDED = golden.read(golden.FILE)
 
 
 def test_every_case_is_recorded() -> None:
@@ -73,7 +66,7 @@ def test_processes(pool: gloo.Pool, name: str) -> None:
 
 @pytest.mark.fault("an exception from a signal handler in a round: the rank lacks the round")
 def test_an_interrupted_step() -> None:
-    name, pools = "local_sgd, average, interrupted at 3", golden.Pools()  # connections are lost
+    name, pools = "diloco, late, interrupted at 5", golden.Pools()  # connections are lost
     try:
         trace, _ = golden.in_processes(name, pools)
     finally:
