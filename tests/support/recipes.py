@@ -39,6 +39,7 @@ class Row:
     moments: a round sends the optimizer's state
     conserves: without learning, rounds keep the mean of x
     equal: after every step all workers hold the same x
+    variant: `make test` runs another row that is nearly this one (gossip: among more workers)
     """
 
     recipe: la.Recipe
@@ -256,10 +257,10 @@ row("noloco", la.noloco(3), lambda: o_.NoLoCo(3, pairing=pairs), "golden gossip 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "delay=.* is longer than the period")
     row("nothing", (), Recipe, "conserves")
-    row("local_sgd(1)", la.local_sgd(1), lambda: p_.LocalSGD(1), "conserves equal")
-    row("local_sgd(4, delay=2)", la.local_sgd(4, delay=2), lambda: p_.LocalSGD(4, 2), "conserves")
+    row("local_sgd(1)", la.local_sgd(1), lambda: p_.LocalSGD(1), "conserves equal variant")
+    row("local_sgd(4, delay=2)", la.local_sgd(4, delay=2), lambda: p_.LocalSGD(4, 2), "variant")
     row("local_sgd(3, delay=7)", la.local_sgd(3, delay=7), lambda: p_.LocalSGD(3, 7), "conserves")
-    row("local_sgd(1, delay=1)", la.local_sgd(1, delay=1), lambda: p_.LocalSGD(1, 1), "conserves")
+    row("local_sgd(1, delay=1)", la.local_sgd(1, delay=1), lambda: p_.LocalSGD(1, 1), "variant")
     row(
         "local_sgd(4, reset)",
         la.local_sgd(4, optimizer_state="reset"),
@@ -278,12 +279,12 @@ with warnings.catch_warnings():
         "whole equal",
     )
     row("power_sgd(2, coded)", la.power_sgd(2, codec="int8"), None, "whole equal")
-    for codec, expected in (
-        ("int8", coded.int8(256)),
-        ("float16", coded.cast("float16")),
-        (SMALL, small()),
+    for codec, expected, tags in (
+        ("int8", coded.int8(256), "whole equal variant"),
+        ("float16", coded.cast("float16"), "whole equal"),
+        (SMALL, small(), "whole equal variant"),
     ):
-        row(f"ddp({codec})", la.ddp(codec=codec), partial(gradients.DDP, expected), "whole equal")
+        row(f"ddp({codec})", la.ddp(codec=codec), partial(gradients.DDP, expected), tags)
 
     def slow(name: str, base: Any, of: Any, period: int, tags: str = "", **options: Any) -> None:
         """A row of slowmo; ``options`` are alike in the recipe and in the reference."""
@@ -296,10 +297,10 @@ with warnings.catch_warnings():
         row(f"slowmo({name})", recipe, reference, f"lags {tags}")
 
     local2 = la.local_sgd(2), lambda: p_.LocalSGD(2)
-    slow("None, 4", None, None, 4)
-    slow("local_sgd(2), 6", *local2, 6, momentum=0.6, lr=0.9)
-    slow("local_sgd(2), 6, unsharded", *local2, 6)
-    slow("local_sgd(2), 6, no average", *local2, 6, average=False)
+    slow("None, 4", None, None, 4, "variant")
+    slow("local_sgd(2), 6", *local2, 6, "variant", momentum=0.6, lr=0.9)
+    slow("local_sgd(2), 6, unsharded", *local2, 6, "variant")
+    slow("local_sgd(2), 6, no average", *local2, 6, "variant", average=False)
     slow("local_sgd(2), 6, reset", *local2, 6, optimizer_state="reset")
     slow(
         "local_sgd(2), 6, average",
@@ -309,21 +310,23 @@ with warnings.catch_warnings():
         optimizer_state="average",
     )
     slow("local_sgd(3, delay=4), 5", la.local_sgd(3, delay=4), lambda: p_.LocalSGD(3, 4), 5)
-    slow("post_local_sgd(5, 2), 4", la.post_local_sgd(5, 2), lambda: p_.post_local_sgd(5, 2), 4)
+    post = la.post_local_sgd(5, 2), lambda: p_.post_local_sgd(5, 2)
+    slow("post_local_sgd(5, 2), 4", *post, 4, "variant")
     slow("ddp, 3", la.ddp(), gradients.DDP, 3, "equal")
-    slow("sgp(), 4", la.sgp(), g_.SGP, 4, "gossip", momentum=0.6)
-    slow("sgp(delay=2), 5", la.sgp(delay=2), lambda: g_.SGP(delay=2), 5, "gossip")
+    slow("sgp(), 4", la.sgp(), g_.SGP, 4, "gossip variant", momentum=0.6)
+    slow("sgp(delay=2), 5", la.sgp(delay=2), lambda: g_.SGP(delay=2), 5, "gossip variant")
     uneven = (
         la.sgp("bipartite_linear", delay=2),
         lambda: g_.SGP("bipartite_linear", delay=2),
     )
-    slow("sgp(bipartite), 5", *uneven, 5, "gossip irregular")
+    slow("sgp(bipartite), 5", *uneven, 5, "gossip irregular variant")
     slow("sgp(bipartite), 5, no average", *uneven, 5, "gossip irregular", average=False)
-    slow("sgp(), 4, reset", la.sgp(), g_.SGP, 4, "gossip", optimizer_state="reset")
-    slow("d_psgd(delay=1), 4", la.d_psgd(delay=1), lambda: g_.DPSGD(delay=1), 4, "gossip")
-    slow("easgd, 6", la.easgd(2, pull=0.2), lambda: p_.EASGD(2, pull=0.2), 6)
+    slow("sgp(), 4, reset", la.sgp(), g_.SGP, 4, "gossip variant", optimizer_state="reset")
+    symmetric = la.d_psgd(delay=1), lambda: g_.DPSGD(delay=1)
+    slow("d_psgd(delay=1), 4", *symmetric, 4, "gossip variant")
+    slow("easgd, 6", la.easgd(2, pull=0.2), lambda: p_.EASGD(2, pull=0.2), 6, "variant")
     slow("downpour(2), 4", la.downpour(2), lambda: p_.Downpour(2), 4)
-    slow("lsgd(2), 4", la.lsgd(2, local_period=0), lambda: p_.LSGD(2), 4)
+    slow("lsgd(2), 4", la.lsgd(2, local_period=0), lambda: p_.LSGD(2), 4, "variant")
     row(
         "slowmo(local_sgd(2), 6, coded)",
         la.slowmo(la.local_sgd(2, codec=SMALL), 6, 0.6, 0.8, codec="int8"),
@@ -334,7 +337,7 @@ with warnings.catch_warnings():
         "slowmo(hierarchical(2, 3), 6)",
         la.slowmo(la.hierarchical(2, 3), 6, 0.5),
         lambda size: o_.SlowMo(p_.Hierarchical(2, 3, size), 6),
-        "lags grouped",
+        "lags grouped variant",
     )
     row(
         "slowmo(lsgd(3, local_period=1), 6)",
@@ -372,22 +375,22 @@ with warnings.catch_warnings():
     )
     over("local_sgd(2), 6", *local2, 6, "moments", optimizer_state="average")
     over("local_sgd(2), 6, coded", *local2, 6, codec=SMALL)
-    over("sgp(bipartite), 5, muon", *uneven, 5, "gossip irregular", outer="muon")
+    over("sgp(bipartite), 5, muon", *uneven, 5, "gossip irregular variant", outer="muon")
     over("easgd, 6", la.easgd(2, pull=0.2), lambda: p_.EASGD(2, pull=0.2), 6)
 
-    for name, options in (
-        ("directed_exponential", {}),
-        ("complete", {}),
-        ("bipartite_exponential", {"delay": 2}),
-        ("directed_linear", {"peers": 3}),
-        ("ring", {"peers": 2, "delay": 3}),
-        ("exponential", {"peers": 2}),
+    for name, options, tags in (
+        ("directed_exponential", {}, ""),
+        ("complete", {}, "variant"),
+        ("bipartite_exponential", {"delay": 2}, ""),
+        ("directed_linear", {"peers": 3}, "variant"),
+        ("ring", {"peers": 2, "delay": 3}, ""),
+        ("exponential", {"peers": 2}, "variant"),
     ):
         row(
             f"sgp({name}, {options})",
             la.sgp(name, **options),
             partial(g_.SGP, name, **options),  # type: ignore[arg-type]
-            "gossip irregular conserves",
+            f"gossip irregular conserves {tags}",
         )
     row(
         "sgp(random, delay=1)",
@@ -399,7 +402,7 @@ with warnings.catch_warnings():
         "d_psgd(exponential, delay=2)",
         la.d_psgd("exponential", delay=2),
         lambda: g_.DPSGD("exponential", 2),
-        "gossip irregular conserves",
+        "gossip irregular conserves variant",
     )
     row(
         "d_psgd(bipartite_linear)",
@@ -411,7 +414,7 @@ with warnings.catch_warnings():
         "d_psgd(random)",
         la.d_psgd("random"),
         lambda: g_.DPSGD("random_pairs", pairing=pairs),
-        "gossip irregular conserves",
+        "gossip irregular conserves variant",
     )
 
     row(
@@ -452,8 +455,8 @@ with warnings.catch_warnings():
         reports=False,
     )
 
-    row("diloco(4)", la.diloco(4), lambda: o_.DiLoCo(4), "lags")
-    row("diloco(4, unsharded)", la.diloco(4, sharded=False), lambda: o_.DiLoCo(4), "lags")
+    row("diloco(4)", la.diloco(4), lambda: o_.DiLoCo(4), "lags variant")
+    row("diloco(4, unsharded)", la.diloco(4, sharded=False), lambda: o_.DiLoCo(4), "lags variant")
     row(
         "diloco(4, no momentum)",
         la.diloco(4, 0.5, 0.0),
@@ -483,12 +486,16 @@ with warnings.catch_warnings():
         la.diloco(4, delay=3, merge="eager", codec=Int8(16)),
         lambda: o_.Eager(4, codec=coded.int8(16)),
     )
-    for given, codec_of in ((None, None), (SMALL, small()), (Int2(4), coded.int2(4))):
+    for given, codec_of, tags in (
+        (None, None, "lags variant"),
+        (SMALL, small(), "lags"),
+        (Int2(4), coded.int2(4), "lags"),
+    ):
         row(
             f"streaming_diloco(4, 2, {given})",
             la.streaming_diloco(*(4, 2, 2, 0.3, given), lr=0.6, momentum=0.8, by="layers"),
             partial(o_.DiLoCo, *(4, 0.6, 0.8, 2, 0.3), codec=codec_of, fragments=LAYERS),
-            "lags",
+            tags,
         )
     row(
         "streaming_diloco(3, 1, muon)",
@@ -501,7 +508,7 @@ with warnings.catch_warnings():
         "muloco(4, muon)",
         la.muloco(4, outer="muon"),
         lambda: o_.DiLoCo(4, 0.7, 0.6, muon=True),
-        "lags",
+        "lags variant",
         MUON,
     )
     row(
@@ -520,7 +527,7 @@ with warnings.catch_warnings():
         "noloco(2)",
         la.noloco(2, 0.5, 0.2, 1.0),
         lambda: o_.NoLoCo(2, 0.5, 0.2, 1.0, pairs),
-        "gossip irregular",
+        "gossip irregular variant",
     )
 
 
@@ -535,7 +542,7 @@ for delay in (0, 4):
         f"own, delay={delay}",
         (la.Round(la.every(3), own_updates.Homemade(), la.exchanges.Mean(), delay=delay),),
         partial(own_updates.HomemadeLoop, 3, delay),
-        "lags" if delay else "",
+        "lags" if delay else "variant",
     )
 
 
