@@ -86,16 +86,14 @@ def program(
     make: Callable[[Any], Optimizers] = adamw,
     steps: int = 30,
 ) -> Callable[[int], dict[str, Any]]:
-    """What a worker runs. Returns its first step, the parameters of its model before and after
+    """What a worker runs. Returns its first step, the batches that its
+    norm layer had seen then, the parameters of its model before and after
     `finish`, the samples it has drawn, how many workers were lost, its learning rate, and what
     `auto` has chosen."""
 
-    def values_of(model: nn.Module) -> list[Any]:
-        return [p.tolist() for p in model.parameters()]
-
     def train(number: int) -> dict[str, Any]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3))
+        model = nn.Sequential(nn.Linear(9, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
         optimizers = make(model)
         schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 5, 0.9)
         sampler = laconic.ElasticSampler(10_000, seed=1)
@@ -104,20 +102,22 @@ def program(
         sync = laconic.attach(model, given, eval(recipe), elastic=elastic)
         data = torch.randn(10_000, 9, generator=torch.Generator().manual_seed(5))
         begun, samples, drawn = sync.step, iter(sampler), list[int]()
+        batches = int(model.state_dict()["1.num_batches_tracked"])
         while sync.step < steps:
             batch = [next(samples) for _ in range(4)]
             drawn += batch
             model.zero_grad()
             step(model, optimizers, data[batch], sync)
             schedule.step()
-        before, step_now = values_of(model), sync.step
+        before, step_now = [p.tolist() for p in model.parameters()], sync.step
         chosen = [(c.step, c.text, c.facts.workers) for c in getattr(sync, "choices", [])]
         sync.finish()
         return {
             "begun": begun,
+            "batches": batches,
             "step": step_now,
             "before": before,
-            "values": values_of(model),
+            "values": [x.tolist() for x in model.state_dict().values()],
             "drawn": drawn,
             "lost": sync.stats().workers_lost,
             "rate": optimizers[0].param_groups[0]["lr"],
@@ -141,7 +141,7 @@ def only(results: Sequence[dict[str, Any]], key: str) -> Any:
     "recipe",
     [
         *("ddp(codec='int4')", "local_sgd(4, delay=2, codec='int8')", "streaming_diloco(8)"),
-        *("sgp(delay=1)", "noloco(4)", late("sparse_loco(6)"), late("easgd(3)"), late("d_psgd()")),
+        *("sgp(delay=2)", "noloco(4)", late("sparse_loco(6)"), late("easgd(3)"), late("d_psgd()")),
         late("slowmo(laconic.local_sgd(3), period=6)"),
         late("diloco(8, merge='eager', delay=3)"),
         *(late(r) for r in ("post_local_sgd(6, 4)", "muloco(6)", "des_loc(3, 6)")),
@@ -155,10 +155,25 @@ def test_workers_come_and_go(recipe: str) -> None:
     assert [number for number, result in enumerate(results) if result is None] == [0, 2, 4]
     present = left(results)
     only(present, "values")
+    assert all(result["batches"] == result["begun"] for result in present), "buffers, too"
     assert only(present, "lost") == 3
     assert only(present, "rate") == pytest.approx(1e-2 * 0.9**6)
     drawn = [sample for result in present for sample in result["drawn"]]
     assert len(drawn) == len(set(drawn)), "no sample twice among those that are left"
+
+
+def test_the_push_weight_of_a_newcomer_is_one() -> None:
+    """Whatever its donor has, here 0.5: so all of them sum to the number of workers."""
+    weights: list[float] = []
+
+    def step(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+        if sync.step == 7:
+            weights.append(float(sync.state_dict()["rounds"][0]["state"][0]["w"]))
+        plain(model, optimizers, x, sync)
+
+    train = program("laconic.sgp('bipartite_linear')", step, steps=8)
+    laconic.simulate(train, faults=laconic.Faults(3, join=(5,)))
+    assert sum(weights) == pytest.approx(len(weights)) == 4 and max(weights) != 1.0
 
 
 @pytest.mark.parametrize(("step", "make"), [(accumulated, adamw), (closure, lbfgs), (plain, two)])

@@ -79,6 +79,8 @@ def test_accumulation_is_one_large_batch(quiet: int) -> None:
                 sent = sync.stats().bytes_sent
                 silent = part < quiet and step % 8 < 6
                 with sync.no_sync() if silent else contextlib.nullcontext():
+                    with sync.no_sync():  # within another one
+                        pass
                     (loss_of(model, batches[rank][step + part]) / 2).backward()
                 unsent += (sync.stats().bytes_sent - sent) * silent
             optimizer.step()
@@ -172,6 +174,8 @@ def test_a_parameter_group_that_is_added_later(recipe: str) -> None:
         sync = la.attach(whole, optimizer, RECIPES[recipe])
         for t, x in enumerate(data(steps=14)[rank]):
             if t == 3:
+                torch.manual_seed(rank)
+                late.reset_parameters()
                 optimizer.add_param_group({"params": late.parameters(), "lr": 0.05})
             optimizer.zero_grad()
             loss_of(model if t < 3 else whole, x).backward()
