@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+import laconic as la
+from laconic.integrations.common import averages_gradients
+
 from tests.support import forked
 from tests.support.by_hand import EVALUATED, RUNS, STEPS
 
@@ -78,6 +81,14 @@ def test_it_does_what_a_loop_by_hand_does_to_the_bit(
     assert found["states"] == len(hand), "every rank's"
     for name, weights in hand[0]["saved"].items():
         assert torch.equal(found["shipped"][name], weights), name
+
+
+def test_where_gradients_are_averaged_every_rank_may_validate_its_own_model() -> None:
+    """Also where an outer step follows that is the same on all of them."""
+    alike = la.ddp(codec="int8"), la.outer_step(la.ddp(), 4)
+    assert all(map(averages_gradients, alike))
+    apart = la.local_sgd(4), la.outer_step(la.local_sgd(2), 4), la.post_local_sgd(5, 4), la.auto()
+    assert not any(map(averages_gradients, apart))
 
 
 @pytest.mark.slow
