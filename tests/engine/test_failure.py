@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,6 +214,30 @@ def test_an_exception_sends_nothing_and_propagates(name: str) -> None:
         assert sync.stats().bytes_sent == sent and not sync.attached and sync.step == AT
 
     la.simulate(run, workers=2)
+
+
+def leave_first(rank: int, left: Path) -> str:
+    """Rank 1 raises while its message is on its way, which the others answer once it has left."""
+    model, optimizer, sync = attached(rank, RECIPES["delayed"][0], timeout=300)
+    said = "nothing"
+    try:
+        with sync:
+            for t in range(1, 5):
+                while t == 2 and rank != 1 and not left.exists():
+                    time.sleep(0.01)
+                step(model, optimizer)
+                if t == 2 and rank == 1:
+                    trouble()
+    except (la.LinkError, BrokenLoopError) as error:
+        said = str(error)
+    if rank == 1:
+        left.touch()
+    return said
+
+
+def test_an_exception_waits_for_no_message(pool: gloo.Pool, tmp_path: Path) -> None:
+    found = pool.run(leave_first, tmp_path / "left", ranks=4, timeout=100)
+    assert found[1] == "the user's own trouble" and all("rank 1" in found[r] for r in (0, 2, 3))
 
 
 @pytest.mark.fault("errors said 'after 0 steps' where no step was taken, or others had been")
