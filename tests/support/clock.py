@@ -5,23 +5,14 @@ Simulated workers take turns, so what they do on this clock is the same in every
 
 from __future__ import annotations
 
+import sys
 import time
-from importlib import import_module
 from typing import Any
 
 import pytest
 
 from laconic.advisor import measure
 
-MEASURING = [
-    import_module(f"laconic.{name}")
-    for name in (
-        *("policy.chooser", "policy.candidates", "policy.probe", "device", "processor"),
-        "engine.driver",
-        *("advisor.measure", "advisor.rehearse", "links.comm_thread", "links.metered"),
-        *("links.null", "links.simulated", "links.throttled"),
-    )
-]
 TICK = 1e-6
 """Seconds that reading the clock takes, since the code that is measured must take some time."""
 
@@ -48,8 +39,9 @@ class Clock:
 def controlled(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Have laconic measure by a new clock until the end of the test."""
     clock = Clock()
-    for module in MEASURING:
-        monkeypatch.setattr(module, "time", clock)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("laconic.") and getattr(module, "time", None) is time:
+            monkeypatch.setattr(module, "time", clock)
     # The background load runs in a thread, whose place in time would be chance.
     monkeypatch.setattr(measure._BackgroundLoad, "_work", lambda load: None)
     return clock
