@@ -15,7 +15,7 @@ import torch
 
 import laconic as la
 from laconic.algorithms.exchanges import FastComponents, Mean
-from laconic.algorithms.updates import Average, Sign
+from laconic.algorithms.updates import Average, Sign, momentum_for
 
 from tests.references import gradients, outer, parameters, problem
 from tests.references.problem import NAMES, Recipe
@@ -111,10 +111,7 @@ IDENTITIES: dict[str, tuple[la.Recipe, Recipe]] = {
     "sparse_loco of whole chunks": (la.sparse_loco(4, 8, 8, values="float32"), local(4)),
     "power_sgd of full rank": (la.power_sgd(99), gradients.DDP()),
     "a period longer than the run": (la.local_sgd(STEPS + 1), Recipe()),
-    "slowmo, average": (
-        slow(1.0, optimizer_state="average"),
-        local(4, optimizer_state="average"),
-    ),
+    "slowmo, average": (slow(1.0, optimizer_state="average"), local(4, optimizer_state="average")),
     # with Nesterov's momentum
     "slowmo unsharded, beta 0, alpha 1": (slow(1.0, sharded=False), local(4)),
     "slowmo, reset": (slow(1.0, optimizer_state="reset"), local(4, optimizer_state="reset")),
@@ -212,6 +209,11 @@ def test_eager_updates_finished_after_every_round_are_local_sgd() -> None:
 
     averaged = simulated(Job(la.local_sgd(4), 3, STEPS))
     assert apart(la.simulate(run, workers=3), averaged) < 1e-12
+
+
+def test_the_slow_momentum_of_so_many_workers() -> None:
+    found = [momentum_for(workers) for workers in (3, 4, 7, 8, 15, 16)]
+    assert found == [0.0, 0.2, 0.2, 0.5, 0.5, 0.6]
 
 
 def test_fragments_by_bytes_move_each_element_once() -> None:

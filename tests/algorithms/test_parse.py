@@ -56,8 +56,7 @@ def refusal(text: str) -> str:
     with pytest.raises(ValueError) as raised:
         parse_recipe(text)
     said = str(raised.value)
-    assert type(raised.value) is ValueError, raised.value
-    assert said and "\n" not in said
+    assert type(raised.value) is ValueError and said and "\n" not in said, raised.value
     return said
 
 

@@ -193,10 +193,9 @@ def test_a_message_that_is_not_finite_changes_no_state(relative: bool, n: int) -
         message = torch.full((23,), float("nan") if rank == n - 1 else 1.0)
         with pytest.raises(NotFiniteError) as error:
             sent_by(exchange, link, message, unchanged, clock_of(3, rank, n), states[rank])
-        return str(error.value).partition(";")[0]
+        return str(error.value)
 
-    said = simulate(work, n)
-    assert said == [f"ranks [{n - 1}] of its link had NaN or infinite values to send"] * n
+    assert all(f"ranks [{n - 1}]" in said and "NaN" in said for said in simulate(work, n))
     for i, state in states.items():
         assert all(torch.equal(t, before[i][k]) for k, t in state.items())
 

@@ -81,10 +81,7 @@ def lbfgs(model: Any) -> Optimizers:
 
 
 def program(
-    recipe: str,
-    step: Step = plain,
-    make: Callable[[Any], Optimizers] = adamw,
-    steps: int = 30,
+    recipe: str, step: Step = plain, make: Callable[[Any], Optimizers] = adamw, steps: int = 30
 ) -> Callable[[int], dict[str, Any]]:
     """What a worker runs. Returns its first step, the batches that its
     norm layer had seen then, the parameters of its model before and after

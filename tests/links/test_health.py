@@ -117,10 +117,8 @@ def test_a_rank_that_never_comes_to_attach_is_logged_before_the_timeout(
 ) -> None:
     with pytest.raises(LinkError, match="rank 1 has not come within 100 s"):
         rendezvous.Rendezvous(HashStore()).wait_for_all(100.0)
-    assert [record.getMessage()[:45] for record in caplog.records] == [
-        "rank 0 has waited 30 s for rank 1 in laconic.",
-        "rank 0 has waited 60 s for rank 1 in laconic.",
-    ]
+    for record, seconds in zip(caplog.records, (30, 60), strict=True):
+        assert f"{seconds} s for rank 1" in record.getMessage()
 
 
 def test_a_rank_that_ends_before_attach_is_named_within_seconds(clock: FakeTime) -> None:
