@@ -55,12 +55,12 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 if __name__ == "__main__":  # before torch is imported, and for the processes of a pool
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
@@ -76,6 +76,8 @@ from laconic.links import Link, Throttled
 
 from tests.support import clock, gloo, late
 from tests.support.all_recipes import ROWS
+from tests.support.own_updates import Homemade
+from tests.support.recipes import adam
 
 FILE = Path(__file__).with_suffix(".json")
 SLOPE = 0.25
@@ -304,10 +306,7 @@ class Training:
             return [make([self.masters], lr=0.05, **decay)]
         if not case.groups:
             return [make(self.params, lr=0.05, **decay)]
-        groups = [
-            {"params": self.params[:2], "lr": 0.05},
-            {"params": self.params[2:3], "lr": 0.02},
-        ]
+        groups = [{"params": self.params[:2], "lr": 0.05}, {"params": self.params[2:3], "lr": 0.02}]
         return [make([*groups, self.joining] if begun >= JOIN else groups, lr=1.0, **decay)]
 
     @property
@@ -670,11 +669,7 @@ class Recorder:
 
 
 def train(
-    rank: int,
-    case: Case,
-    folder: Path,
-    link: Link | None = None,
-    closings: list[Any] | None = None,
+    rank: int, case: Case, folder: Path, link: Link | None = None, closings: list[Any] | None = None
 ) -> tuple[Trace, Trace]:
     """One rank's digests, and those in which a resumed run was another. ``closings``: gets those of
     rounds with a quorum."""
@@ -856,40 +851,8 @@ def in_processes(name: str, pools: dict[int, gloo.Pool]) -> tuple[Trace, list[Tr
 # -- the cases ----
 
 
-@dataclass(frozen=True)
-class Homemade(la.Update):
-    """An update of a user's own, with state on every worker and the count of rounds."""
-
-    slots: ClassVar[dict[str, Any]] = {"sum": "private", "last": "private"}
-
-    def init(self, x: Tensor) -> dict[str, Tensor]:
-        return {"sum": torch.zeros_like(x), "last": torch.tensor(0.0)}
-
-    def send(self, x: Tensor, state: MutableMapping[str, Tensor], clock: la.Clock) -> Tensor:
-        state["sum"] += x
-        state["last"].fill_(clock.step)
-        return x + 0.0625 * state["sum"]
-
-    def combine(self, mean: Tensor, state: MutableMapping[str, Tensor], clock: la.Clock) -> Tensor:
-        return mean * (1.0 - 0.0625 * clock.executed)
-
-    def fold(
-        self,
-        x: Tensor,
-        received: Tensor,
-        sent: Tensor | None,
-        state: MutableMapping[str, Tensor],
-        clock: la.Clock,
-    ) -> Tensor:
-        return received
-
-
 def own(period: int, **changes: Any) -> la.Recipe:
     return (replace(la.local_sgd(period)[0], update=Homemade(), **changes),)
-
-
-def adam(tensors: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(tensors, lr=0.01)
 
 
 MATRIX = ((24, 7), (9,), (4, 3), (3,))
@@ -1129,15 +1092,8 @@ def _loops() -> None:
         ("diloco, late", "ddp, int8"),
         ("slowmo", "streaming_diloco"),
     ):
-        case(
-            f"switch from {start} to {end}",
-            recipes[start],
-            3,
-            optimizer="adamw",
-            switch_at=6,
-            to=recipes[end],
-            save=10,
-        )
+        changed: dict[str, Any] = {"switch_at": 6, "to": recipes[end], "save": 10}
+        case(f"switch from {start} to {end}", recipes[start], optimizer="adamw", **changed)
     mixed: dict[str, Any] = {"switch_at": 7, "to": la.ddp(), "overflow": (3, 9), "save": 10}
     case("switch with a scaler", recipes["local_sgd"], **mixed)
     case("nothing", (), 2)

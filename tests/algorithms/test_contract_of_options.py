@@ -12,7 +12,7 @@ import laconic as la
 from tests.algorithms.test_contract import setting_of
 from tests.support.contract import check_bytes, check_reference, go
 from tests.support.recipes import ROWS, tagged
-from tests.support.training import largest_difference, partly_zero_lr, simulated
+from tests.support.training import Job, largest_difference, partly_zero_lr, simulated
 
 REST = [name for name in ROWS if not ROWS[name].tags & {"golden", "variant"}]
 
@@ -25,29 +25,26 @@ def test_equals_the_reference(name: str, tmp_path: Path) -> None:
     check_bytes(setting, runs, 0)
 
 
+def check(job: Job, name: str, size: int = 1) -> None:
+    recipe = ROWS[name].reference
+    assert recipe is not None
+    assert largest_difference(simulated(job), job.expected(recipe(size))) < ROWS[name].bound
+
+
 @pytest.mark.parametrize(
     ("name", "workers"),
     [(name, (5, 6, 8)[i % 3]) for i, name in enumerate(tagged("gossip", "irregular", "variant"))],
 )
 def test_gossip_among_more_workers(name: str, workers: int) -> None:
-    job = ROWS[name].job_of(workers, steps=7, optimizer="sgd")
-    expected = ROWS[name].expected(job)
-    assert expected is not None
-    assert largest_difference(simulated(job), job.expected(expected)) < ROWS[name].bound
+    check(ROWS[name].job_of(workers, steps=7, optimizer="sgd"), name)
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "lsgd, groups"])
 @pytest.mark.parametrize(("workers", "size"), [(3, 3), (6, 2), (6, 3)])
 def test_sizes_of_groups(name: str, workers: int, size: int) -> None:
-    row = ROWS[name]
-    assert row.reference is not None
-    job = row.job_of(workers, steps=12, options=(("group_size", size),))
-    assert largest_difference(simulated(job), job.expected(row.reference(size))) < 1e-10
+    check(ROWS[name].job_of(workers, steps=12, options=(("group_size", size),)), name, size)
 
 
 @pytest.mark.parametrize("name", ["slowmo(None, 4)", "slowmo(local_sgd(2), 6)"])
 def test_slowmo_at_learning_rate_zero(name: str) -> None:
-    job = ROWS[name].job_of(3, lr=partly_zero_lr)
-    expected = ROWS[name].expected(job)
-    assert expected is not None
-    assert largest_difference(simulated(job), job.expected(expected)) < 1e-10
+    check(ROWS[name].job_of(3, lr=partly_zero_lr), name)

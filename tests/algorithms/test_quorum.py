@@ -20,6 +20,7 @@ from laconic.errors import NotFiniteError
 from tests.references.problem import NAMES
 from tests.support import quorum_training as quorum
 from tests.support import training
+from tests.support.loops import flat
 from tests.support.quorum_training import ROWS
 from tests.support.training import Job
 
@@ -53,21 +54,21 @@ def changes(
     x after finish(), and the rounds."""
     model, optimizer = training.build(job, rank)
     own, before, found = list[Tensor](), list[Tensor](), torch.zeros(0)
-    optimizer.register_step_pre_hook(lambda *_: before.append(training.flat(model).clone()))
-    optimizer.register_step_post_hook(lambda *_: own.append(training.flat(model) - before[-1]))
+    optimizer.register_step_pre_hook(lambda *_: before.append(flat(model)))
+    optimizer.register_step_post_hook(lambda *_: own.append(flat(model) - before[-1]))
     sync = la.attach(model, optimizer, job.recipe)
-    start = training.flat(model).clone()
+    start = flat(model)
     for t in range(1, steps + 1):
         training.step(job, model, optimizer, job.data()[rank][t - 1], t)
         if t == at:
-            x = training.flat(model).clone()
+            x = flat(model)
             with sync.consensus():
-                found = training.flat(model).clone()
-            assert torch.equal(training.flat(model), x)
+                found = flat(model)
+            assert torch.equal(flat(model), x)
             assert sync.mean(float(rank)) == (job.workers - 1) / 2
     closings = sync.closings
     sync.finish()
-    return start, own, found, training.flat(model).clone(), closings
+    return start, own, found, flat(model), closings
 
 
 DELIVERED: dict[str, tuple[la.Recipe, tuple[int, ...]]] = {
@@ -175,7 +176,7 @@ def test_codes_of_missed_rounds_or_the_whole_result() -> None:
             model(torch.full((1, 64), 1.0 + rank + t)).square().mean().backward()
             optimizer.step()
             received.append(sync.stats().bytes_received - before)
-            results.append(training.flat(model).clone())
+            results.append(flat(model))
         return received, results
 
     padded = 4608  # a multiple of the block, 256, and of 3 workers
@@ -267,10 +268,10 @@ def test_switching_and_several_synchronizers() -> None:
                 sync.switch(la.local_sgd(5))
                 sync.step = 0
             if t in (6, 12 if late else 22):
-                found.append(training.flat(model).clone())
+                found.append(flat(model))
         sync.finish()
         sync.detach()
-        return [*found, training.flat(model).clone()]
+        return [*found, flat(model)]
 
     runs = la.simulate(lambda rank: train(rank) + train(rank), workers=3, step_seconds=[1, 1, 3])
     for run in runs:
@@ -333,7 +334,7 @@ def stopped(
     row: str, folder: Path, at: tuple[int, ...], resume: bool, save: bool, rank: int
 ) -> tuple[list[Any], list[Any]]:
     """Train; ``save`` after ``at[rank]`` steps, where this worker waits for nobody; or resume."""
-    job = Job(ROWS[row][0], 4, max(STEPS), "adamw", training.plain_lr)
+    job = Job(ROWS[row][0], 4, max(STEPS), "adamw")
     model, optimizer = training.build(job, rank)
     sync = la.attach(model, optimizer, job.recipe)
     if resume:
@@ -376,7 +377,7 @@ def test_resuming_with_a_late_contribution(row: str, at: tuple[int, ...], tmp_pa
 def test_states_that_do_not_go_together_are_refused() -> None:
     """Of another number of ranks, and of ranks that were not saved together: worker 1's is that of
     a later round than rank 0's."""
-    job = Job(ROWS["local_sgd, first come"][0], 2, 30, "nesterov", training.plain_lr)
+    job = Job(ROWS["local_sgd, first come"][0], 2, 30, "nesterov")
 
     def parts(rank: int) -> Any:
         model, optimizer = training.build(job, rank)

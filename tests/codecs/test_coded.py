@@ -27,7 +27,7 @@ from laconic.links.simulated import current_link
 
 from tests.support import gloo
 from tests.support.exchanges import sent_by
-from tests.support.training import flat
+from tests.support.loops import flat
 
 SHAPES = ((7, 5), (7,), (11, 7), (11,), (3, 40))
 SMALL = Int4(block=8)

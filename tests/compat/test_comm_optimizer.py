@@ -19,7 +19,8 @@ from laconic.compat.comm_optimizer import KEY
 
 from tests.references import gradients, parameters, problem
 from tests.support import gloo, training
-from tests.support.training import Job, build, flat, largest_difference, plain_lr, same_bits
+from tests.support.loops import flat
+from tests.support.training import Job, build, changing_lr, largest_difference, same_bits
 
 Parts = tuple[nn.Module, la.CommOptimizer]
 Trace = list[Any]
@@ -46,7 +47,7 @@ reference."""
 
 
 def job_of(row: str, workers: int = 3) -> Job:
-    return Job(ROWS[row][1], workers, 14, "nesterov", plain_lr, reports="," in row)
+    return Job(ROWS[row][1], workers, 14, "nesterov", changing_lr, reports="," in row)
 
 
 def made(row: str, job: Job, rank: int) -> Parts:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import laconic as la
 from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 
-from tests.support.training import flat
+from tests.support.loops import flat
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:these arguments have no effect"),

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import laconic as la
 from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 
-from tests.support import gloo, training
+from tests.support import gloo
+from tests.support.loops import flat
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:these arguments have no effect"),
@@ -33,10 +34,6 @@ SHORT: dict[str, Any] = {"slowmo_frequency": 4, "localsgd_frequency": 2}
 
 def simulate(run: Any, workers: int = 2) -> list[Any]:
     return la.simulate(run, workers=workers)
-
-
-def flat(model: nn.Module) -> Tensor:
-    return training.flat(model).clone()
 
 
 def tiny(

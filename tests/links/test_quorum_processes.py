@@ -156,7 +156,7 @@ def test_processes_resume_what_threads_have_saved(
     pool: gloo.Pool, recipe: la.Recipe, tmp_path: Path
 ) -> None:
     """With a late contribution pending. Threads that repeat the same rounds get the same bits."""
-    job = Job(recipe, 3, 40, "nesterov", training.plain_lr)
+    job = Job(recipe, 3, 40, "nesterov")
     end, at = (40, 38, 16), (18, 19, 6)
 
     def save(rank: int) -> None:

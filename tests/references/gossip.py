@@ -33,16 +33,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tests.references.parameters import Mixing
-from tests.references.problem import (
-    Array,
-    Params,
-    Rates,
-    Recipe,
-    Worker,
-    add,
-    copy,
-    scale,
-)
+from tests.references.problem import Array, Params, Rates, Recipe, Worker, add, copy, scale
 
 Pairing: TypeAlias = Callable[[int, int], list[tuple[int, int]]]  # (k, n) -> pairs
 Peers: TypeAlias = Callable[[int, int, int, int], list[int]]  # (rank, n, k, peers) -> ranks

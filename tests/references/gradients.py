@@ -8,15 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.references.coded import Codec, CodedMean
-from tests.references.problem import (
-    NAMES,
-    Array,
-    Params,
-    Recipe,
-    copy,
-    mean,
-    scale,
-)
+from tests.references.problem import NAMES, Array, Params, Recipe, copy, mean, scale
 
 BUCKET = NAMES[::-1]  # gradients are coded as one vector, in the order in which they become ready
 

@@ -106,12 +106,6 @@ class HomemadeLoop(problem.Recipe):
                 w.x = problem.copy(result)
 
 
-class Pooled(Homemade):
-    """Of whose state the mean counts alone."""
-
-    slots: ClassVar[dict[str, Slot]] = {"sum": "pooled", "last": "pooled"}
-
-
 def half(which: int) -> Callable[..., list[dict[str, Tensor]]]:
     """A selector: the first or the second parameter of each group."""
 

@@ -21,7 +21,7 @@ from laconic.codecs import Int2, Int4, Int8
 from tests.references import coded, gossip, gradients, outer, parameters
 from tests.references.problem import LAYERS, SHAPES, Recipe
 from tests.support import own_updates
-from tests.support.training import Job, constant_lr, plain_lr
+from tests.support.training import Job, constant_lr
 
 Reference: TypeAlias = Callable[[int], Recipe]  # by the size of groups
 
@@ -59,7 +59,7 @@ class Row:
         options: dict[str, Any] = {"nprocs_per_node": ranks} if ranks > 1 else {}
         if (size := self.group_size(workers // ranks)) is not None:
             options["group_size"] = size
-        given: dict[str, Any] = {"lr": plain_lr, "options": tuple(options.items()), **more}
+        given: dict[str, Any] = {"options": tuple(options.items()), **more}
         return Job(self.recipe, workers, **{**given, **self.job})
 
     def expected(self, job: Job) -> Recipe | None:
@@ -100,15 +100,42 @@ def row(
     ROWS[name] = Row(recipe, reference, found, bound, job)
 
 
+def alike(
+    name: str,
+    tags: str,
+    make: Callable[..., la.Recipe],
+    loop: Callable[..., Recipe],
+    *given: Any,
+    codec: tuple[Any, Any] | None = None,
+    **options: Any,
+) -> None:
+    """A row whose recipe and reference take the same arguments, but for the ``codec`` of each."""
+    own, its = ({} if codec is None else {"codec": codec[i]} for i in (0, 1))
+    row(name, make(*given, **options, **own), partial(loop, *given, **options, **its), tags)
+
+
 def adam(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Adam(tensors, lr=0.01)
 
 
 p_, o_, g_ = parameters, outer, gossip
 SMALL, small = Int4(8), partial(coded.int4, 8)
+BYTE, BLOCKS = ("int8", coded.int8(256)), (SMALL, small())
 MUON = 1e-8
 """Muon's direction multiplies small singular values by up to 423, and with them rounding errors,
 which depend on the processor: up to 3e-10 was seen."""
+
+
+def slow(name: str, base: Any, of: Any, period: int, tags: str = "", **options: Any) -> None:
+    """A row of slowmo; ``options`` are alike in the recipe and in the reference."""
+    unsharded: dict[str, Any] = {"sharded": False} if "unsharded" in name else {}
+    momentum, lr = options.pop("momentum", 0.5), options.pop("lr", 1.0)
+    if options.get("optimizer_state") == "average":
+        tags += " moments"
+    recipe = la.slowmo(base, period, momentum, lr, **options, **unsharded)
+    reference = lambda: o_.SlowMo(of and of(), period, momentum, lr, **options)  # noqa: E731
+    row(name, recipe, reference, f"lags {tags}")
+
 
 # ---------------------------------------------------------------- recorded in the golden digests
 row("ddp", la.ddp(), gradients.DDP, "golden equal")
@@ -132,18 +159,15 @@ row(
 )
 row("local_sgd", la.local_sgd(4), lambda: p_.LocalSGD(4), "golden conserves")
 row("local_sgd, late", la.local_sgd(6, delay=4), lambda: p_.LocalSGD(6, 4), "golden conserves")
-row(
+alike(
     "local_sgd, average",
-    la.local_sgd(3, optimizer_state="average"),
-    lambda: p_.LocalSGD(3, optimizer_state="average"),
     "golden moments conserves",
+    la.local_sgd,
+    p_.LocalSGD,
+    3,
+    optimizer_state="average",
 )
-row(
-    "local_sgd, coded",
-    la.local_sgd(3, codec="int8"),
-    lambda: p_.LocalSGD(3, codec=coded.int8(256)),
-    "golden",
-)
+alike("local_sgd, coded", "golden", la.local_sgd, p_.LocalSGD, 3, codec=BYTE)
 row("post_local_sgd", la.post_local_sgd(5, 4), lambda: p_.post_local_sgd(5, 4), "golden conserves")
 row(
     "hierarchical",
@@ -151,37 +175,14 @@ row(
     lambda size: p_.Hierarchical(2, 6, size),
     "golden grouped conserves",
 )
-row(
-    "slowmo",
-    la.slowmo(la.local_sgd(2), 5, 0.4),
-    lambda: o_.SlowMo(p_.LocalSGD(2), 5, 0.4),
-    "golden lags",
-)
-row(
-    "slowmo, unsharded",
-    la.slowmo(None, 5, 0.4, sharded=False),
-    lambda: o_.SlowMo(None, 5, 0.4),
-    "golden lags",
-)
-row(
-    "slowmo, no average",
-    la.slowmo(la.sgp(), 5, 0.4, average=False),
-    lambda: o_.SlowMo(g_.SGP(), 5, 0.4, average=False),
-    "golden lags gossip",
-)
-row(
-    "slowmo over late sgp",
-    la.slowmo(la.sgp(delay=2), 5, 0.4),
-    lambda: o_.SlowMo(g_.SGP(delay=2), 5, 0.4),
-    "golden lags gossip",
-)
+local2 = la.local_sgd(2), lambda: p_.LocalSGD(2)
+slow("slowmo", *local2, 5, "golden", momentum=0.4)
+slow("slowmo, unsharded", None, None, 5, "golden", momentum=0.4)
+slow("slowmo, no average", la.sgp(), g_.SGP, 5, "golden gossip", momentum=0.4, average=False)
+late_sgp = la.sgp(delay=2), lambda: g_.SGP(delay=2)
+slow("slowmo over late sgp", *late_sgp, 5, "golden gossip", momentum=0.4)
 row("sgp", la.sgp(), g_.SGP, "golden gossip conserves")
-row(
-    "sgp, bipartite",
-    la.sgp("bipartite_linear"),
-    lambda: g_.SGP("bipartite_linear"),
-    "golden gossip irregular conserves",
-)
+alike("sgp, bipartite", "golden gossip irregular conserves", la.sgp, g_.SGP, "bipartite_linear")
 row("sgp, late", la.sgp(delay=2), lambda: g_.SGP(delay=2), "golden gossip conserves")
 row("d_psgd", la.d_psgd(), g_.DPSGD, "golden gossip conserves")
 row("d_psgd, late", la.d_psgd(delay=1), lambda: g_.DPSGD(delay=1), "golden gossip conserves")
@@ -196,12 +197,7 @@ row(
     "golden grouped",
 )
 row("diloco", la.diloco(5, momentum=0.5), lambda: o_.DiLoCo(5, 0.7, 0.5), "golden lags")
-row(
-    "diloco, late",
-    la.diloco(5, momentum=0.5, delay=4),
-    lambda: o_.DiLoCo(5, 0.7, 0.5, 4),
-    "golden lags",
-)
+alike("diloco, late", "golden lags", la.diloco, o_.DiLoCo, 5, 0.7, 0.5, delay=4)
 row(
     "diloco, Adam",
     la.diloco(3, outer=adam),
@@ -214,12 +210,7 @@ row(
     lambda: o_.Eager(5, 0.7, 0.5),
     "golden",
 )
-row(
-    "diloco, loscar",
-    la.diloco(5, 1.0, 0.0, delay=4, merge="loscar"),
-    lambda: o_.DiLoCo(5, 1.0, 0.0, 4, merge="loscar"),
-    "golden lags",
-)
+alike("diloco, loscar", "golden lags", la.diloco, o_.DiLoCo, 5, 1.0, 0.0, delay=4, merge="loscar")
 STREAMING = partial(la.streaming_diloco, 6, 3, 3, momentum=0.5)
 row("streaming_diloco", STREAMING(codec="int4"), None, "golden lags")
 row("streaming_diloco, int2", STREAMING(codec="int2"), None, "golden lags")
@@ -232,12 +223,7 @@ row(
     MUON,
 )
 row("muloco, outer, coded", la.muloco(5, outer="muon", codec="int2"), None, "golden lags")
-row(
-    "diloco, rda",
-    la.diloco(5, momentum=0.5, average="rda"),
-    lambda: o_.DiLoCo(5, 0.7, 0.5, average="rda"),
-    "golden lags whole",
-)
+alike("diloco, rda", "golden lags whole", la.diloco, o_.DiLoCo, 5, 0.7, 0.5, average="rda")
 row(
     "diloco, rda, coded",
     la.diloco(5, momentum=0.5, average="rda", codec="int8"),
@@ -258,20 +244,11 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "delay=.* is longer than the period")
     row("nothing", (), Recipe, "conserves")
     row("local_sgd(1)", la.local_sgd(1), lambda: p_.LocalSGD(1), "conserves equal variant")
-    row("local_sgd(4, delay=2)", la.local_sgd(4, delay=2), lambda: p_.LocalSGD(4, 2), "variant")
+    alike("local_sgd(4, delay=2)", "conserves variant", la.local_sgd, p_.LocalSGD, 4, delay=2)
     row("local_sgd(3, delay=7)", la.local_sgd(3, delay=7), lambda: p_.LocalSGD(3, 7), "conserves")
-    row("local_sgd(1, delay=1)", la.local_sgd(1, delay=1), lambda: p_.LocalSGD(1, 1), "variant")
-    row(
-        "local_sgd(4, reset)",
-        la.local_sgd(4, optimizer_state="reset"),
-        lambda: p_.LocalSGD(4, optimizer_state="reset"),
-        "conserves",
-    )
-    row(
-        "local_sgd(4, delay=3, coded)",
-        la.local_sgd(4, delay=3, codec=SMALL),
-        lambda: p_.LocalSGD(4, 3, codec=small()),
-    )
+    alike("local_sgd(1, delay=1)", "conserves variant", la.local_sgd, p_.LocalSGD, 1, delay=1)
+    alike("local_sgd(4, reset)", "conserves", la.local_sgd, p_.LocalSGD, 4, optimizer_state="reset")
+    alike("local_sgd(4, delay=3, coded)", "", la.local_sgd, p_.LocalSGD, 4, delay=3, codec=BLOCKS)
     row(
         "power_sgd(1, start=4)",
         la.power_sgd(1, start=4),
@@ -286,47 +263,33 @@ with warnings.catch_warnings():
     ):
         row(f"ddp({codec})", la.ddp(codec=codec), partial(gradients.DDP, expected), tags)
 
-    def slow(name: str, base: Any, of: Any, period: int, tags: str = "", **options: Any) -> None:
-        """A row of slowmo; ``options`` are alike in the recipe and in the reference."""
-        unsharded: dict[str, Any] = {"sharded": False} if "unsharded" in name else {}
-        momentum, lr = options.pop("momentum", 0.5), options.pop("lr", 1.0)
-        if options.get("optimizer_state") == "average":
-            tags += " moments"
-        recipe = la.slowmo(base, period, momentum, lr, **options, **unsharded)
-        reference = lambda: o_.SlowMo(of and of(), period, momentum, lr, **options)  # noqa: E731
-        row(f"slowmo({name})", recipe, reference, f"lags {tags}")
-
-    local2 = la.local_sgd(2), lambda: p_.LocalSGD(2)
-    slow("None, 4", None, None, 4, "variant")
-    slow("local_sgd(2), 6", *local2, 6, "variant", momentum=0.6, lr=0.9)
-    slow("local_sgd(2), 6, unsharded", *local2, 6, "variant")
-    slow("local_sgd(2), 6, no average", *local2, 6, "variant", average=False)
-    slow("local_sgd(2), 6, reset", *local2, 6, optimizer_state="reset")
+    slow("slowmo(None, 4)", None, None, 4, "variant")
+    slow("slowmo(local_sgd(2), 6)", *local2, 6, "variant", momentum=0.6, lr=0.9)
+    slow("slowmo(local_sgd(2), 6, unsharded)", *local2, 6, "variant")
+    slow("slowmo(local_sgd(2), 6, no average)", *local2, 6, "variant", average=False)
+    slow("slowmo(local_sgd(2), 6, reset)", *local2, 6, optimizer_state="reset")
     slow(
-        "local_sgd(2), 6, average",
+        "slowmo(local_sgd(2), 6, average)",
         la.local_sgd(2, optimizer_state="average"),
         lambda: p_.LocalSGD(2, optimizer_state="average"),
         6,
         optimizer_state="average",
     )
-    slow("local_sgd(3, delay=4), 5", la.local_sgd(3, delay=4), lambda: p_.LocalSGD(3, 4), 5)
+    slow("slowmo(local_sgd(3, delay=4), 5)", la.local_sgd(3, delay=4), lambda: p_.LocalSGD(3, 4), 5)
     post = la.post_local_sgd(5, 2), lambda: p_.post_local_sgd(5, 2)
-    slow("post_local_sgd(5, 2), 4", *post, 4, "variant")
-    slow("ddp, 3", la.ddp(), gradients.DDP, 3, "equal")
-    slow("sgp(), 4", la.sgp(), g_.SGP, 4, "gossip variant", momentum=0.6)
-    slow("sgp(delay=2), 5", la.sgp(delay=2), lambda: g_.SGP(delay=2), 5, "gossip variant")
-    uneven = (
-        la.sgp("bipartite_linear", delay=2),
-        lambda: g_.SGP("bipartite_linear", delay=2),
-    )
-    slow("sgp(bipartite), 5", *uneven, 5, "gossip irregular variant")
-    slow("sgp(bipartite), 5, no average", *uneven, 5, "gossip irregular", average=False)
-    slow("sgp(), 4, reset", la.sgp(), g_.SGP, 4, "gossip variant", optimizer_state="reset")
+    slow("slowmo(post_local_sgd(5, 2), 4)", *post, 4, "variant")
+    slow("slowmo(ddp, 3)", la.ddp(), gradients.DDP, 3, "equal")
+    slow("slowmo(sgp(), 4)", la.sgp(), g_.SGP, 4, "gossip variant", momentum=0.6)
+    slow("slowmo(sgp(delay=2), 5)", *late_sgp, 5, "gossip variant")
+    uneven = (la.sgp("bipartite_linear", delay=2), lambda: g_.SGP("bipartite_linear", delay=2))
+    slow("slowmo(sgp(bipartite), 5)", *uneven, 5, "gossip irregular variant")
+    slow("slowmo(sgp(bipartite), 5, no average)", *uneven, 5, "gossip irregular", average=False)
+    slow("slowmo(sgp(), 4, reset)", la.sgp(), g_.SGP, 4, "gossip variant", optimizer_state="reset")
     symmetric = la.d_psgd(delay=1), lambda: g_.DPSGD(delay=1)
-    slow("d_psgd(delay=1), 4", *symmetric, 4, "gossip variant")
-    slow("easgd, 6", la.easgd(2, pull=0.2), lambda: p_.EASGD(2, pull=0.2), 6, "variant")
-    slow("downpour(2), 4", la.downpour(2), lambda: p_.Downpour(2), 4)
-    slow("lsgd(2), 4", la.lsgd(2, local_period=0), lambda: p_.LSGD(2), 4, "variant")
+    slow("slowmo(d_psgd(delay=1), 4)", *symmetric, 4, "gossip variant")
+    slow("slowmo(easgd, 6)", la.easgd(2, pull=0.2), lambda: p_.EASGD(2, pull=0.2), 6, "variant")
+    slow("slowmo(downpour(2), 4)", la.downpour(2), lambda: p_.Downpour(2), 4)
+    slow("slowmo(lsgd(2), 4)", la.lsgd(2, local_period=0), lambda: p_.LSGD(2), 4, "variant")
     row(
         "slowmo(local_sgd(2), 6, coded)",
         la.slowmo(la.local_sgd(2, codec=SMALL), 6, 0.6, 0.8, codec="int8"),
@@ -378,37 +341,37 @@ with warnings.catch_warnings():
     over("sgp(bipartite), 5, muon", *uneven, 5, "gossip irregular variant", outer="muon")
     over("easgd, 6", la.easgd(2, pull=0.2), lambda: p_.EASGD(2, pull=0.2), 6)
 
-    for name, options, tags in (
+    graphs: list[tuple[str, dict[str, Any], str]] = [
         ("directed_exponential", {}, ""),
         ("complete", {}, "variant"),
         ("bipartite_exponential", {"delay": 2}, ""),
         ("directed_linear", {"peers": 3}, "variant"),
         ("ring", {"peers": 2, "delay": 3}, ""),
         ("exponential", {"peers": 2}, "variant"),
-    ):
-        row(
-            f"sgp({name}, {options})",
-            la.sgp(name, **options),
-            partial(g_.SGP, name, **options),  # type: ignore[arg-type]
-            f"gossip irregular conserves {tags}",
-        )
+    ]
+    for name, options, tags in graphs:
+        at = f"gossip irregular conserves {tags}", la.sgp, g_.SGP, name
+        alike(f"sgp({name}, {options})", *at, **options)
     row(
         "sgp(random, delay=1)",
         la.sgp("random", delay=1),
         lambda: g_.SGP("random_pairs", delay=1, pairing=pairs),
         "gossip irregular conserves",
     )
-    row(
+    alike(
         "d_psgd(exponential, delay=2)",
-        la.d_psgd("exponential", delay=2),
-        lambda: g_.DPSGD("exponential", 2),
         "gossip irregular conserves variant",
+        la.d_psgd,
+        g_.DPSGD,
+        "exponential",
+        delay=2,
     )
-    row(
+    alike(
         "d_psgd(bipartite_linear)",
-        la.d_psgd("bipartite_linear"),
-        lambda: g_.DPSGD("bipartite_linear"),
         "gossip irregular conserves",
+        la.d_psgd,
+        g_.DPSGD,
+        "bipartite_linear",
     )
     row(
         "d_psgd(random)",
@@ -417,24 +380,9 @@ with warnings.catch_warnings():
         "gossip irregular conserves variant",
     )
 
-    row(
-        "easgd(2, 0.5, pull=0.3)",
-        la.easgd(2, 0.5, pull=0.3),
-        lambda: p_.EASGD(2, 0.5, 0.3),
-        "lags",
-    )
-    row(
-        "easgd(3, 0.7, coded)",
-        la.easgd(3, 0.7, codec=SMALL),
-        lambda: p_.EASGD(3, 0.7, codec=small()),
-        "lags",
-    )
-    row(
-        "downpour(3, coded)",
-        la.downpour(3, codec="int8"),
-        lambda: p_.Downpour(3, coded.int8(256)),
-        "lags",
-    )
+    alike("easgd(2, 0.5, pull=0.3)", "lags", la.easgd, p_.EASGD, 2, 0.5, pull=0.3)
+    alike("easgd(3, 0.7, coded)", "lags", la.easgd, p_.EASGD, 3, 0.7, codec=BLOCKS)
+    alike("downpour(3, coded)", "lags", la.downpour, p_.Downpour, 3, codec=BYTE)
     row(
         "lsgd(4, pulls)",
         la.lsgd(4, local_period=0, pull=0.4, drift=0.3, window=3),
@@ -457,29 +405,34 @@ with warnings.catch_warnings():
 
     row("diloco(4)", la.diloco(4), lambda: o_.DiLoCo(4), "lags variant")
     row("diloco(4, unsharded)", la.diloco(4, sharded=False), lambda: o_.DiLoCo(4), "lags variant")
-    row(
-        "diloco(4, no momentum)",
-        la.diloco(4, 0.5, 0.0),
-        lambda: o_.DiLoCo(4, 0.5, 0.0),
-        "lags",
-    )
+    alike("diloco(4, no momentum)", "lags", la.diloco, o_.DiLoCo, 4, 0.5, 0.0)
     row(
         "diloco(4, Adam, unsharded)",
         la.diloco(4, outer=adam, sharded=False),
         lambda: o_.DiLoCo(4, outer=o_.adam_outer(0.01)),
         "lags",
     )
-    row(
+    alike(
         "diloco(4, delay=2, coded)",
-        la.diloco(4, 0.6, 0.8, delay=2, mix=0.3, codec=SMALL),
-        lambda: o_.DiLoCo(4, 0.6, 0.8, 2, 0.3, codec=small()),
         "lags",
+        la.diloco,
+        o_.DiLoCo,
+        4,
+        0.6,
+        0.8,
+        delay=2,
+        mix=0.3,
+        codec=BLOCKS,
     )
-    row(
+    alike(
         "diloco(4, rda, delay=3)",
-        la.diloco(4, average="rda", delay=3, mix=0.2),
-        lambda: o_.DiLoCo(4, 0.7, 0.9, 3, 0.2, average="rda"),
         "lags whole",
+        la.diloco,
+        o_.DiLoCo,
+        4,
+        delay=3,
+        mix=0.2,
+        average="rda",
     )
     row(
         "diloco(4, eager, coded)",
@@ -511,12 +464,7 @@ with warnings.catch_warnings():
         "lags variant",
         MUON,
     )
-    row(
-        "des_loc(2)",
-        la.des_loc(2, codec="int8"),
-        lambda: p_.DesLoc(2, 6, 12, coded.int8(256)),
-        "moments",
-    )
+    row("des_loc(2)", la.des_loc(2, codec="int8"), lambda: p_.DesLoc(2, 6, 12, BYTE[1]), "moments")
     row(
         "sparse_loco(3, 5, 32)",
         la.sparse_loco(3, 5, 32, decay=0.8, lr=0.7, values="int8"),

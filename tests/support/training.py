@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import laconic
 
@@ -20,11 +20,6 @@ from tests.references import problem as reference
 def changing_lr(group: int, step: int) -> float:
     """Different in the two groups, different in every step, up and down."""
     return (0.05, 0.02)[group] * (1.0 + 0.5 * math.sin(step + group))
-
-
-def plain_lr(group: int, step: int) -> float:
-    """As `changing_lr`, in numbers that `torch.load` takes for plain data."""
-    return float(changing_lr(group, step))
 
 
 def constant_lr(group: int, step: int) -> float:
@@ -94,9 +89,7 @@ class Job:
 def build(job: Job, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     """This worker's model, initialized differently from every other's, and optimizer."""
     model = nn.Sequential(
-        nn.Linear(job.sizes[0], job.sizes[1]),
-        nn.Tanh(),
-        nn.Linear(job.sizes[1], job.sizes[2]),
+        nn.Linear(job.sizes[0], job.sizes[1]), nn.Tanh(), nn.Linear(job.sizes[1], job.sizes[2])
     ).double()
     values = reference.initial(job.workers, job.seed, job.sizes)[rank]
     by_name = dict(zip(reference.NAMES, model.parameters(), strict=True))
@@ -179,19 +172,3 @@ def same_bits(one: list[list[Any]], other: list[list[Any]]) -> bool:
         for which in (0, 1)
         for name in reference.NAMES
     )
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-class Interrupted(torch.autograd.Function):
-    """Itself; raises in the backward pass."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:
-        raise RuntimeError("interrupted")
