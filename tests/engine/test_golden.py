@@ -23,7 +23,7 @@ NAMES = [name for name in golden.CASES if golden.comparable(name, RECORDED)]
 SAMPLE = [
     *("sgp, trace", "ddp, int4, trace", "local_sgd, late, int8, elastic", "auto, 30kbit"),
     *("diloco, rda, grace, quorum", "diloco, late, offload", "SlowMo, SGP, overlap"),
-    *("ddp, int4, broken", "ddp, codec bfloat16", "easgd, skips"),
+    "ddp, int4, broken",
     *("muon over ddp, int4, elastic", "streaming_diloco, muon"),
 ]
 SAMPLE = [name for name in SAMPLE if name in NAMES]
