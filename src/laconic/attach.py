@@ -29,7 +29,7 @@ from laconic.algorithms.compile import (
 from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe, describe, recipe_text, renamed
 from laconic.buckets import is_sharded, reshard
-from laconic.device import accelerator, common_device, select_own
+from laconic.device import accelerator, select_own
 from laconic.elastic import Elastic
 from laconic.engine import elastic_runs
 from laconic.engine.driver import Driver
@@ -40,13 +40,15 @@ from laconic.engine.model_checks import check_devices, check_tensors, check_unwr
 from laconic.engine.session import Buffers, Settings
 from laconic.engine.steps import check_steps
 from laconic.engine.synchronizer import Synchronizer
-from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check_int, error_text
+from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check_int
 from laconic.links import Link, job_secret, rendezvous, slurm, tls
+from laconic.links.agreement import on_all_ranks
 from laconic.links.attempts import open_store
-from laconic.links.rank_sets import agreed_link, inside_of, layout_of, sets_of
+from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
+from laconic.links.simulated import current_link, single_link
 from laconic.links.staged import StagedLink
 from laconic.links.torch_link import CHOICES, Choice
-from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
+from laconic.metrics import MetricsArgument, agree_on_metrics, check_metrics
 from laconic.policy.candidates import start
 from laconic.policy.chooser import Chooser
 
@@ -184,22 +186,18 @@ def attach(
         >>> sync.stats().rounds
         2
     """
-    rounds: Recipe = ()
-    params: list[Tensor] = []
-    places: list[Metrics] = []
-    problem, seconds = None, TIMEOUT
-    given = None if isinstance(link, str) else link
-    choice: Choice = "auto"
-    try:
-        seconds = check_float("timeout", timeout, 0.0, strict=True)
+    given: Any = link if hasattr(link, "gather") else None
+    choice: Any = "auto" if link is None or given is not None else link
+    alone = isinstance(elastic, Elastic)  # such a worker waits for no other one yet
+    with refused_by_all(single_link() if alone else given, timeout, choice):
+        check_choice("link", choice, CHOICES)
+        check_float("timeout", timeout, 0.0, strict=True)
+        check_unwrapped(model)
         reshard(model)
         optimizer = as_one(optimizer)
         recipe = as_recipe(recipe)
         rounds = start(2).recipe if isinstance(recipe, Auto) else recipe
         _check(model, optimizer)
-        if isinstance(link, str):
-            check_choice("link", link, CHOICES)
-            choice = link
         check_devices(model, _params(optimizer), cpu_buffers=True if given is not None else None)
         params = _params(optimizer)
         check_tensors(model, params)
@@ -220,37 +218,32 @@ def attach(
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
         places = check_metrics(metrics)
-    except Exception as error:  # every rank raises it
-        problem = error_text(error)
-    previous = _alive(_on_link.get(given)) if given is not None else None
-    if previous is not None and given is not None:
-        if previous.attached and given.threaded:
-            raise ValueError(
-                "this link has another synchronizer attached, and their messages would mix: make a "
-                "link for each, or call sync.detach() first"
-            )
-        previous.drain()
-    device = params[0].device if params else common_device()
+        previous = _alive(_on_link.get(given)) if given is not None else None
+        if previous is not None:
+            previous.drain()
+            if previous.attached and given.threaded:
+                raise ValueError(
+                    "this link has another synchronizer attached, and their messages would mix: "
+                    "make a link for each, or call sync.detach() first"
+                )
+    device = params[0].device
     with ExitStack() as on_error:
         joined: Joined | None = None
         if elastic is None:
             if choice == "auto" and any(is_sharded(p) for p in params):
                 choice = "tcp"  # see `check_order`
-            world = agreed_link(problem, given, device, seconds, choice)
-        elif problem is not None:
-            raise ValueError(problem)
+            world = agreed_link(None, given, device, timeout, choice)
         else:
             about = recipe_text(rounds), describe(rounds)
             about = (recipe.text, recipe.text) if isinstance(recipe, Auto) else about
-            joined = elastic_runs.join(elastic, about, params, buffers, seed, seconds)
+            joined = elastic_runs.join(elastic, about, params, buffers, seed, timeout)
             world = joined.link if accelerator(device) is None else StagedLink(joined.link, device)
-        assert not isinstance(optimizer, Sequence), "one by now, or a problem was raised"
         if given is None:
             on_error.callback(world.close)
         sharded = any(is_sharded(p) for p in params)
         shards = [p for p in (*params, *model.parameters()) if is_sharded(p)]
         ranks = layout_of(world, nprocs_per_node, mesh, shards)
-        inside = inside_of(world, device, seconds) if given is None else None
+        inside = inside_of(world, device, timeout) if given is None else None
         sets = sets_of(world, ranks, group_size, sharded, inside)
         for other in sets.values():
             if other is not world:
@@ -276,6 +269,9 @@ def attach(
         workers = sets["workers"].size if joined is None else 2  # or more, at any time
         policy = Chooser(recipe, workers) if isinstance(recipe, Auto) else None
         rounds = rounds if policy is None else policy.recipe
+        if joined is None:
+            with on_all_ranks(world.gather):
+                arrange(rounds)
         # a disabled scaler does not check for overflow
         scale = scaler.get_scale if scaler is not None and scaler.is_enabled() else None
         at = buffers, arrange, seed, scale, policy
@@ -310,9 +306,22 @@ def claim(optimizer: Optimizer, sync: Synchronizer) -> None:
         _attached[each] = weakref.ref(sync)
 
 
-def synchronizer_of(optimizer: Optimizer) -> Synchronizer | None:
+def synchronizer_of(optimizer: object) -> Synchronizer | None:
     """The synchronizer attached to ``optimizer`` last, if it still exists."""
-    return _alive(_attached.get(optimizer))
+    return _alive(_attached.get(optimizer)) if isinstance(optimizer, Optimizer) else None
+
+
+def synchronizer_near(*given: object) -> Synchronizer | None:
+    """The attached synchronizer that one of ``given`` is, or belongs to, or else the one attached
+    last: over its link an argument that is wrong can be an error on all ranks."""
+    link = current_link.get()
+    attached = [s for s in map(_alive, _attached.values()) if s is not None and s.attached]
+    here = [s for s in attached if link is None or s.driver.session.world.link is link]
+    for x in given:
+        own = synchronizer_of(x) or getattr(x, "synchronizer", None) or getattr(x, "sync", x)
+        here += [s for s in here if s.driver.session.model is x]
+        here += [own] if isinstance(own, Synchronizer) else []
+    return here[-1] if here else None
 
 
 def release(optimizer: Optimizer) -> None:
@@ -344,7 +353,6 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
-    check_unwrapped(model)
     for each in members(optimizer):
         check_steps(each)
     known = {id(p) for p in model.parameters()}

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from laconic.attach import synchronizer_near
 from laconic.checkpoints import loading, saving
 from laconic.checkpoints.all_ranks import AllRanks
 from laconic.checkpoints.training_state import TrainingState
 from laconic.compat.dist_optimizer import DistOptimizer
 from laconic.engine.synchronizer import LOAD, SAVE, Synchronizer
-from laconic.errors import LinkError, WorkersChangedError
+from laconic.errors import LinkError, WorkersChangedError, check_bool, error_text
 
 _EVERY_RANK = (
     "Each rank saves its own parameters, optimizer state and private state: call laconic.save on "
@@ -62,13 +64,10 @@ def save(
         >>> lr = torch.optim.lr_scheduler.LinearLR(optimizer)
         >>> laconic.save("checkpoint", model, optimizer, others={"lr": lr, "epoch": 3})
     """
-    training = TrainingState.of(model, optimizer, sync, others)
-    training.bind()
     while True:
         try:
-            with training.sync.gathering(SAVE) as gather:
-                all_ranks = AllRanks(f"laconic.save to {path}", gather)
-                saving.save(Path(path).expanduser(), training, all_ranks)
+            with _meeting(SAVE, path, False, model, optimizer, sync, others) as (at, run, ranks):
+                saving.save(at, run, ranks)
             return
         except WorkersChangedError:
             continue
@@ -125,11 +124,34 @@ def load(
         >>> laconic.load("checkpoint", model, optimizer)
         {'epoch': 3, 'step': 0}
     """
-    training = TrainingState.of(model, optimizer, sync, others)
     while True:
         try:
-            with training.sync.gathering(LOAD) as gather:
-                all_ranks = AllRanks(f"laconic.load of {path}", gather)
-                return loading.load(Path(path).expanduser(), training, all_ranks, missing_ok)
+            given = model, optimizer, sync, others
+            with _meeting(LOAD, path, missing_ok, *given) as (at, run, ranks):
+                return loading.load(at, run, ranks, missing_ok)
         except WorkersChangedError:
             continue
+
+
+@contextmanager
+def _meeting(
+    call: str, path: str | os.PathLike[str], missing_ok: bool, *given: Any
+) -> Iterator[tuple[Path, TrainingState, AllRanks]]:
+    """A context for ``call``: the directory, the objects (`TrainingState.of` ``given``), and the
+    ranks. What is wrong with an argument on one of them is an error on all."""
+    problem = None
+    try:
+        training = TrainingState.of(*given)
+        training.sync.check_own_weights()
+        check_bool("missing_ok", missing_ok)
+        if not isinstance(path, (str, os.PathLike)):
+            raise ValueError(f"path must be the path of a directory, not {path!r}")
+        meeting, folder = training.sync, Path(path).expanduser()
+    except Exception as error:
+        near, problem = synchronizer_near(*given), error_text(error)
+        if near is None:
+            raise
+        meeting = near
+    name = f"laconic.save to {path}" if call == SAVE else f"laconic.load of {path}"
+    with meeting.gathering(call, problem) as gather:
+        yield folder, training, AllRanks(name, gather)

@@ -127,7 +127,7 @@ WRONG = {
     "a step": "step_fn raised RuntimeError: out of batches",
     "steps": "steps must be an integer of at least 2, not 1",
     "the optimizer": "the ranks' arguments differ: model, optimizer",
-    "ddp": "already averages its gradients: give model.module",
+    "ddp": "averages all gradients at every step",
 }
 """What is wrong, and the message. The last is wrong on all ranks, the others on rank 1 alone."""
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic.advisor.advice import advice_on
@@ -20,10 +19,11 @@ from laconic.advisor.show import Advice
 from laconic.algorithms.round import Recipe, describe
 from laconic.attach import check_free
 from laconic.buckets import is_sharded
-from laconic.device import common_device
-from laconic.errors import TIMEOUT, check_float, check_int, error_text
+from laconic.engine.model_checks import check_unwrapped
+from laconic.errors import TIMEOUT, check_int
+from laconic.links.agreement import on_all_ranks
 from laconic.links.link import Link
-from laconic.links.rank_sets import agreed_link, inside_of, layout_of, sets_of
+from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
 
 
 def advise(
@@ -98,23 +98,19 @@ def measured(
     timeout: float = TIMEOUT,
 ) -> Measured:
     """Measure what `advise` needs. ``recipes`` returns the recipes for a number of workers."""
-    params: list[Tensor] = []
-    problem, agreed_timeout = None, TIMEOUT
-    try:
-        agreed_timeout = check_float("timeout", timeout, 0.0, strict=True)
+    with refused_by_all(link, timeout):
         check_int("steps", steps, 2)
+        check_unwrapped(model)
         params = trained(model, optimizer)
         _check(model, step_fn, params, optimizer)
         recipes(PLAIN.workers)  # raises for text that is not a recipe
-    except Exception as error:  # raised on all ranks below
-        problem = error_text(error)
-    device = params[0].device if params else common_device()
+    device = params[0].device
     with ExitStack() as stack:
-        world = agreed_link(problem, link, device, agreed_timeout)
+        world = agreed_link(None, link, device, timeout)
         if link is None:
             stack.callback(world.close)
         layout = layout_of(world, nprocs_per_node, None, [])
-        inside = inside_of(world, device, agreed_timeout) if link is None else None
+        inside = inside_of(world, device, timeout) if link is None else None
         sets = sets_of(world, layout, None, False, inside)
         for other in (sets["workers"], sets["replica"]):
             if other is not world:
@@ -125,7 +121,8 @@ def measured(
                 "laconic advise with numbers"
             )
         bench = Bench(world, sets["workers"], sets["replica"], device)
-        compared = recipes(sets["workers"].size)
+        with on_all_ranks(world.gather):
+            compared = recipes(sets["workers"].size)
         _check_same(bench, params, compared, steps)
         with bench.shared_errors():
             return measure(bench, model, step_fn, compared, steps, optimizer)
@@ -139,8 +136,6 @@ def _check(
 ) -> None:
     if not callable(step_fn):
         raise ValueError(f"step_fn must be a function that runs one local step, not {step_fn!r}")
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("the model already averages its gradients: give model.module")
     if optimizer is not None:
         check_free(optimizer)
     if any(is_sharded(p) for p in params):

@@ -28,10 +28,11 @@ def load(
 ) -> dict[str, Any]:
     """Load the checkpoint in ``folder`` into ``training``; every rank calls it. Returns the user's
     plain data and the step."""
-    manifests = all_ranks.share(lambda: vars(m) if (m := read_manifest(folder)) else None)
-    if missing_ok and not any(manifests):
+    missing: Any = None if missing_ok else False
+    manifests = all_ranks.share(lambda: vars(m) if (m := read_manifest(folder)) else missing)
+    if all(m is None for m in manifests):
         return {}
-    manifest = newest([None if m is None else Manifest(**m) for m in manifests], all_ranks)
+    manifest = newest([Manifest(**m) if m else None for m in manifests], all_ranks)
     sync = training.sync
     plan = make_plan(folder, manifest, sync, all_ranks)
     with received_files(folder, manifest, plan, sync, all_ranks) as path:

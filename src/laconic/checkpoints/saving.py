@@ -34,6 +34,7 @@ def save(folder: Path, training: TrainingState, all_ranks: AllRanks) -> None:
         return max(serials(folder).values(), default=0), secrets.token_hex(8)
 
     prepared = all_ranks.share(prepare)
+    training.bind()
     manifest = Manifest(
         serial=max(serial for serial, _ in prepared) + 1,
         token=prepared[0][1],

@@ -87,6 +87,10 @@ class TrainingState:
         """Collect the objects. A front end that saves its synchronizer in its own ``state_dict()``
         is replaced by the plain module or optimizer in it and that synchronizer, so that no state
         is saved twice. Only this method knows front ends."""
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module, not {model!r}")
+        if not isinstance(others or {}, Mapping):
+            raise ValueError(f"others must be a dict of objects by name, not {others!r}")
         dist = sync if isinstance(sync, DistOptimizer) else None
         front: SlowMoDistributedDataParallel | None = None
         optimizer = _attached_as_one(optimizer)

@@ -17,6 +17,7 @@ from laconic.engine.recorder import Stats
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_choice, check_int
 from laconic.links import Link
+from laconic.links.rank_sets import refused_by_all
 
 KEY = "communication"
 """The key of the communication state in a `CommOptimizer`'s state_dict."""
@@ -74,13 +75,15 @@ class CommOptimizer(Optimizer):
         link: Link | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, CommOptimizer):
-            raise ValueError(
-                "optimizer must be a torch.optim.Optimizer that is not a CommOptimizer, not "
-                f"{optimizer!r}"
-            )
-        check_int("world_size", world_size, 1)
-        kind = _kind(dist_optim_name)
+        alone = dist_optim_name is None  # then the other ranks do not wait for this one
+        with nullcontext() if alone else refused_by_all(link, timeout):
+            if not isinstance(optimizer, Optimizer) or isinstance(optimizer, CommOptimizer):
+                raise ValueError(
+                    "optimizer must be a torch.optim.Optimizer that is not a CommOptimizer, not "
+                    f"{optimizer!r}"
+                )
+            check_int("world_size", world_size, 1)
+            kind = _kind(dist_optim_name)
         numbers_given = {
             "comm_period": comm_period is not None,
             "dist_pulling_strength": dist_pulling_strength is not None,
@@ -222,13 +225,15 @@ class CommOptimizer(Optimizer):
         Every rank must call this with its own state, after loading the model's. The state of a
         plain optimizer is accepted, too. Communication then starts again from rank 0's parameters.
         """
-        state = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state)
-            state = state if changed is None else dict(changed)
-        communication = state.pop(KEY, None)
-        self.optimizer.load_state_dict(state)
-        if self.dist_optimizer is None and communication is not None:
+        dist = self.dist_optimizer
+        with nullcontext() if dist is None else dist.loading():
+            state = dict(state_dict)
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = before(self, state)
+                state = state if changed is None else dict(changed)
+            communication = state.pop(KEY, None)
+            self.optimizer.load_state_dict(state)
+        if dist is None and communication is not None:
             warnings.warn(
                 "dist_optim_name is None, so the communication state is ignored", stacklevel=2
             )

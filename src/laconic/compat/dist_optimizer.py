@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_float, check_int
 from laconic.links import Link
-from laconic.links.rank_sets import agreed_link, layout_of, sets_of
+from laconic.links.rank_sets import agreed_link, layout_of, refused_by_all, sets_of
 from laconic.tensors import copies, restore
 
 FRESH_START: dict[str, Any] = {"counter": 0, "sync": None}
@@ -86,23 +86,22 @@ class DistOptimizer:
         link: Link | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
-        if not isinstance(local_optimizer, Optimizer):
-            raise ValueError(
-                f"the local optimizer must be a torch.optim.Optimizer, not {local_optimizer!r}"
-            )
-        if model is not None and not isinstance(model, nn.Module):
-            raise ValueError(f"model must be a torch.nn.Module or None, not {model!r}")
+        with refused_by_all(link, timeout):
+            if not isinstance(local_optimizer, Optimizer):
+                raise ValueError(
+                    f"the local optimizer must be a torch.optim.Optimizer, not {local_optimizer!r}"
+                )
+            check_int("world_size", world_size, 1)
+            check_int("comm_period", comm_period, 1)
+            check_float("local_pulling_strength", local_pulling_strength, 0.0, 1.0)
         self.local_optimizer = local_optimizer
-        self.world_size = check_int("world_size", world_size, 1)
-        self.comm_period = check_int("comm_period", comm_period, 1)
-        strength = check_float("local_pulling_strength", local_pulling_strength, 0.0, 1.0)
-        self.local_pulling_strength = strength
+        self.world_size, self.comm_period = world_size, comm_period
+        self.local_pulling_strength = local_pulling_strength
         self.dist_pulling_strength = dist_pulling_strength
         self.model = model
         self.counter = 0
         """Number of local steps since the last round."""
-        self._timeout = check_float("timeout", timeout, 0.0, strict=True)
-        self._link = link
+        self._link, self._timeout = link, timeout
         self._start: Mapping[str, Any] = FRESH_START
         self._sync: Synchronizer | None = None
         self._detached = False
@@ -113,7 +112,7 @@ class DistOptimizer:
     def recipe(self) -> Recipe:
         """Return the rounds of `comm_train_step`; none if a subclass implements that itself."""
         if type(self).comm_train_step is DistOptimizer.comm_train_step:
-            raise NotImplementedError("a DistOptimizer must define recipe() or comm_train_step()")
+            raise ValueError("a DistOptimizer must define recipe() or comm_train_step()")
         return ()
 
     # -- one step ----
@@ -180,27 +179,23 @@ class DistOptimizer:
         """
         if self._sync is not None or self._detached:
             return
-        check_free(self.local_optimizer)
-        recipe, start = self.recipe(), self._start
-        _check_rounds(recipe, self.comm_period)
-        whole = _AllParameters(self.model, self.local_optimizer)
-        params = whole.of_optimizer()
-        if not params or any(p.device.type == "meta" for p in params):
-            raise ValueError(
-                "the optimizer needs parameters that are not on the meta device: materialize the "
-                "model first"
-            )
-        problem = None
-        try:
+        start = self._start
+        with refused_by_all(self._link, self._timeout):
+            check_free(self.local_optimizer)
+            recipe = self.recipe()
+            _check_rounds(recipe, self.comm_period)
+            whole = _AllParameters(self.model, self.local_optimizer)
+            params = whole.of_optimizer()
+            if not params or any(p.device.type == "meta" for p in params):
+                raise ValueError(
+                    "the optimizer needs parameters that are not on the meta device: materialize "
+                    "the model first"
+                )
             if self.model is not None:
                 check_unwrapped(self.model)
             check_devices(whole, params, cpu_buffers=True if self._link is not None else None)
             check_tensors(whole, params)
-        except ValueError as error:
-            problem = str(error)
-        at = params[0].device
-        world = agreed_link(problem, self._link, at, self._timeout)
-        self._link = world
+        self._link = world = agreed_link(None, self._link, params[0].device, self._timeout)
         fresh = start["sync"] is None
         gathered = world.gather(torch.tensor([self.world_size, int(fresh)]))
         _check_same_start(gathered[:, 1].double().mean().item())
@@ -266,7 +261,9 @@ class DistOptimizer:
 
         With None, start again from rank 0's parameters.
         """
-        start = FRESH_START if state is None else state
+        with self.loading():
+            saved = FRESH_START if state is None else state
+            start = {key: saved[key] for key in FRESH_START}
         if self._sync is not None:
             _check_same_start(self._sync.mean(float(start["sync"] is None)))
             if start["sync"] is not None:
@@ -280,6 +277,13 @@ class DistOptimizer:
             self._sync, self._start = None, start
             self.join()
         self._start = start
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Return a context for what may fail in a load, which all ranks that have joined raise."""
+        sync = self._sync
+        return (
+            nullcontext() if sync is None else sync.driver.session.checked("load_state_dict()", 0)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy: it has no link, and joins the other ranks' copies itself."""

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.compile import with_replicas
-from laconic.algorithms.round import NamedRecipe, Recipe, unchanged
+from laconic.algorithms.round import NamedRecipe, unchanged
 from laconic.buckets import module_buffers
 from laconic.compat.gossip_graphs import GraphManager, UniformMixing
 from laconic.compat.profile import LogLines, Profile
@@ -27,17 +26,16 @@ from laconic.compat.slowmo_arguments import (
     check_ranks,
     device_of,
     graph_of,
-    on_all_ranks,
 )
 from laconic.compat.slowmo_binding import FP32, Binding, copy
 from laconic.compat.state_keys import with_prefix, without_prefix
-from laconic.device import common_device
 from laconic.engine.driver import Driver
 from laconic.engine.recorder import Stats
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Synchronizer
-from laconic.errors import TIMEOUT, check_bool, check_float, check_int, error_text
-from laconic.links.rank_sets import agreed_link, inside_of, layout_of, sets_of
+from laconic.errors import TIMEOUT, check_bool, check_float, check_int
+from laconic.links.agreement import on_all_ranks
+from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
 
 SLOW, SHARDS, LOCAL = 48, 32, 3
 """The defaults of slowmo_frequency, slowmo_num_shards and localsgd_frequency."""
@@ -169,11 +167,9 @@ class SlowMoDistributedDataParallel(nn.Module):
             "verbose": verbose,
             "profile_mode": profile_mode,
         }
-        device, seconds, problem = common_device(), TIMEOUT, None
-        try:
+        with refused_by_all(None, timeout):
             device = device_of(module, comm_device)
             check_module(module)
-            seconds = check_float("timeout", timeout, 0.0, strict=True)
             for name, value in switches.items():
                 check_bool(name, value)
             slow_step = SlowStep(
@@ -187,9 +183,7 @@ class SlowMoDistributedDataParallel(nn.Module):
             )
             check_int("slowmo_num_shards", slowmo_num_shards, 1)
             check_int("synch_freq", synch_freq, 0)
-        except Exception as error:  # every rank raises it
-            problem = error_text(error)
-        world = agreed_link(problem, None, device, seconds)
+        world = agreed_link(None, None, device, timeout)
         self.module = module
         self.nprocs_per_node = nprocs_per_node
         self.slowmo_base_algorithm = slow_step.slowmo_base_algorithm
@@ -207,16 +201,14 @@ class SlowMoDistributedDataParallel(nn.Module):
         )
         node = world.rank // nprocs_per_node
 
-        def own_base() -> Recipe:
-            check_ranks(world, process_rank, process_world_size, *groups)
-            manager = graph_of(graph, mixing, node, nodes)
-            return slow_step.base(module, manager, push_sum, overlap, synch_freq)
-
-        base = on_all_ranks(world, own_base)
         # slices are per node, because each rank of a node owns a part of the node's slice
         owners = -(-slowmo_num_shards // nprocs_per_node) if slowmo_memory_efficient else None
+        with on_all_ranks(world.gather):
+            check_ranks(world, process_rank, process_world_size, *groups)
+            manager = graph_of(graph, mixing, node, nodes)
+            base = slow_step.base(module, manager, push_sum, overlap, synch_freq)
+            rounds = slow_step.rounds(base if nodes > 1 else (), owners)
         self.slowmo_num_shards = min(owners, nodes) * nprocs_per_node if owners else 1
-        rounds = slow_step.rounds(base if nodes > 1 else (), owners)
         if nodes == 1 and broadcast_buffers and module_buffers(module)[0]:
             rounds = (slow_step.buffers(), *rounds)
         if nprocs_per_node > 1:
@@ -238,8 +230,9 @@ class SlowMoDistributedDataParallel(nn.Module):
             "localsgd_frequency (only for local SGD)": localsgd_frequency != LOCAL and not local,
         }
         unused = [name for name, is_idle in idle.items() if is_idle]
-        on_all_ranks(world, partial(slow_step.warn, nodes, unused))
-        inside = inside_of(world, device, seconds)
+        with on_all_ranks(world.gather):
+            slow_step.warn(nodes, unused)
+        inside = inside_of(world, device, timeout)
         sets = sets_of(world, layout, None, False, inside)
         rounds = NamedRecipe(rounds, slow_step.text())
         settings = Settings("average" if broadcast_buffers else "keep", unchanged, hooked=False)
@@ -286,9 +279,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         """
         if self._detached:
             return
-        self._binding.identify(optimizer, fp32_params)
-        if not self._binding.finished:
-            self._binding.finish()
+        self._binding.follow(optimizer, fp32_params)
         if self._profile is None:
             self._driver.advance()
         else:
@@ -303,9 +294,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         gossip on uneven graphs or with overlap, and the optimizer updates masters.
         """
         self._binding.note_versions()
-        self._binding.identify(optimizer, fp32_params)
-        if not self._binding.finished:
-            self._binding.finish()
+        self._binding.follow(optimizer, fp32_params)
 
     # -- state ----
 

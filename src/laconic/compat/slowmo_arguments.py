@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +25,9 @@ from laconic.compat.gossip_graphs import (
 )
 from laconic.engine.model_checks import check_devices, check_tensors, check_unwrapped
 from laconic.engine.saved_state import WRAPPER
-from laconic.errors import error_text
 from laconic.links import Link
-from laconic.links.agreement import agree
 
 HALF = (torch.float16, torch.bfloat16)
-T = TypeVar("T")
 SizedGroup = tuple[dist.ProcessGroup | None, int]
 """A process group, and the size that it must have."""
 
@@ -127,8 +123,8 @@ class SlowStep:
         return (*(skipped if average else base), slow)
 
     def warn(self, nodes: int, idle: Sequence[str]) -> None:
-        """Warn the caller of the caller of `on_all_ranks` of settings that work against each other,
-        and of arguments without an effect, such as those in ``idle``."""
+        """Warn the caller of the caller of settings that work against each other, and of arguments
+        without an effect, such as those in ``idle``."""
         local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
         slow_over_base = self.slow_step_on and nodes > 1
         uneven = self.slowmo_frequency % self.localsgd_frequency != 0
@@ -136,25 +132,25 @@ class SlowStep:
             warnings.warn(
                 "there is one node only: the base algorithm is off, because its ranks average "
                 f"gradients anyway; the slow step is {'on' if self.slow_step_on else 'off'}",
-                stacklevel=4,
+                stacklevel=3,
             )
         if slow_over_base and local and uneven:
             warnings.warn(
                 f"slowmo_frequency={self.slowmo_frequency} is not a multiple of localsgd_frequency="
                 f"{self.localsgd_frequency}: the distances between averages are uneven",
-                stacklevel=4,
+                stacklevel=3,
             )
         if slow_over_base and not local and self.slowmo_memory_efficient:
             warnings.warn(
                 "slowmo_memory_efficient=True sends an all-reduce at every slow step of SGP; False "
                 "sends none, and stores two float32 numbers per parameter on every rank",
-                stacklevel=4,
+                stacklevel=3,
             )
         unused = list(idle)
         if self.base_is_idle:
             unused.append("localsgd_frequency (a multiple of slowmo_frequency)")
         if unused:
-            warnings.warn(f"these arguments have no effect: {', '.join(unused)}", stacklevel=4)
+            warnings.warn(f"these arguments have no effect: {', '.join(unused)}", stacklevel=3)
 
 
 def device_of(module: nn.Module, comm_device: torch.device | str | None) -> torch.device:
@@ -188,20 +184,6 @@ def base_algorithm(given: SlowMoBaseAlgorithm) -> SlowMoBaseAlgorithm:
     except ValueError:
         choices = ", ".join(str(choice) for choice in SlowMoBaseAlgorithm)
         raise ValueError(f"slowmo_base_algorithm must be one of {choices}, not {given!r}") from None
-
-
-def on_all_ranks(world: Link, check: Callable[[], T]) -> T:
-    """Return what ``check`` returns. If it raises on any rank, all ranks raise."""
-    result, caught = None, None
-    try:
-        result = check()
-    except Exception as error:  # the other ranks would wait for this one
-        caught = error
-    try:
-        agree(world.gather, None if caught is None else error_text(caught))
-    except ValueError as refused:
-        raise refused from caught
-    return result  # type: ignore[return-value]
 
 
 def check_ranks(

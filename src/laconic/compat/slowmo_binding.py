@@ -70,8 +70,18 @@ class Binding:
             self._sync.load_state_dict(self.waiting)
             self.waiting = None
 
-    def identify(self, optimizer: Optimizer, fp32_params: FP32) -> None:
-        """Bind to ``optimizer``, or check that it is the bound one."""
+    def follow(self, optimizer: Optimizer, fp32_params: FP32) -> None:
+        """Bind to ``optimizer``, or check that it is the bound one. The first time the ranks
+        compare what they are bound to, and what is wrong on one of them is raised on all."""
+        if self.finished:
+            self._identify(optimizer, fp32_params)
+            return
+        # some ranks may have loaded a state, so their steps may differ
+        with self._driver.session.checked("binding the optimizer", 0):
+            self._identify(optimizer, fp32_params)
+        self._finish()
+
+    def _identify(self, optimizer: Optimizer, fp32_params: FP32) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ValueError(
                 "optimizer must be a torch.optim.Optimizer, or the one inside a wrapper, not "
@@ -99,7 +109,7 @@ class Binding:
                 "parameters first: use one optimizer for all of them, with the same groups"
             )
         elif optimizer is not bound and not _same_groups(optimizer, bound):
-            self._follow(optimizer)
+            self._replace(optimizer)
 
     def _bind(self, optimizer: Optimizer) -> None:
         """Bind to an optimizer that has not changed x since the start (or since x was loaded).
@@ -127,7 +137,7 @@ class Binding:
         else:
             self._common_start = sums(held)
 
-    def _follow(self, optimizer: Optimizer) -> None:
+    def _replace(self, optimizer: Optimizer) -> None:
         """Replace the bound optimizer by another one over the same parameters."""
         check_free(optimizer)
         assert self._driver.bound is not None
@@ -135,10 +145,11 @@ class Binding:
         self._driver.follow(optimizer)
         claim(optimizer, self._sync)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Finish binding, with checks that need all ranks to be here."""
+        problem, self._problem = self._problem, None
+        self._driver.agree_on_binding(self._common_start, problem)
         self.finished = True
-        self._driver.agree_on_binding(self._common_start, self._problem)
         bound = self._driver.bound
         assert bound is not None, "an optimizer must be bound first"
         held = [p for group in bound.param_groups for p in group["params"]]
@@ -207,7 +218,7 @@ class Binding:
                 "of them, with the same parameter groups as the first"
             )
         elif not _same_groups(optimizer, bound):
-            self._follow(optimizer)
+            self._replace(optimizer)
 
     def _holds(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer holds a parameter of the module."""

@@ -19,6 +19,7 @@ from laconic.engine.modes import evaluation, in_training, modal, training_weight
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.session import Session
+from laconic.errors import check_bool
 from laconic.tensors import copies, restore, with_mean
 
 
@@ -114,8 +115,9 @@ def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
         yield session.model
         return
     session.check_complete()
-    session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
-    session.call("consensus()")
+    with session.checked("consensus()"):
+        session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
+        check_bool("mean", mean)
     with torch.no_grad():
         saved = copies([*session.params(), *session.model.buffers()])
     session.holds_consensus = mean

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from laconic.algorithms.compile import check_groups
 from laconic.algorithms.round import Recipe
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
@@ -25,6 +26,7 @@ from laconic.engine.saved_state import Saved
 from laconic.engine.session import Choice, Session, Settings
 from laconic.engine.steps import StepHooks, UnseenSteps
 from laconic.engine.switching import Switcher
+from laconic.errors import check_bool
 from laconic.links.agreement import agree
 from laconic.links.calls import FINISH
 from laconic.links.comm_thread import EXIT_SECONDS
@@ -134,9 +136,8 @@ class Driver:
 
     def agree_on_binding(self, start: Tensor | None, problem: str | None) -> None:
         """Compare what the ranks have bound: the shapes, and ``start``, which sums up the common
-        start (None: the run was resumed, and workers differ). Every rank must call it. Raises
-        ``ValueError`` on all ranks if any has a ``problem``."""
-        self.session.call("binding the optimizer", 0)  # some ranks may have loaded a state
+        start (None: the run was resumed, and workers differ). Every rank must call it, in a
+        `Session.call`. Raises ``ValueError`` on all ranks if any has a ``problem``."""
         self.run.check_alike(module=False)
         start = torch.zeros(2, dtype=torch.float64) if start is None else start
         row = torch.tensor([float(problem is not None), *start.tolist()], dtype=torch.float64)
@@ -295,14 +296,15 @@ class Driver:
     def finish(self, *, mean: bool) -> None:
         """See `Synchronizer.finish`."""
         session, run = self.session, self.run
-        session.refuse_in_consensus("sync.finish()")
         session.check_complete()
         if session.newcomer is not None:
             session.newcomer.finish()
             session.status("finished")
             return
-        session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
-        session.call(FINISH)
+        with session.checked(FINISH):
+            session.refuse_in_consensus("sync.finish()")
+            session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
+            check_bool("mean", mean)
         with training_weights(session.optimizer):
             run.finish()
             consensus.write_consensus(run, mean=mean)
@@ -317,15 +319,25 @@ class Driver:
         session.status("finished")
 
     @torch.no_grad()
-    def switch(self, recipe: Recipe) -> None:
+    def switch(self, recipe: Recipe | str) -> None:
         """See `Synchronizer.switch`."""
-        self.session.check_complete()
-        if self.session.elastic is not None:
+        from laconic.algorithms.parse import as_recipe
+
+        session = self.session
+        session.check_complete()
+        if session.elastic is not None:
             raise ValueError(
                 "an elastic run cannot switch, since newcomers start with the recipe of the start: "
                 "finish, and attach again under another job= with the new recipe"
             )
-        self._switch(recipe)
+        with session.checked("switch()"):
+            given = as_recipe(recipe)
+            if not isinstance(given, tuple):
+                raise ValueError(f"sync.switch() takes a recipe, and {given!r} is for attach()")
+            session.refuse_in_consensus("sync.switch()")
+            check_groups(given, "group" in session.links)
+            session.settings.arrange(given)
+        self._switch(given)
         if not self._switcher.scaling:
             self._switcher.align_scaler()
         self._past_choices, self.session.policy = self.choices, None

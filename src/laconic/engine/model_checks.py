@@ -18,7 +18,10 @@ from laconic.tensors import check_values, parts
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise ``ValueError`` if the model is, or contains, one of torch's data-parallel wrappers."""
+    """Raise ``ValueError`` if the model is, or contains, one of torch's data-parallel wrappers, or
+    is none."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {model!r}")
     for name, module in model.named_modules():
         where = f"the model's {name!r} is" if name else "the model is"
         if isinstance(module, DistributedDataParallel):

@@ -20,7 +20,8 @@ from laconic.engine.batch_check import BatchCheck, check_first_gradients
 from laconic.engine.comparison import held_by_all
 from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.engine.recorder import Recorder
-from laconic.errors import LinkError, after_step
+from laconic.errors import LinkError, after_step, error_text
+from laconic.links.agreement import agree
 from laconic.links.calls import Call
 from laconic.links.comm_thread import CommThread
 from laconic.links.elastic.link import ElasticLink
@@ -29,6 +30,9 @@ from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
 from laconic.processor import Usage
 from laconic.tensors import as_bytes, parts, read_only
+
+PROBLEM = 2**64 - 1
+"""The `Call.digest` of a rank that cannot make the call. Digests of values are smaller."""
 
 
 @dataclass(frozen=True)
@@ -271,9 +275,9 @@ class Session:
         """Record what this rank is doing, for other ranks' error messages."""
         self.world.status(f"{text} ({self.step} steps done)")
 
-    def call(self, name: str, step: int | None = None) -> None:
-        """Tell the other ranks which call comes next; raise on all if they make different ones.
-        ``step``: None for the present one."""
+    def call(self, name: str, step: int | None = None, problem: str | None = None) -> None:
+        """Tell the other ranks which call comes next; raise on all if they make different ones, or
+        if any has a ``problem``, as `agree` does. ``step``: None for the present one."""
         label = f"{name} {after_step(self.step)}"
         if self.newcomer is not None:
             raise LinkError(
@@ -286,8 +290,22 @@ class Session:
         if self.meet is not None:
             self.meet()
             step = 0
-        call = Call(self.step if step is None else step, name)
+        at = self.step if step is None else step
+        call = Call(at, name, digest=0 if problem is None else PROBLEM)
         self.comm.call(partial(self.world.begin_call, call, wait=True), label)
+        if PROBLEM in (call.digest, *self.world.digests()) or self.world.queues:  # without digests
+            agree(self.gather, problem)
+
+    @contextmanager
+    def checked(self, name: str, step: int | None = None) -> Iterator[None]:
+        """A context for checks of arguments, at whose end the `call` begins. What is raised inside,
+        all ranks raise as a ``ValueError``, and can go on."""
+        try:
+            yield
+        except Exception as error:
+            self.call(name, step, error_text(error))
+            raise
+        self.call(name, step)
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, stacked."""

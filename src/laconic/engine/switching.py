@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.algorithms.compile import check_groups
 from laconic.algorithms.round import Recipe, workers_differ
 from laconic.engine.consensus import write_consensus
 from laconic.engine.modes import training_weights
@@ -59,8 +58,6 @@ class Switcher:
         """Return a run of ``recipe`` that goes on from ``run``'s consensus; see
         `Synchronizer.switch`."""
         session = self._session
-        session.refuse_in_consensus("sync.switch()")
-        check_groups(recipe, "group" in session.links)  # while the present rounds still work
         run.take_in()
         session.call("switch()")
         with training_weights(session.optimizer):
@@ -70,13 +67,9 @@ class Switcher:
             self._align_optimizer_state()
             self._scalers_differ = True
         run.rebase()  # its rounds go on if the ranks do not agree
-        new, undo = successor(run, recipe, run.unsent())
-        try:
-            new.check_alike(module=False, chosen=True)
-        except ValueError:
-            undo()
-            raise
-        return new
+        new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
+        new.check_alike(module=False, chosen=True)  # so what `successor` raises, all ranks raise
+        return successor(run, recipe, run.unsent())[0]
 
     def _align_optimizer_state(self) -> None:
         """Complete the mean of the workers' optimizer states. Its numbers become rank 0's: ranks

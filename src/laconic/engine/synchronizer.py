@@ -124,12 +124,7 @@ class Synchronizer:
 
         Raises ``ValueError``, on every rank, where they ask for different ones.
         """
-        from laconic.algorithms.parse import as_recipe
-
-        given = as_recipe(recipe)
-        if not isinstance(given, tuple):
-            raise ValueError(f"sync.switch() takes a recipe, not {given!r}, which attach() takes")
-        self.driver.switch(given)
+        self.driver.switch(recipe)
 
     @property
     def _run(self) -> RecipeRun:
@@ -207,23 +202,29 @@ class Synchronizer:
         consensus."""
         self.driver.load_on_all(lambda: dict(parts), load_model)
 
-    @contextmanager
-    def gathering(self, call: str) -> Iterator[Callable[[Any], list[Any]]]:
-        """A context for `SAVE` or `LOAD`, which every rank must enter: yields a function that
-        returns what each rank passes to it (anything that JSON holds), by rank. That function
-        raises `WorkersChangedError` on all ranks that are left if one is lost on the way."""
-        session = self._session
-        if session.holds_consensus is not None:
+    def check_own_weights(self) -> None:
+        """Raise ``ValueError`` unless the model holds this worker's own weights."""
+        if self._session.holds_consensus is not None:
             raise ValueError(
                 "inside sync.consensus(), the model holds the consensus weights, not this worker's "
                 "own: save and load outside that block"
             )
 
+    @contextmanager
+    def gathering(
+        self, call: str, problem: str | None = None
+    ) -> Iterator[Callable[[Any], list[Any]]]:
+        """A context for `SAVE` or `LOAD`, which every rank must enter: yields a function that
+        returns what each rank passes to it (anything that JSON holds), by rank. That function
+        raises `WorkersChangedError` on all ranks that are left if one is lost on the way, and
+        ``ValueError`` on all if any has a ``problem``."""
+        session = self._session
         ranks: int | None = None
 
         def gather(value: Any) -> list[Any]:
             nonlocal ranks
-            session.call(call, session.step if call == SAVE else 0)  # before loading steps differ
+            step = session.step if call == SAVE else 0  # before loading steps differ
+            session.call(call, step, problem)
             received = session.gather_json(value)
             session.status(f"in {call}")
             if len(received) != (ranks or len(received)):
@@ -231,7 +232,7 @@ class Synchronizer:
             ranks = len(received)
             return received
 
-        if session.elastic is not None:
+        if session.elastic is not None or problem is not None:
             gather(None)  # from now on a change of ranks is noticed
         yield gather
         session.status("computing")
@@ -342,8 +343,8 @@ class Synchronizer:
     def mean(self, value: Tensor | float) -> float:
         """The mean of a number (a loss) over all ranks; every rank must call it."""
         with torch.inference_mode(False):  # validation may run in that mode; the link does not
-            own = float(torch.as_tensor(value, dtype=torch.float64).detach().reshape(1))
-            self._session.call("mean()")
+            with self._session.checked("mean()"):
+                own = float(torch.as_tensor(value, dtype=torch.float64).detach().reshape(1))
             mean = self._session.mean(own)
         self._session.status("computing")
         return mean
@@ -355,11 +356,12 @@ class Synchronizer:
         Raises ``ValueError``, on every rank, if one is not of floating point, or if the ranks'
         tensors have different shapes.
         """
-        averaged, session = list(tensors), self._session
-        if not all(isinstance(t, Tensor) for t in averaged):
-            raise ValueError(f"sync.average() needs tensors, not {averaged!r}")
+        session = self._session
         with torch.inference_mode(False), torch.no_grad():
-            session.call("average()")
+            with session.checked("average()"):
+                averaged = list(tensors)
+                if not all(isinstance(t, Tensor) for t in averaged):
+                    raise ValueError(f"sync.average() needs tensors, not {averaged!r}")
             said = session.gather_json([[str(t.dtype), *t.shape] for t in averaged])
             other = next((rank for rank, about in enumerate(said) if about != said[0]), None)
             if other is not None:

@@ -38,7 +38,7 @@ from laconic.integrations.common import (
     check_processes,
     defer_averaging,
     load_state,
-    refuse,
+    refuse_on_all,
 )
 
 SUPPORTED = [DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU]
@@ -72,7 +72,8 @@ def attach(
     """
     kind = accelerator.distributed_type
     parallelism = getattr(accelerator, "parallelism_config", None)
-    refuse(
+    refuse_on_all(
+        options,
         {
             f"laconic cannot be combined with Accelerate's {kind.value}: use plain multi-process "
             "training (`accelerate launch --multi_gpu` or --multi_cpu); for sharded models, call "
@@ -87,7 +88,7 @@ def attach(
             "optimizer was prepared before: pass the plain optimizer": isinstance(
                 optimizer, AcceleratedOptimizer
             ),
-        }
+        },
     )
     check_processes(options, "for CPUs, pass Accelerator(cpu=True)")
     prepared = accelerator.prepare_model(model, evaluation_mode=True)

@@ -14,7 +14,8 @@ from laconic.algorithms.round import Recipe, workers_differ
 from laconic.attach import init
 from laconic.elastic import COORDINATOR_VARIABLE
 from laconic.engine.synchronizer import Synchronizer
-from laconic.errors import LinkError
+from laconic.errors import TIMEOUT, LinkError
+from laconic.links.rank_sets import refused_by_all
 
 FOLDER = "laconic"
 """The folder for every rank's state, in the folder of a checkpoint."""
@@ -27,10 +28,17 @@ def refuse(problems: Mapping[str, object]) -> None:
             raise ValueError(problem)
 
 
+def refuse_on_all(options: Mapping[str, Any], problems: Mapping[str, object]) -> None:
+    """As `refuse`, on all ranks, before an `attach` with ``options``, where the others wait."""
+    with refused_by_all(options.get("link"), options.get("timeout", TIMEOUT)):
+        refuse(problems)
+
+
 def check_processes(options: Mapping[str, Any], advice: str) -> None:
     """Raise ``ValueError`` if the trainer has not connected the processes that torchrun has
     started; ``advice``: what to set. Makes a process group where there is one process alone."""
-    refuse(
+    refuse_on_all(
+        options,
         {
             "workers cannot come and go in a trainer's loop: leave `elastic` and "
             f"{COORDINATOR_VARIABLE} out": options.get("elastic") is not None
@@ -38,7 +46,7 @@ def check_processes(options: Mapping[str, Any], advice: str) -> None:
             f"{os.environ.get('WORLD_SIZE')} processes were started, and the trainer has not "
             f"connected them: {advice}": not dist.is_initialized()
             and os.environ.get("WORLD_SIZE", "1") != "1",
-        }
+        },
     )
     init()
 

@@ -6,9 +6,13 @@ whether it has a problem; if any has, all of them raise.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from laconic.errors import error_text
 from laconic.links.texts import Gather, clean, exchange_texts
 
 MOST_CHARACTERS = 4000
@@ -33,6 +37,18 @@ def agree(gather: Gather, problem: str | None, flags: Tensor | None = None) -> N
         own = clean(problem or "")[:MOST_CHARACTERS]
         texts = [clean(text)[:MOST_CHARACTERS] for text in exchange_texts(gather, own)]
     raise ValueError(problem if problem is not None else _in_words(flagged, texts))
+
+
+@contextmanager
+def on_all_ranks(gather: Gather) -> Iterator[None]:
+    """A context for what may fail on one rank. What is raised inside, all ranks raise as a
+    ``ValueError``."""
+    try:
+        yield
+    except Exception as error:  # the other ranks would wait for this one
+        agree(gather, error_text(error))
+        raise
+    agree(gather, None)
 
 
 def _in_words(flagged: list[bool], texts: list[str]) -> str:

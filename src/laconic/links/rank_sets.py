@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -12,15 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import TIMEOUT, check_int, error_text
+from laconic.device import common_device
+from laconic.errors import TIMEOUT, check_float, check_int, error_text
 from laconic.links.agreement import agree
 from laconic.links.link import Link
 from laconic.links.simulated import current_link, single_link
 from laconic.links.throttled import Throttled
-from laconic.links.torch_link import Choice, inner_link, own_backend, world_link
+from laconic.links.torch_link import check_choice_of_link, inner_link, own_backend, world_link
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from laconic.links.torch_link import Choice
 
 BANDWIDTH_VARIABLE = "LACONIC_BANDWIDTH"
 LATENCY_VARIABLE = "LACONIC_LATENCY"
@@ -60,16 +64,28 @@ def agreed_link(
     timeout: float,
     choice: Choice = "auto",
 ) -> Link:
-    """``link``, or else this process's link to all ranks, if no rank has a ``problem``. Otherwise
-    raises ``ValueError`` on every rank."""
-    if link is not None and timeout != TIMEOUT and problem is None:
-        problem = (
-            f"timeout={timeout:g} would have no effect on the link that was given, which has its "
-            "own: leave timeout= out, or link="
-        )
+    """``link``, or else this process's link to all ranks, if no rank has a ``problem``, such as an
+    argument of this function that is wrong. Otherwise raises ``ValueError`` on every rank."""
+    seconds = TIMEOUT
+    try:
+        seconds = check_float("timeout", timeout, 0.0, strict=True)
+        if link is not None and not hasattr(link, "gather"):
+            given, link = link, None
+            raise ValueError(f"link must be a laconic.links.Link or None, not {given!r}")
+        if link is not None and timeout != TIMEOUT:
+            raise ValueError(
+                f"timeout={timeout:g} would have no effect on the link that was given, which has "
+                "its own: leave timeout= out, or link="
+            )
+        if link is None and current_link.get() is None:
+            check_choice_of_link(choice, device)
+    except ValueError as error:
+        problem, choice, device = problem or str(error), "auto", common_device()
+    # the link over which the others agree before they try the accelerator's own
+    choice = "tcp" if problem is not None and choice == "auto" else choice
     world = None
     try:
-        world = link or own_link(device, timeout, choice)
+        world = link or own_link(device, seconds, choice)
         agree(world.gather, problem)
     except BaseException as error:
         if link is None and world is not None:
@@ -78,6 +94,16 @@ def agreed_link(
             raise
         raise ValueError(problem) from None  # also where the other ranks cannot be reached
     return world
+
+
+@contextmanager
+def refused_by_all(link: Link | None, timeout: float, choice: Choice = "auto") -> Iterator[None]:
+    """A context for checks before `agreed_link`, where the other ranks wait for this one: what one
+    of them raises is raised on every rank."""
+    try:
+        yield
+    except Exception as error:
+        agreed_link(error_text(error), link, common_device(), timeout, choice)
 
 
 def inside_of(
@@ -156,6 +182,8 @@ def _layout(
             "attach(..., mesh=init_device_mesh('cuda', (4, 8)))"
         )
     if mesh is not None:
+        if not hasattr(mesh, "ndim"):
+            raise ValueError(f"mesh must be a torch DeviceMesh or None, not {mesh!r}")
         if nprocs_per_node != 1:
             raise ValueError("give either mesh or nprocs_per_node")
         if mesh.ndim > 2 or mesh.mesh.flatten().tolist() != list(range(world.size)):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from laconic.device import accelerator, synchronize
 from laconic.errors import error_text
+from laconic.links.agreement import agree
 from laconic.links.comm_thread import Pending
 from laconic.links.link import Link
 from laconic.links.nccl import NcclLink
@@ -132,6 +133,11 @@ def world_link(device: torch.device, timeout: timedelta, choice: Choice = "auto"
     host = None
     if choice == "auto":
         host = _host_link(_new_group(timeout), device, timeout, owned=True)
+        try:
+            agree(host.gather, None)
+        except BaseException:
+            host.close()
+            raise
     own = OWN[backend](_new_group(timeout), device, timeout, owned=True)
     return own if host is None else _faster(host, own, device)
 
