@@ -6,6 +6,8 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,44 +101,139 @@ UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
     "nprocs_per_node": lambda rank: {"nprocs_per_node": 1 + (rank == 1)},
     "group_size": lambda rank: {"recipe": la.hierarchical(1, 2), "group_size": 1 + (rank == 1)},
 }
-WRONG_ON_ONE: dict[str, tuple[dict[str, Any], str]] = {
-    "recipe": ({"recipe": 4}, "recipe must be what a recipe function returns"),
-    "timeout": ({"timeout": 0.0}, "timeout must be"),
-    "no parameter": ({"other": True}, "has no parameter of the model"),
-    "mesh": ({"mesh": 3}, "AttributeError"),
-    "devices": ({"device": "meta"}, "on several devices: cpu (0.weight), meta (1.weight)"),
-}
-"""What rank 1 alone passes, and what it is told; the others wait for nobody."""
 
 
-def attach(rank: int, what: str) -> tuple[str, int]:
-    """What it is told, and how many process groups are left."""
+def attach(rank: int, what: str) -> str:
     given: dict[str, Any] = {"recipe": la.local_sgd(2), "timeout": 60.0}
-    given |= UNLIKE[what](rank) if what in UNLIKE else WRONG_ON_ONE[what][0] if rank == 1 else {}
-    last = nn.Linear(given.pop("width", 3), 2, device=given.pop("device", "cpu"))
+    given |= UNLIKE[what](rank)
+    last = nn.Linear(given.pop("width", 3), 2)
     model = nn.Sequential(nn.Linear(4, last.in_features), last.requires_grad_(False))
     model[0].bias.requires_grad_(not given.pop("frozen", False))
-    held = nn.Linear(4, 3) if given.pop("other", False) else model[0]
-    groups = dist.distributed_c10d._world.pg_map
-    before = len(groups)
-    said = refusal(lambda: la.attach(model, sgd(held), **given))
-    return said, len(groups) - before
+    return refusal(lambda: la.attach(model, sgd(model[0]), **given))
 
 
 def test_ranks_that_attach_unlike_things_are_told_so_on_every_rank(pool: gloo.Pool) -> None:
-    """In threads, and in processes, where no process group is left."""
+    """In threads, and in processes."""
     for what in UNLIKE:
-        for text, _ in la.simulate(partial(attach, what=what), workers=2):
+        for text in la.simulate(partial(attach, what=what), workers=2):
             assert "must be the same" in text, what
             assert "[1]" in text or what in ("nprocs_per_node", "group_size")
-    runs = [(what, la.simulate(partial(attach, what=what), 3)) for what in WRONG_ON_ONE]
-    for what, found in [*runs, ("timeout", pool.run(attach, "timeout", ranks=4))]:
-        (first, _), (second, _), *_ = found
-        assert WRONG_ON_ONE[what][1] in second
-        assert [text for text, _ in found].count(f"rank 1: {second}") == len(found) - 1, first
-        assert [left for _, left in found] == [0] * len(found)
-    for text, _ in pool.run(attach, "shapes", ranks=4):
+    for text in pool.run(attach, "shapes", ranks=4):
         assert "must be the same" in text and "ranks [1]" in text
+
+
+# -- an argument that is wrong on one rank ----
+
+MIXED = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, device="meta"))
+LATE = la.slowmo(None, 2, quorum=9)
+SWITCHES = "broadcast_buffers slowmo_memory_efficient push_sum use_streams verbose profile_mode"
+FREQUENCIES = ("slowmo_frequency", "slowmo_lr", "slowmo_num_shards", "localsgd_frequency")
+GROUPS_OF_3 = ("global_group", "master_group", "local_node_group")
+EACH = {"dist_pulling_strength": "x", "comm_period": 0, "model": 5, "link": "tcp", "timeout": 0}
+SAVED = dict.fromkeys(["path", "model", "optimizer", "sync"], 5)
+WRONG_ON_ONE: dict[str, dict[str, Any]] = {
+    "attach": {"model": (5, MIXED), "optimizer": (5, sgd(MIXED[0])), "recipe": (4, LATE)}
+    | {"link": ("nccl", 5), "elastic": (5, la.ddp), "mesh": 3, "buffers": "mean", "offload": 1}
+    | {
+        "nprocs_per_node": 0,
+        "group_size": 0,
+        "metrics": 5,
+        "scaler": True,
+        "seed": -1,
+        "timeout": 0,
+    },
+    "CommOptimizer": {"optimizer": 5, "dist_optim_name": "EASGDX", "world_size": 0}
+    | {"local_pulling_strength": 2.0, **EACH},
+    "EASGD": {"local_optimizer": 5, "world_size": (0, 3), "local_pulling_strength": 2.0, **EACH},
+    "SlowMoDistributedDataParallel": {"module": 5, "nprocs_per_node": 0, "graph": 5, "mixing": 5}
+    | {"slowmo_base_algorithm": 5, "slowmo_momentum": 1.0, "slowmo_sgp_average_params": 5}
+    | dict.fromkeys(SWITCHES.split(), 5)
+    | dict.fromkeys(FREQUENCIES, 0)
+    | {"overlap": True}
+    | {"synch_freq": -1, "comm_device": "x", "timeout": 0, "process_rank": 7}
+    | {"process_world_size": 7, **dict.fromkeys(GROUPS_OF_3)},
+    "advise": {"model": 5, "step_fn": 5, "optimizer": 5, "nprocs_per_node": 0, "steps": 1}
+    | {"recipes": (5, ["slowmo(None, 4, quorum=9)"]), "link": 5, "timeout": 0},
+    "switch": {"recipe": ("nonsense(3)", 5, la.hierarchical(2, 4), la.auto(), LATE)},
+    "mean": {"value": ("x", torch.ones(3))},
+    "average": {"tensors": (5, [3])},
+    "consensus": {"mean": 5},
+    "finish": {"mean": 5},
+    "save": {**SAVED, "others": (5, {3: 4})},
+    "load": {**SAVED, "others": 5, "missing_ok": (5, False)},
+    "load_state_dict": {"state": 5},
+    "load_optimizer": {"state_dict": (5, {})},
+    "bind": {"optimizer": 5, "fp32_params": 5},
+    "perform_slowmo": {"optimizer": 5, "fp32_params": 5},
+}
+"""What rank 1 alone passes: for every argument of every call that all ranks make."""
+
+
+def refused_in_turn(rank: int, folder: Path) -> list[str]:
+    """What is raised, call by call, before the processes train."""
+    model, said = nn.Linear(4, 3), list[str]()
+    optimizer, groups = sgd(model), len(dist.distributed_c10d._world.pg_map)
+
+    def refuse(call: Any, good: dict[str, Any], name: str = "") -> None:
+        table = WRONG_ON_ONE[name or call.__name__]
+        assert signature(call).parameters.keys() == table.keys(), call
+        for argument, values in table.items():
+            for value in values if type(values) is tuple else (values,):
+                wrong = gloo._groups[3] if argument in GROUPS_OF_3 else value
+                try:
+                    call(**good | ({argument: wrong} if rank == 1 else {}))
+                    said.append(f"{call}: nothing is said of {argument}={value}")
+                except Exception as error:
+                    said.append(f"{type(error).__name__}: {error}")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+        optimizer.step()
+
+    def consensus(mean: bool) -> None:
+        with sync.consensus(mean=mean):
+            pass
+
+    late, both = {"timeout": 20.0}, {"model": model, "optimizer": optimizer}
+    own = (4, 0.0, 0.5, 4)
+    numbers = ("world_size", "local_pulling_strength", "dist_pulling_strength", "comm_period")
+    each = dict(zip(numbers, own, strict=True)) | late
+    refuse(la.attach, {**both, "recipe": "local_sgd(2)", **late})
+    refuse(la.CommOptimizer, {"optimizer": optimizer, "dist_optim_name": "EASGD", **each})
+    refuse(la.EASGD, {"local_optimizer": optimizer, **each})
+    refuse(la.SlowMoDistributedDataParallel, {"module": model, "nprocs_per_node": 1, **late})
+    refuse(la.advise, {**both, "step_fn": step, "steps": 2, **late})
+    assert len(dist.distributed_c10d._world.pg_map) == groups, "none is left"
+    with la.attach(model, optimizer, "local_sgd(2)", timeout=20.0) as sync:
+        step()
+        refuse(sync.switch, {"recipe": "ddp()"})
+        refuse(sync.mean, {"value": 1.0})
+        refuse(sync.average, {"tensors": [torch.ones(3)]})
+        refuse(sync.load_state_dict, {"state": sync.state_dict()})
+        refuse(consensus, {"mean": True})
+        refuse(sync.finish, {})
+        refuse(la.save, {**both, "path": folder})
+        refuse(la.load, {**both, "path": folder, "missing_ok": True})
+        step()
+    wrapper: Any = la.CommOptimizer(optimizer, "EASGD", 4, 4, 0.5, timeout=20.0)
+    front = wrapper.dist_optimizer
+    refuse(wrapper.load_state_dict, {"state_dict": wrapper.state_dict()}, "load_optimizer")
+    refuse(front.load_state_dict, {"state": front.state_dict()})
+    wrapper.detach()
+    net = la.SlowMoDistributedDataParallel(model, 1, timeout=20.0)
+    refuse(net.bind, {"optimizer": optimizer})
+    refuse(net.perform_slowmo, {"optimizer": optimizer})
+    net.perform_slowmo(optimizer)
+    return said
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_all(pool: gloo.Pool, tmp_path: Path) -> None:
+    """At once, as a ValueError in the same words; then the processes can go on."""
+    for first, own, *others in zip(*pool.run(refused_in_turn, tmp_path, ranks=4), strict=True):
+        text = own.removeprefix("ValueError: ")
+        assert text != own, (own, first)
+        assert {first, *others} <= {own, f"ValueError: rank 1: {text}"}, (own, first)
 
 
 # -- optimizers and tensors ----
