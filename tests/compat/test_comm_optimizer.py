@@ -480,17 +480,9 @@ GOOD: dict[str, Any] = {"dist_optim_name": "EASGD", "world_size": 2, "comm_perio
 GOOD["dist_pulling_strength"] = 0.5
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"dist_optim_name": "ADAM"}, r"must be one of 'EASGD', 'LSGD', 'DDP', not 'ADAM'"),
-    ({"comm_period": None}, "comm_period must be an integer of at least 1"),
-    ({"dist_pulling_strength": None}, "dist_pulling_strength must be"),
     ({"dist_pulling_strength": 0.0}, "dist_pulling_strength must be .* greater than 0"),
-    ({"dist_pulling_strength": 1.5}, "dist_pulling_strength must be .* most 1"),
     ({"dist_optim_name": "LSGD", "dist_pulling_strength": 1.0}, "must be .* below 1"),
-    ({"local_pulling_strength": 1.0}, "local_pulling_strength must be"),
-    ({"world_size": 0}, "world_size must be an integer of at least 1"),
     ({"world_size": 3}, r"world_size must be .* 2: .* \[3, 3\]"),
-    ({"timeout": 0.0}, "timeout must be"),
-    ({"model": 3}, "model must be a torch.nn.Module, not 3"),
-    ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer"),
 ]
 UNLIKE: list[tuple[dict[str, Any], str]] = [
     ({"dist_optim_name": "LSGD"}, "attach something other"),

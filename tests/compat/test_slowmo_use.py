@@ -171,35 +171,18 @@ def test_masters_in_float32_are_what_is_averaged() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"nprocs_per_node": 0}, "nprocs_per_node .* must be an integer of at least 1"),
     ({"nprocs_per_node": 2}, "divide their number: there are 3 ranks"),
     ({"slowmo_base_algorithm": "adpsgd"}, "must be one of .*localsgd.*'adpsgd'|LOCALSGD"),
-    ({"slowmo_momentum": 1.0}, "slowmo_momentum must be"),
-    ({"slowmo_lr": 0.0}, "slowmo_lr must be"),
-    ({"timeout": 0.0}, "timeout must be"),
-    ({"slowmo_frequency": 0}, "slowmo_frequency must be"),
-    ({"localsgd_frequency": 2.5}, "localsgd_frequency must be"),
-    ({"slowmo_num_shards": 0}, "slowmo_num_shards must be"),
-    ({"broadcast_buffers": 1}, "broadcast_buffers must be True or False"),
     ({"graph": "ring"}, "graph must be one of laconic's .*RingGraph"),
     ({"graph": la.RingGraph(0, 7)}, "graph is of node 0 of 7"),
-    ({"mixing": 0.5}, "mixing must be a laconic.UniformMixing"),
     ({"overlap": True}, "overlap=True needs .*SGP; local SGD"),
     ({"process_world_size": 5}, "process_world_size is 5, where laconic finds 3"),
-    ({"process_rank": 9}, "process_rank is 9"),
-    ({"comm_device": "cuda"}, "comm_device must be"),
-    ({"synch_freq": -1}, "synch_freq must be"),
     ({"module": nn.DataParallel(nn.Linear(2, 2))}, "DataParallel"),
 ]
 
 
-class Unready(la.RingGraph):
-    def is_regular_graph(self) -> bool:
-        raise TypeError("no graph yet")
-
-
 def test_bad_arguments_are_one_line_on_every_rank() -> None:
-    """Also what is wrong on one rank alone."""
+    """Also what differs between ranks; what is wrong on one alone is in `test_attach`."""
 
     def run(rank: int) -> None:
         uneven = la.DynamicBipartiteExponentialGraph(rank, 3)
@@ -207,14 +190,8 @@ def test_bad_arguments_are_one_line_on_every_rank() -> None:
             ({"slowmo_frequency": 9 + 3 * (rank == 2)}, "attach something other than rank 0"),
             ({**LATE, "graph": uneven, "push_sum": False}, "push_sum=False needs a graph"),
             ({**LATE, "graph": la.RingGraph(0, 3)}, "graph is of node 0 of 3, but this is node"),
-            ({"slowmo_lr": -1.0 if rank == 1 else 1.0}, "slowmo_lr"),
             # in tests, warnings are errors
             ({"slowmo_frequency": 7 if rank == 1 else 9}, "not a multiple"),
-            ({"comm_device": "no device" if rank == 1 else None}, "no device"),
-            (
-                {**LATE, "graph": Unready(rank, 3) if rank == 1 else None, "push_sum": False},
-                "no graph yet",
-            ),
         ]
         for given, message in [*BAD, *unlike]:
             with pytest.raises(ValueError, match=message) as caught:

@@ -134,14 +134,8 @@ SAVED = dict.fromkeys(["path", "model", "optimizer", "sync"], 5)
 WRONG_ON_ONE: dict[str, dict[str, Any]] = {
     "attach": {"model": (5, MIXED), "optimizer": (5, sgd(MIXED[0])), "recipe": (4, LATE)}
     | {"link": ("nccl", 5), "elastic": (5, la.ddp), "mesh": 3, "buffers": "mean", "offload": 1}
-    | {
-        "nprocs_per_node": 0,
-        "group_size": 0,
-        "metrics": 5,
-        "scaler": True,
-        "seed": -1,
-        "timeout": 0,
-    },
+    | {"nprocs_per_node": 0, "group_size": 0, "metrics": 5, "scaler": True}
+    | {"seed": -1, "timeout": 0},
     "CommOptimizer": {"optimizer": 5, "dist_optim_name": "EASGDX", "world_size": 0}
     | {"local_pulling_strength": 2.0, **EACH},
     "EASGD": {"local_optimizer": 5, "world_size": (0, 3), "local_pulling_strength": 2.0, **EACH},
