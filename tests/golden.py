@@ -673,6 +673,7 @@ def train(
 ) -> tuple[Trace, Trace]:
     """One rank's digests, and those in which a resumed run was another. ``closings``: gets those of
     rounds with a quorum."""
+    torch.set_num_threads(1)  # of this thread: it decides how matrices are multiplied
     make = FRONTS[case.front]
     straight = Recorder(make(case, rank, link))
     begun = straight.training.sync.step if case.faults else 0
@@ -1389,7 +1390,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"laconic in {Path(la.__file__).parent}", file=sys.stderr)
-    torch.set_num_threads(1)
     if any(CASES[name].offload for name in names):
         late.set_up()  # before autograd is used
     recorded = read(given.file)
