@@ -337,13 +337,13 @@ class Driver:
             session.refuse_in_consensus("sync.switch()")
             check_groups(given, "group" in session.links)
             session.settings.arrange(given)
-        self._switch(given)
+        self._switch(given, begun=True)
         if not self._switcher.scaling:
             self._switcher.align_scaler()
         self._past_choices, self.session.policy = self.choices, None
 
-    def _switch(self, recipe: Recipe) -> None:
-        before, self.run = self.run, self._switcher.switch(self.run, recipe)
+    def _switch(self, recipe: Recipe, *, begun: bool = False) -> None:
+        before, self.run = self.run, self._switcher.switch(self.run, recipe, begun=begun)
         before.close()
         self.ending.follow(self.run.recipe)
         session = self.session

@@ -54,12 +54,13 @@ class Switcher:
         self.scaler: torch.amp.GradScaler | None = None
         self.scaling = False
 
-    def switch(self, run: RecipeRun, recipe: Recipe) -> RecipeRun:
+    def switch(self, run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
         """Return a run of ``recipe`` that goes on from ``run``'s consensus; see
-        `Synchronizer.switch`."""
+        `Synchronizer.switch`. ``begun``: the call of all ranks has."""
         session = self._session
         run.take_in()
-        session.call("switch()")
+        if not begun:
+            session.call("switch()")
         with training_weights(session.optimizer):
             run.finish()
             write_consensus(run, state=True)
