@@ -95,8 +95,7 @@ def test_imports_go_down_and_never_in_a_circle() -> None:
     modules = {".".join(n).removesuffix(".__init__"): p for p, n in names.items()}
     rooms = {room: rank for rank, each in enumerate(ROOMS) for room in each.split()}
     above = {name: imported(path, modules) - {"laconic"} for name, path in modules.items()}
-    for name, uses in above.items():
-        for used in uses:
-            ranks = [rooms[names[modules[each]][1]] for each in (name, used)]
-            assert ranks[0] >= ranks[1], f"{name} imports {used}, which is above it"
+    for name, used in ((name, used) for name, uses in above.items() for used in uses):
+        ranks = [rooms[names[modules[each]][1]] for each in (name, used)]
+        assert ranks[0] >= ranks[1], f"{name} imports {used}, which is above it"
     TopologicalSorter(above).prepare()  # raises for a circle

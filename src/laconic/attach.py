@@ -232,7 +232,7 @@ def attach(
         if elastic is None:
             if choice == "auto" and any(is_sharded(p) for p in params):
                 choice = "tcp"  # see `check_order`
-            world = agreed_link(None, given, device, timeout, choice)
+            world = agreed_link(given, device, timeout, choice)
         else:
             about = recipe_text(rounds), describe(rounds)
             about = (recipe.text, recipe.text) if isinstance(recipe, Auto) else about

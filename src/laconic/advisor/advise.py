@@ -106,7 +106,7 @@ def measured(
         recipes(PLAIN.workers)  # raises for text that is not a recipe
     device = params[0].device
     with ExitStack() as stack:
-        world = agreed_link(None, link, device, timeout)
+        world = agreed_link(link, device, timeout)
         if link is None:
             stack.callback(world.close)
         layout = layout_of(world, nprocs_per_node, None, [])

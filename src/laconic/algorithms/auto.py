@@ -1,4 +1,4 @@
-"""The recipe `auto`: what is to be chosen while training goes on (`laconic.policy`)."""
+"""The recipe `auto`, which `laconic.policy` chooses while training goes on."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class DistOptimizer:
                 check_unwrapped(self.model)
             check_devices(whole, params, cpu_buffers=True if self._link is not None else None)
             check_tensors(whole, params)
-        self._link = world = agreed_link(None, self._link, params[0].device, self._timeout)
+        self._link = world = agreed_link(self._link, params[0].device, self._timeout)
         fresh = start["sync"] is None
         gathered = world.gather(torch.tensor([self.world_size, int(fresh)]))
         _check_same_start(gathered[:, 1].double().mean().item())

@@ -183,7 +183,7 @@ class SlowMoDistributedDataParallel(nn.Module):
             )
             check_int("slowmo_num_shards", slowmo_num_shards, 1)
             check_int("synch_freq", synch_freq, 0)
-        world = agreed_link(None, None, device, timeout)
+        world = agreed_link(None, device, timeout)
         self.module = module
         self.nprocs_per_node = nprocs_per_node
         self.slowmo_base_algorithm = slow_step.slowmo_base_algorithm

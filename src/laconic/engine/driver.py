@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms.compile import check_groups
+from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
@@ -216,12 +217,12 @@ class Driver:
             self.communicate()
             if self.session.settings.buffers == "broadcast":
                 self.session.share_buffers()
-            self.run.drift.after_step()
-            self.note(skipped=skipped)
-            policy, elastic = self.session.policy, self.session.elastic
-            follows = elastic is not None and elastic.replaying  # its donor decides
-            if policy is not None and not follows and policy.after_step(self.session.step):
-                self._switch(policy.recipe)
+        self.run.drift.after_step()
+        self.note(skipped=skipped)
+        policy, elastic = self.session.policy, self.session.elastic
+        follows = elastic is not None and elastic.replaying  # its donor decides
+        if policy is not None and not follows and policy.after_step(self.session.step):
+            self._switch(policy.recipe)
         for each in self.after_steps:
             each()
 
@@ -321,8 +322,6 @@ class Driver:
     @torch.no_grad()
     def switch(self, recipe: Recipe | str) -> None:
         """See `Synchronizer.switch`."""
-        from laconic.algorithms.parse import as_recipe
-
         session = self.session
         session.check_complete()
         if session.elastic is not None:

@@ -19,12 +19,16 @@ from laconic.links.agreement import agree
 from laconic.links.link import Link
 from laconic.links.simulated import current_link, single_link
 from laconic.links.throttled import Throttled
-from laconic.links.torch_link import check_choice_of_link, inner_link, own_backend, world_link
+from laconic.links.torch_link import (
+    Choice,
+    check_choice_of_link,
+    inner_link,
+    own_backend,
+    world_link,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from laconic.links.torch_link import Choice
 
 BANDWIDTH_VARIABLE = "LACONIC_BANDWIDTH"
 LATENCY_VARIABLE = "LACONIC_LATENCY"
@@ -58,11 +62,11 @@ def own_link(device: torch.device, timeout: float, choice: Choice = "auto") -> L
 
 
 def agreed_link(
-    problem: str | None,
     link: Link | None,
     device: torch.device,
     timeout: float,
     choice: Choice = "auto",
+    problem: str | None = None,
 ) -> Link:
     """``link``, or else this process's link to all ranks, if no rank has a ``problem``, such as an
     argument of this function that is wrong. Otherwise raises ``ValueError`` on every rank."""
@@ -103,7 +107,7 @@ def refused_by_all(link: Link | None, timeout: float, choice: Choice = "auto") -
     try:
         yield
     except Exception as error:
-        agreed_link(error_text(error), link, common_device(), timeout, choice)
+        agreed_link(link, common_device(), timeout, choice, error_text(error))
 
 
 def inside_of(

@@ -153,7 +153,7 @@ class Facts:
     each one sends, by rank; empty if they are alike. ``compute`` and ``rate`` are then those of the
     slowest, for which the others wait. ``receives`` are the bit/s at which each one receives; empty
     if as it sends. ``overlapping`` is whether buckets overlap (`Link.overlapping`); None: where the
-    latency says so. ``muon``: whether outer steps in Muon's direction are to be chosen
+    latency says so. ``muon``: whether outer steps in Muon's direction may be chosen
     (`laconic.policy.candidates.takes_muon`); ``turning``: the seconds for which training stops to
     turn the steps of all matrices once; ``largest``: the share of the model in the largest fragment
     by layers, 0 if unknown. ``buffers``: the bytes of each of the module's buffers that rounds
