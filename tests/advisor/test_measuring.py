@@ -143,8 +143,8 @@ def asking(rank: int) -> list[str]:
 
         if what == "the optimizer" and rank == 1:
             optimizer = torch.optim.AdamW([next(iter(model.parameters()))])
-        known: dict[str, Any] = {"optimizer": optimizer, "steps": 2, "timeout": 250.0}
-        said.append(refusal(partial(la.advise, model, run, **known)))
+        asked = partial(la.advise, model, run, optimizer=optimizer, steps=2, timeout=250)
+        said.append(refusal(asked))
     assert len(groups) == before
     return said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ from torch.utils._pytree import tree_leaves
 import laconic as la
 from laconic import buckets
 from laconic.engine import gradient_rounds
+from laconic.engine.overlap import Overlapping
 from laconic.links import Link
+from laconic.links.comm_thread import CommThread
+from laconic.links.link import one_by_one, sent
+from laconic.links.simulated import single_link
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 
@@ -91,6 +96,21 @@ def test_outer_state_in_host_memory_changes_no_bit(late_pool: gloo.Pool, name: s
 @pytest.mark.parametrize("name", [*FAR, *slow(name for name in ROWS if name not in FAR)])
 def test_buckets_overlap_where_round_trips_are_long(late_pool: gloo.Pool, name: str) -> None:
     compare(late_pool, name, 4 if "group" in name or "hier" in name else 2, far=True)
+
+
+async def noted(order: list[int], bucket: int) -> None:
+    order.append(bucket)
+    await sent()
+    order.append(bucket)
+
+
+def test_a_bucket_sends_before_the_one_before_it_has_arrived() -> None:
+    link, order = single_link(), list[int]()
+    link.overlapping = one_by_one(link)  # type: ignore[misc]
+    overlap = Overlapping(link, CommThread(False, torch.device("cpu"), lambda: None))
+    assert not overlap.use(1) and overlap.use(3)
+    results = [overlap.begin(partial(noted, order, bucket), "") for bucket in range(3)]
+    assert [r.wait() for r in results] and order == [0, 1, 0, 2, 1, 2]
 
 
 class OnStream(torch.autograd.Function):
