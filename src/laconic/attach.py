@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -27,11 +27,11 @@ from laconic.algorithms.compile import (
     with_replicas,
 )
 from laconic.algorithms.parse import as_recipe
-from laconic.algorithms.round import Recipe, describe, recipe_text, renamed
+from laconic.algorithms.round import Recipe, renamed
 from laconic.buckets import is_sharded, reshard
 from laconic.device import accelerator, select_own
 from laconic.elastic import Elastic
-from laconic.engine import elastic_runs
+from laconic.engine import attached, elastic_runs
 from laconic.engine.driver import Driver
 from laconic.engine.elastic_runs import Joined, asked_for
 from laconic.engine.ending import watch
@@ -45,7 +45,7 @@ from laconic.links import Link, job_secret, rendezvous, slurm, tls
 from laconic.links.agreement import on_all_ranks
 from laconic.links.attempts import open_store
 from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
-from laconic.links.simulated import current_link, single_link
+from laconic.links.simulated import single_link
 from laconic.links.staged import StagedLink
 from laconic.links.torch_link import CHOICES, Choice
 from laconic.metrics import MetricsArgument, agree_on_metrics, check_metrics
@@ -55,15 +55,8 @@ from laconic.policy.chooser import Chooser
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_attached: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Weak on both sides: an attached optimizer's hooks keep its synchronizer alive."""
-_on_link: weakref.WeakKeyDictionary[Link, weakref.ref[Synchronizer]] = weakref.WeakKeyDictionary()
-_by_scaler: weakref.WeakKeyDictionary[torch.amp.GradScaler, list[weakref.ref[Synchronizer]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Its keys are the scalers whose class `_watch` has replaced."""
+Sets = Mapping[str, Link]
+"""The links by set of ranks."""
 
 
 def init() -> None:
@@ -188,219 +181,138 @@ def attach(
     """
     given: Any = link if hasattr(link, "gather") else None
     choice: Any = "auto" if link is None or given is not None else link
-    alone = isinstance(elastic, Elastic)  # such a worker waits for no other one yet
-    with refused_by_all(single_link() if alone else given, timeout, choice):
+    # a worker of an elastic run waits for no other one yet
+    with refused_by_all(single_link() if isinstance(elastic, Elastic) else given, timeout, choice):
         check_choice("link", choice, CHOICES)
         check_float("timeout", timeout, 0.0, strict=True)
-        check_unwrapped(model)
-        reshard(model)
-        optimizer = as_one(optimizer)
+        optimizer, params = _check(model, optimizer, given, scaler, offload)
         recipe = as_recipe(recipe)
         rounds = start(2).recipe if isinstance(recipe, Auto) else recipe
-        _check(model, optimizer)
-        check_devices(model, _params(optimizer), cpu_buffers=True if given is not None else None)
-        params = _params(optimizer)
-        check_tensors(model, params)
         check_groups(rounds, group_size is not None)
         warn_of_groups(rounds, group_size)
         check_choice("buffers", buffers, get_args(Buffers))
         check_int("seed", seed, 0)
-        if check_bool("offload", offload) and all(p.device.type == "cpu" for p in params):
-            raise ValueError(
-                "offload=True keeps state in host memory, where that of a model on the CPU is "
-                "anyway: leave it out, or move the model to a GPU"
-            )
         elastic = asked_for(elastic, link, nprocs_per_node, group_size, mesh)
         if elastic is not None:
             rounds = replicated(rounds)
             elastic_runs.check(elastic, recipe, params)
         check_buffers(rounds, buffers, elastic=elastic is not None)
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
         places = check_metrics(metrics)
-        previous = _alive(_on_link.get(given)) if given is not None else None
-        if previous is not None:
-            previous.drain()
-            if previous.attached and given.threaded:
-                raise ValueError(
-                    "this link has another synchronizer attached, and their messages would mix: "
-                    "make a link for each, or call sync.detach() first"
-                )
-    device = params[0].device
+        attached.check_free_link(given)
+    joined = number = elastic_link = None
+    if elastic is not None:
+        joined = elastic_runs.join(elastic, recipe, rounds, params, buffers, seed, timeout)
+        number, elastic_link = joined.number, joined.link
     with ExitStack() as on_error:
-        joined: Joined | None = None
-        if elastic is None:
-            if choice == "auto" and any(is_sharded(p) for p in params):
-                choice = "tcp"  # see `check_order`
-            world = agreed_link(given, device, timeout, choice)
-        else:
-            about = recipe_text(rounds), describe(rounds)
-            about = (recipe.text, recipe.text) if isinstance(recipe, Auto) else about
-            joined = elastic_runs.join(elastic, about, params, buffers, seed, timeout)
-            world = joined.link if accelerator(device) is None else StagedLink(joined.link, device)
-        if given is None:
-            on_error.callback(world.close)
-        sharded = any(is_sharded(p) for p in params)
-        shards = [p for p in (*params, *model.parameters()) if is_sharded(p)]
-        ranks = layout_of(world, nprocs_per_node, mesh, shards)
-        inside = inside_of(world, device, timeout) if given is None else None
-        sets = sets_of(world, ranks, group_size, sharded, inside)
-        for other in sets.values():
-            if other is not world:
-                on_error.callback(other.close)
-        number = None if joined is None else joined.number
-        places = agree_on_metrics(places, world, number)
-
-        def arrange(recipe: Recipe) -> Recipe:
-            check_buffers(recipe, buffers, elastic=False)  # that was checked above
-            check_identical(recipe)
-            check_order(recipe, sharded=sharded, queues=world.queues)
-            check_whole(recipe, sharded=sharded, ranks=len(ranks[0]))
-            plain = joined is None and len(ranks[0]) == 1 and device.type == "cpu"
-            check_quorum(recipe, None if joined else len(ranks), plain=plain)
-            if joined is not None:
-                return replicated(recipe)
-            if sharded:
-                alone = (replace(r, over="workers") if r.over == "world" else r for r in recipe)
-                return renamed(recipe, alone)
-            whole = with_replicas(recipe) if len(ranks[0]) > 1 else recipe
-            return renamed(recipe, whole)
-
-        workers = sets["workers"].size if joined is None else 2  # or more, at any time
-        policy = Chooser(recipe, workers) if isinstance(recipe, Auto) else None
-        rounds = rounds if policy is None else policy.recipe
-        if joined is None:
-            with on_all_ranks(world.gather):
-                arrange(rounds)
-        # a disabled scaler does not check for overflow
-        scale = scaler.get_scale if scaler is not None and scaler.is_enabled() else None
-        at = buffers, arrange, seed, scale, policy
-        elastic_link = None if joined is None else joined.link
-        settings = Settings(*at, elastic=elastic_link, offload=offload)
-        driver = Driver(model, optimizer, rounds, sets, device, settings)
+        at = joined, given, choice, timeout
+        sets = _meet(model, params, *at, nprocs_per_node, mesh, group_size, on_error)
+        places = agree_on_metrics(places, sets["world"], number)
+        arrange = partial(_arrange, sets, params, buffers, joined is not None)
+        at_work = scaler if scaler is not None and scaler.is_enabled() else None
+        settings = Settings(buffers, arrange, seed, at_work, elastic=elastic_link, offload=offload)
+        driver = _build(model, optimizer, recipe, sets, settings)
         on_error.pop_all()  # the synchronizer keeps the links open
     if joined is not None:
-        try:
-            joined.take_part(driver)
-        except BaseException:
-            driver.detach()
-            raise
+        joined.take_part(driver)
     sync = Synchronizer(driver)
     sync.record(places, number)
+    attached.claim(optimizer, sync)
     if scaler is not None:
-        _watch(scaler)
-        if scaler.is_enabled():
-            driver.use_scaler(scaler)
-            _by_scaler[scaler].append(weakref.ref(sync))
-    claim(optimizer, sync)
+        attached.watch(scaler)
     if joined is None and sync.workers > 1:
         watch(driver.ending)
-    if given is not None:
-        _on_link[given] = weakref.ref(sync)
     return sync
 
 
-def claim(optimizer: Optimizer, sync: Synchronizer) -> None:
-    """Record that ``sync`` follows ``optimizer``."""
-    for each in (optimizer, *members(optimizer)):
-        _attached[each] = weakref.ref(sync)
-
-
-def synchronizer_of(optimizer: object) -> Synchronizer | None:
-    """The synchronizer attached to ``optimizer`` last, if it still exists."""
-    return _alive(_attached.get(optimizer)) if isinstance(optimizer, Optimizer) else None
-
-
-def synchronizer_near(*given: object) -> Synchronizer | None:
-    """The attached synchronizer that one of ``given`` is, or belongs to, or else the one attached
-    last: over its link an argument that is wrong can be an error on all ranks."""
-    link = current_link.get()
-    attached = [s for s in map(_alive, _attached.values()) if s is not None and s.attached]
-    here = [s for s in attached if link is None or s.driver.session.world.link is link]
-    for x in given:
-        own = synchronizer_of(x) or getattr(x, "synchronizer", None) or getattr(x, "sync", x)
-        here += [s for s in here if s.driver.session.model is x]
-        here += [own] if isinstance(own, Synchronizer) else []
-    return here[-1] if here else None
-
-
-def release(optimizer: Optimizer) -> None:
-    """Record that no synchronizer follows ``optimizer``."""
-    _attached.pop(optimizer, None)
-
-
-def check_free(optimizer: Optimizer, params: Sequence[Tensor] = ()) -> None:
-    """Raise if a synchronizer follows ``optimizer``, or another one that holds any of ``params``:
-    both would average their gradients."""
-    for sync in map(synchronizer_of, members(optimizer)):
-        if sync is not None and sync.attached:
-            raise ValueError("this optimizer is attached already: call sync.detach() first")
-    own = {id(p) for p in params}
-    for sync in filter(None, map(_alive, list(_attached.values()))):
-        if sync.attached and own.intersection(map(id, sync.driver.session.params())):
-            raise ValueError(
-                "the model's parameters are attached already, with another optimizer or in another "
-                "simulated worker: call sync.detach() first, or make a model for each worker"
-            )
-
-
-def _alive(reference: weakref.ref[Synchronizer] | None) -> Synchronizer | None:
-    return None if reference is None else reference()
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _check(model: nn.Module, optimizer: Optimizer) -> None:
-    for each in members(optimizer):
+def _check(
+    model: nn.Module, optimizer: Any, given: Link | None, scaler: object, offload: bool
+) -> tuple[Optimizer, list[Tensor]]:
+    """Raise for what cannot be attached. Return the optimizers as one, and its parameters."""
+    check_unwrapped(model)
+    reshard(model)
+    one = as_one(optimizer)
+    for each in members(one):
         check_steps(each)
     known = {id(p) for p in model.parameters()}
-    params = _params(optimizer)
+    params = [p for group in one.param_groups for p in group["params"]]
     if not params or not any(id(p) in known for p in params):
         raise ValueError(
             "the optimizer has no parameter of the model: make it from model.parameters()"
         )
     if any(p.device.type == "meta" for p in params):
         raise ValueError("the model's parameters are on the meta device: materialize them first")
-    check_free(optimizer, params)
+    attached.check_free(one, params)
+    check_devices(model, params, cpu_buffers=True if given is not None else None)
+    check_tensors(model, params)
+    if check_bool("offload", offload) and all(p.device.type == "cpu" for p in params):
+        raise ValueError(
+            "offload=True keeps state in host memory, where that of a model on the CPU is "
+            "anyway: leave it out, or move the model to a GPU"
+        )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
+    return one, params
 
 
-def _synchronizers_of(scaler: torch.amp.GradScaler) -> list[Synchronizer]:
-    """The attached synchronizers with ``scaler``, in the order of `attach`."""
-    synchronizers = [_alive(reference) for reference in _by_scaler[scaler]]
-    return [sync for sync in synchronizers if sync is not None and sync.attached]
+def _meet(
+    model: nn.Module,
+    params: Sequence[Tensor],
+    joined: Joined | None,
+    given: Link | None,
+    choice: Choice,
+    timeout: float,
+    nprocs_per_node: int | Literal["env"],
+    mesh: DeviceMesh | None,
+    group_size: int | None,
+    on_error: ExitStack,
+) -> Sets:
+    """Find the other ranks. Returns the links by set of ranks, to be closed ``on_error``."""
+    device, sharded = params[0].device, any(is_sharded(p) for p in params)
+    if joined is None:
+        choice = "tcp" if choice == "auto" and sharded else choice  # see `check_order`
+        world = agreed_link(given, device, timeout, choice)
+    else:
+        world = joined.link if accelerator(device) is None else StagedLink(joined.link, device)
+    if given is None:
+        on_error.callback(world.close)
+    shards = [p for p in (*params, *model.parameters()) if is_sharded(p)]
+    layout = layout_of(world, nprocs_per_node, mesh, shards)
+    inside = inside_of(world, device, timeout) if given is None else None
+    sets = sets_of(world, layout, group_size, sharded, inside)
+    for other in sets.values():
+        if other is not world:
+            on_error.callback(other.close)
+    return sets
 
 
-def _watch(scaler: torch.amp.GradScaler) -> None:
-    """Have synchronizers count the steps that ``scaler`` skips, which the optimizer's hooks do not
-    see, and see its updates. One scaler may serve several optimizers."""
-    if scaler not in _by_scaler:
-        _by_scaler[scaler] = []
-        scaler.__class__ = _watched(type(scaler))
+def _arrange(
+    sets: Sets, params: Sequence[Tensor], buffers: str, elastic: bool, recipe: Recipe
+) -> Recipe:
+    """``recipe`` for these sets of ranks. Raises ``ValueError`` where it does not fit them."""
+    sharded, ranks = any(is_sharded(p) for p in params), sets["replica"].size * sets["shards"].size
+    check_buffers(recipe, buffers, elastic=False)  # `attach` has checked that
+    check_identical(recipe)
+    check_order(recipe, sharded=sharded, queues=sets["world"].queues)
+    check_whole(recipe, sharded=sharded, ranks=ranks)
+    plain = not elastic and ranks == 1 and params[0].device.type == "cpu"
+    check_quorum(recipe, None if elastic else sets["workers"].size, plain=plain)
+    if elastic:
+        return replicated(recipe)
+    if sharded:
+        alone = (replace(r, over="workers") if r.over == "world" else r for r in recipe)
+        return renamed(recipe, alone)
+    return renamed(recipe, with_replicas(recipe) if ranks > 1 else recipe)
 
 
-def _watched(kind: type[Any]) -> type[Any]:
-    """A subclass of ``kind``, a GradScaler, whose methods synchronizers notice. Copies, pickled or
-    not, are of ``kind`` itself."""
-
-    class Watched(kind):  # type: ignore[misc]
-        def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-            for other in _synchronizers_of(self):
-                other.driver.scaler_steps()
-            sync = synchronizer_of(optimizer)
-            before = None if sync is None else sync.step
-            result: float | None = super().step(optimizer, *args, **kwargs)
-            if sync is not None and sync.attached and sync.driver.hooked and sync.step == before:
-                sync.driver.skip(optimizer)
-            return result
-
-        def update(self, *args: Any, **kwargs: Any) -> None:
-            super().update(*args, **kwargs)
-            for sync in _synchronizers_of(self):
-                sync.driver.scaler_updated()
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return object.__new__, (kind,), *super().__reduce_ex__(protocol)[2:]
-
-    return Watched
+def _build(
+    model: nn.Module, optimizer: Optimizer, recipe: Recipe | Auto, sets: Sets, settings: Settings
+) -> Driver:
+    """Make what runs the rounds."""
+    if isinstance(recipe, Auto):
+        workers = 2 if settings.elastic is not None else sets["workers"].size  # or more, later
+        settings = replace(settings, policy=(policy := Chooser(recipe, workers)))
+        recipe = policy.recipe
+    if settings.elastic is None:
+        with on_all_ranks(sets["world"].gather):
+            settings.arrange(recipe)
+    return Driver(model, optimizer, recipe, sets, next(model.parameters()).device, settings)

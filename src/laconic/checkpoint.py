@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic.attach import synchronizer_near
 from laconic.checkpoints import loading, saving
 from laconic.checkpoints.all_ranks import AllRanks
 from laconic.checkpoints.training_state import TrainingState
 from laconic.compat.dist_optimizer import DistOptimizer
+from laconic.engine.attached import synchronizer_near
 from laconic.engine.synchronizer import LOAD, SAVE, Synchronizer
 from laconic.errors import LinkError, WorkersChangedError, check_bool, error_text
 

@@ -29,10 +29,11 @@ from torch.utils.data import DataLoader
 
 import laconic
 from laconic.algorithms.recipes import RECIPES
-from laconic.attach import attach, synchronizer_of
+from laconic.attach import attach
 from laconic.buckets import parameters
 from laconic.cli import COMMANDS
 from laconic.cli.commands import parsers
+from laconic.engine.attached import synchronizer_of
 from laconic.lab.emulation.cluster import Cluster
 
 from tests.support import gloo
@@ -137,8 +138,7 @@ def runnable(code: str) -> str:
 def attach_again(model: nn.Module, optimizer: Any, recipe: Any, **options: Any) -> Any:
     """`attach`, after the block before has attached the same optimizer."""
     for one in optimizer if isinstance(optimizer, list) else [optimizer]:
-        before = synchronizer_of(one)
-        if before is not None:
+        if (before := synchronizer_of(one)) is not None:
             before.detach()
     return attach(model, optimizer, recipe, **options)
 

@@ -17,8 +17,8 @@ from laconic.advisor.choices import PLAIN, rehearsed
 from laconic.advisor.measure import Measured, measure, trained
 from laconic.advisor.show import Advice
 from laconic.algorithms.round import Recipe, describe
-from laconic.attach import check_free
 from laconic.buckets import is_sharded
+from laconic.engine.attached import check_free
 from laconic.engine.model_checks import check_unwrapped
 from laconic.errors import TIMEOUT, check_int
 from laconic.links.agreement import on_all_ranks

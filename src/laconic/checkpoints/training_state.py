@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.attach import check_free, synchronizer_of
 from laconic.checkpoints.random_state import random_state
 from laconic.compat.comm_optimizer import CommOptimizer
 from laconic.compat.dist_optimizer import DistOptimizer
 from laconic.compat.fairscale import SlowMoDistributedDataParallel
+from laconic.engine.attached import check_free, synchronizer_of
 from laconic.engine.joint_optimizer import JointOptimizer, as_one, class_names, members
 from laconic.engine.synchronizer import Synchronizer
 from laconic.tensors import plain

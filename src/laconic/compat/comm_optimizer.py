@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.attach import claim
 from laconic.compat.dist_optimizer import EASGD, LSGD, NO_STATS, DistOptimizer, Gradients
+from laconic.engine.attached import claim
 from laconic.engine.recorder import Stats
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_choice, check_int

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from laconic.algorithms import recipes
 from laconic.algorithms.round import Recipe, Round, unchanged
 from laconic.algorithms.schedules import every
-from laconic.attach import check_free, claim
 from laconic.buckets import is_sharded, local, sums
+from laconic.engine.attached import check_free, claim
 from laconic.engine.driver import Driver
 from laconic.engine.model_checks import check_devices, check_tensors, check_unwrapped
 from laconic.engine.recorder import Stats

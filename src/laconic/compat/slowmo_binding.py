@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from laconic.attach import check_free, claim, release
 from laconic.buckets import sums
 from laconic.compat.slowmo_arguments import HALF
+from laconic.engine.attached import check_free, claim, release
 from laconic.engine.synchronizer import Synchronizer
 
 FP32 = Tensor | Sequence[Tensor] | Mapping[Any, Any] | None

@@ -58,7 +58,7 @@ class Driver:
         self.session = session = Session(model, dict(sets), device, settings)
         self.facade: object = None
         """The `Synchronizer`, which the optimizer's hooks keep alive by this reference."""
-        self._switcher = Switcher(session)
+        self.switcher = Switcher(session)
         self._handles: list[RemovableHandle] = []
         self.rounds_done = 0
         self._in_step = False
@@ -337,12 +337,11 @@ class Driver:
             check_groups(given, "group" in session.links)
             session.settings.arrange(given)
         self._switch(given, begun=True)
-        if not self._switcher.scaling:
-            self._switcher.align_scaler()
+        self.switcher.align_scaler()
         self._past_choices, self.session.policy = self.choices, None
 
     def _switch(self, recipe: Recipe, *, begun: bool = False) -> None:
-        before, self.run = self.run, self._switcher.switch(self.run, recipe, begun=begun)
+        before, self.run = self.run, self.switcher.switch(self.run, recipe, begun=begun)
         before.close()
         self.ending.follow(self.run.recipe)
         session = self.session
@@ -356,21 +355,6 @@ class Driver:
         """See `Synchronizer.choices`."""
         policy = self.session.policy
         return list(self._past_choices if policy is None else policy.choices)
-
-    # -- a GradScaler ----
-
-    def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Keep ``scaler`` the same on all ranks where a switch requires it."""
-        self._switcher.scaler = scaler
-
-    def scaler_steps(self) -> None:
-        """The scaler is about to step: its scale is in use until `scaler_updated`."""
-        self._switcher.scaling = True
-
-    def scaler_updated(self) -> None:
-        """The scaler was updated, between two steps."""
-        self._switcher.scaling = False
-        self._switcher.align_scaler()
 
     # -- ending ----
 

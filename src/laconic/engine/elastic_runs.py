@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.auto import Auto
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.round import Recipe, describe, recipe_text
 from laconic.buckets import is_sharded
 from laconic.elastic import COORDINATOR_VARIABLE, Elastic
 from laconic.engine.driver import Driver
@@ -48,11 +48,15 @@ class Joined:
     def take_part(self, driver: Driver) -> None:
         """Take part in the rounds of ``driver``: at once, or as a newcomer from its first step on.
         A newcomer has loaded another worker's state when this returns."""
-        donor = Donor(driver, self.link, self.reports, self.others)
-        if self.link.replaying:
-            Newcomer(driver, self.link, self.others, donor.open).begin()
-        else:
-            donor.open()
+        try:
+            donor = Donor(driver, self.link, self.reports, self.others)
+            if self.link.replaying:
+                Newcomer(driver, self.link, self.others, donor.open).begin()
+            else:
+                donor.open()
+        except BaseException:
+            driver.detach()
+            raise
 
 
 def asked_for(
@@ -121,14 +125,15 @@ def _check_state(name: str, state: Any) -> None:
 
 def join(
     elastic: Elastic,
-    recipe: tuple[str, str],
+    recipe: Recipe | Auto,
+    rounds: Recipe,
     params: Sequence[Tensor],
     buffers: str,
     seed: int,
     timeout: float,
 ) -> Joined:
-    """Find the other workers, which must run the same ``recipe``, as users write it and in all
-    detail, on the same parameters."""
+    """Find the other workers, which must run the same ``recipe``, of these ``rounds``, on the same
+    parameters."""
     others = dict(elastic.others or {})
     samplers = {k: s for k, s in others.items() if isinstance(s, ElasticSampler)}
     reports = Reports(samplers)
@@ -136,12 +141,15 @@ def join(
     part = current_part.get()
     if part is not None:
         return Joined(SimulatedElasticLink(*part, reports), reports, rest)
+    text, definition = recipe_text(rounds), describe(rounds)
+    if isinstance(recipe, Auto):
+        text = definition = recipe.text
     shapes = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params])
     about = {
         "version of laconic": __version__,
-        "recipe": recipe[0],
+        "recipe": text,
         "settings": f"buffers={buffers!r}, seed={seed}",
-        "definition of the recipe": hashlib.sha256(recipe[1].encode()).hexdigest()[:16],
+        "definition of the recipe": hashlib.sha256(definition.encode()).hexdigest()[:16],
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         "list of others": ", ".join(sorted(others)) or "none",
         **{f"sampler ({name})": sampler.about() for name, sampler in sorted(samplers.items())},

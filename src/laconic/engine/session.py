@@ -97,8 +97,8 @@ Buffers = Literal["average", "keep", "broadcast"]
 class Settings:
     """What a front end decides, for every recipe of the run.
 
-    ``buffers``: the choice of `laconic.attach`. ``scale()``: the GradScaler's scale, None without
-    one. ``arrange``: adapts a recipe to the layout of ranks.
+    ``buffers``: the choice of `laconic.attach`. ``arrange``: adapts a recipe to the layout of
+    ranks. ``scaler``: the GradScaler, unless there is none, or it checks for no overflow.
     ``policy``: what changes the recipe, if anything does. ``hooked``: the optimizer's hooks run the
     rounds; otherwise the front end calls `Driver.advance`. ``elastic``: the link to all workers,
     where they come and go. ``offload``: outer state is in host memory.
@@ -107,11 +107,16 @@ class Settings:
     buffers: Buffers
     arrange: Callable[[Recipe], Recipe]
     seed: int = 0
-    scale: Callable[[], float] | None = None
+    scaler: torch.amp.GradScaler | None = None
     policy: Policy | None = None
     hooked: bool = True
     elastic: ElasticLink | None = None
     offload: bool = False
+
+    @property
+    def scale(self) -> Callable[[], float] | None:
+        """Returns the scaler's scale."""
+        return None if self.scaler is None else self.scaler.get_scale
 
 
 class Joining(Protocol):

@@ -42,17 +42,15 @@ def successor(
 
 
 class Switcher:
-    """Moves one synchronizer from recipe to recipe.
-
-    ``scaler``: the GradScaler, None without one. ``scaling``: whether the scaler has stepped and
-    was not updated yet, so that its scale is in use.
-    """
+    """Moves one synchronizer from recipe to recipe. ``scaler``: the GradScaler, None without
+    one."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._scalers_differ = False
-        self.scaler: torch.amp.GradScaler | None = None
-        self.scaling = False
+        self.scaler = session.settings.scaler
+        self._scaling = False
+        """Whether the scaler has stepped and was not updated yet, so that its scale is in use."""
 
     def switch(self, run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
         """Return a run of ``recipe`` that goes on from ``run``'s consensus; see
@@ -96,12 +94,21 @@ class Switcher:
             else:
                 state[name] = type(state[name])(value)
 
+    def scaler_steps(self) -> None:
+        """The scaler is about to step."""
+        self._scaling = True
+
+    def scaler_updated(self) -> None:
+        """The scaler was updated."""
+        self._scaling = False
+        self.align_scaler()
+
     def align_scaler(self) -> None:
         """Give all ranks rank 0's GradScaler after a switch from workers that differed, each with
-        overflows of its own: gradients that are averaged must be scaled alike. Called between two
-        steps, when the scaler has been updated."""
+        overflows of its own: gradients that are averaged must be scaled alike. If its scale is in
+        use, that waits until it is updated, between two steps."""
         session, scaler = self._session, self.scaler
-        if scaler is None or not self._scalers_differ:
+        if scaler is None or self._scaling or not self._scalers_differ:
             return
         self._scalers_differ = False
         session.call("switch()")

@@ -1,0 +1,120 @@
+"""Which synchronizer follows which optimizer, GradScaler and link."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from laconic.engine.joint_optimizer import members
+from laconic.engine.switching import Switcher
+from laconic.engine.synchronizer import Synchronizer
+from laconic.links import Link
+from laconic.links.simulated import current_link
+
+_by_optimizer: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Weak on both sides: an attached optimizer's hooks keep its synchronizer alive."""
+
+
+def claim(optimizer: Optimizer, sync: Synchronizer) -> None:
+    """Record that ``sync`` follows ``optimizer``."""
+    for each in (optimizer, *members(optimizer)):
+        _by_optimizer[each] = weakref.ref(sync)
+
+
+def release(optimizer: Optimizer) -> None:
+    """Record that no synchronizer follows ``optimizer``."""
+    _by_optimizer.pop(optimizer, None)
+
+
+def synchronizer_of(optimizer: object) -> Synchronizer | None:
+    """The synchronizer attached to ``optimizer`` last, if it still exists."""
+    found = _by_optimizer.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    return None if found is None else found()
+
+
+def synchronizer_near(*given: object) -> Synchronizer | None:
+    """The attached synchronizer that one of ``given`` is, or belongs to, or else the one attached
+    last: over its link an argument that is wrong can be an error on all ranks."""
+    link = current_link.get()
+    here = [s for s in _attached() if link is None or s.driver.session.world.link is link]
+    for x in given:
+        own = synchronizer_of(x) or getattr(x, "synchronizer", None) or getattr(x, "sync", x)
+        here += [s for s in here if s.driver.session.model is x]
+        here += [own] if isinstance(own, Synchronizer) else []
+    return here[-1] if here else None
+
+
+def check_free(optimizer: Optimizer, params: Sequence[Tensor] = ()) -> None:
+    """Raise if a synchronizer follows ``optimizer``, or another one that holds any of ``params``:
+    both would average their gradients."""
+    for sync in map(synchronizer_of, members(optimizer)):
+        if sync is not None and sync.attached:
+            raise ValueError("this optimizer is attached already: call sync.detach() first")
+    own = {id(p) for p in params}
+    if any(own.intersection(map(id, sync.driver.session.params())) for sync in _attached()):
+        raise ValueError(
+            "the model's parameters are attached already, with another optimizer or in another "
+            "simulated worker: call sync.detach() first, or make a model for each worker"
+        )
+
+
+def check_free_link(link: Link | None) -> None:
+    """Wait until nothing is in flight over ``link``; raise if a synchronizer still sends over it,
+    in a thread of its own."""
+    for sync in (s for s in _all() if s.driver.session.world.link is link):
+        sync.drain()
+        if sync.attached and sync.driver.session.world.threaded:
+            raise ValueError(
+                "this link has another synchronizer attached, and their messages would mix: "
+                "make a link for each, or call sync.detach() first"
+            )
+
+
+def watch(scaler: torch.amp.GradScaler) -> None:
+    """Have synchronizers count the steps that ``scaler`` skips, which the optimizer's hooks do not
+    see, and see its updates. One scaler may serve several optimizers."""
+    if not isinstance(scaler, _Watched):
+        scaler.__class__ = type("Watched", (_Watched, type(scaler)), {})
+
+
+class _Watched(torch.amp.GradScaler):
+    """Before a scaler's own class: methods that synchronizers notice. Copies, pickled or not, are
+    of the own class."""
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        for switcher in self._switchers():
+            switcher.scaler_steps()
+        sync = synchronizer_of(optimizer)
+        before = None if sync is None else sync.step
+        result = super().step(optimizer, *args, **kwargs)
+        if sync is not None and sync.attached and sync.driver.hooked and sync.step == before:
+            sync.driver.skip(optimizer)
+        return result
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        for switcher in self._switchers():
+            switcher.scaler_updated()
+
+    def _switchers(self) -> list[Switcher]:
+        return [s.driver.switcher for s in _attached() if s.driver.switcher.scaler is self]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, type(self).__bases__[1:], *super().__reduce_ex__(protocol)[2:]
+
+
+def _attached() -> list[Synchronizer]:
+    return [sync for sync in _all() if sync.attached]
+
+
+def _all() -> list[Synchronizer]:
+    """Those that still exist, each once, in the order of `laconic.attach`."""
+    found = dict.fromkeys(reference() for reference in list(_by_optimizer.values()))
+    return [sync for sync in found if sync is not None]
