@@ -20,6 +20,7 @@ from laconic.buckets import sums
 from laconic.compat.slowmo_arguments import HALF
 from laconic.engine.attached import check_free, claim, release
 from laconic.engine.synchronizer import Synchronizer
+from laconic.links.agreement import agree
 
 FP32 = Tensor | Sequence[Tensor] | Mapping[Any, Any] | None
 
@@ -148,7 +149,7 @@ class Binding:
     def _finish(self) -> None:
         """Finish binding, with checks that need all ranks to be here."""
         problem, self._problem = self._problem, None
-        self._driver.agree_on_binding(self._common_start, problem)
+        self._compare(problem)
         self.finished = True
         bound = self._driver.bound
         assert bound is not None, "an optimizer must be bound first"
@@ -167,6 +168,26 @@ class Binding:
                 "the optimizer updates float16 parameters: to lose less precision, use float32 "
                 "masters and pass them as fp32_params=",
                 stacklevel=2,
+            )
+
+    def _compare(self, problem: str | None) -> None:
+        """Compare what the ranks have bound: the shapes, and the common start (None: the run was
+        resumed, and workers differ). Raises ``ValueError`` on all ranks if any has a
+        ``problem``."""
+        self._driver.run.check_alike(module=False)
+        gather, start = self._driver.session.gather, self._common_start
+        own = [0.0, 0.0] if start is None else start.tolist()
+        row = torch.tensor([float(problem is not None), *own], dtype=torch.float64)
+        everyone = gather(row)
+        agree(gather, problem, everyone[:, 0])
+        rows = everyone.tolist()
+        other = [rank for rank, own in enumerate(rows) if own != rows[0]]
+        if other:
+            raise ValueError(
+                f"the optimizer's parameters differ from rank 0's on ranks {other}, before its "
+                "first step: load the same weights, or a saved state, on every rank, make float32 "
+                "masters from the wrapped module's parameters, and put parameters of your own into "
+                "the module"
             )
 
     def _bind_moved(self, optimizer: Optimizer) -> None:

@@ -44,16 +44,3 @@ def check_first_gradients(everyone: Tensor) -> None:
             "which averages all gradients at every step: call the plain module (model.module)",
             stacklevel=2,
         )
-
-
-class BatchCheck:
-    """The fingerprint of a rank's gradients of the first step, before any averaging."""
-
-    def __init__(self) -> None:
-        self._fingerprint: Tensor | None = None
-
-    def note(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Record, once, and return the fingerprint of ``params``' gradients."""
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(params, device)
-        return self._fingerprint

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms.compile import check_groups
 from laconic.algorithms.parse import as_recipe
@@ -19,19 +18,23 @@ from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
-from laconic.engine.joint_optimizer import JointOptimizer, class_names, members
+from laconic.engine.joint_optimizer import JointOptimizer, class_names, listen, members
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.modes import training_weights
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved
-from laconic.engine.session import Choice, Session, Settings
+from laconic.engine.session import Session, Settings
 from laconic.engine.steps import StepHooks, UnseenSteps
 from laconic.engine.switching import Switcher
 from laconic.errors import check_bool
-from laconic.links.agreement import agree
 from laconic.links.calls import FINISH
 from laconic.links.comm_thread import EXIT_SECONDS
 from laconic.links.link import Link
+
+Event = Literal["step begins", "step ended", "finish", "switch", "failure"]
+"""Before the optimizer's step; after all of its rounds; after `Driver.finish`, with ``mean``; after
+a change of recipe; and, with the error that has ended the training, before the other ranks hear of
+it."""
 
 
 class Driver:
@@ -55,31 +58,23 @@ class Driver:
         device: torch.device,
         settings: Settings,
     ) -> None:
-        self.session = session = Session(model, dict(sets), device, settings)
+        self.session = session = Session(
+            model, sets, device, settings, lambda: self.run.before_call()
+        )
         self.facade: object = None
         """The `Synchronizer`, which the optimizer's hooks keep alive by this reference."""
         self.switcher = Switcher(session)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[StepHooks] = []
         self.rounds_done = 0
         self._in_step = False
-        self.before_steps: list[Callable[[], None]] = []
-        self.after_steps: list[Callable[[], None]] = []
-        """Called before the optimizer's step, and after all of the step's rounds."""
-        self.after_finish: list[Callable[[bool], None]] = []
-        """Called with ``mean``, see `finish`."""
-        self.after_switch: list[Callable[[], None]] = []
-        self.before_failure: list[Callable[[BaseException], None]] = []
-        """Called with the error that has ended the training, before the other ranks hear of it."""
+        self._listeners: list[tuple[Event, Callable[..., None]]] = []
         self._closure = False
         """Whether a closure computes this step's gradients."""
-        self._past_choices: list[Choice] = []
-        session.optimizer = optimizer
-        self._unseen: UnseenSteps | None = None
+        self._unseen = UnseenSteps((), "")
         if optimizer is not None:
-            session.join(session.joining())
+            session.bind(optimizer)
         drift = DriftCheck(session)
         self.run = RecipeRun(session, settings.arrange(recipe), drift)
-        session.settle = lambda: self.run.settle()
         try:
             self.run.check_alike()
             if session.policy is not None:
@@ -104,10 +99,10 @@ class Driver:
 
     def bind(self, optimizer: Optimizer) -> None:
         """Run the parameter rounds from now on, on ``optimizer``'s parameters, which still hold the
-        common start. No communication: `agree_on_binding` must follow before any round."""
+        common start. No communication: the ranks must compare what they have bound before any
+        round."""
         assert self.session.optimizer is None, "an optimizer is bound once"
-        self.session.optimizer = optimizer
-        self.session.join(self.session.joining())
+        self.session.bind(optimizer)
         self.run.start(optimizer)
         self._listen(optimizer)
 
@@ -120,39 +115,10 @@ class Driver:
         self._listen(optimizer)
 
     def _listen(self, optimizer: Optimizer) -> None:
-        hooked = self.session.settings.hooked
-        hooks = self._before_optimizer, self._after_step if hooked else _do_nothing
-        if isinstance(optimizer, JointOptimizer):
-            self._handles = [*optimizer.listen(*hooks)]
-        else:
-            self._handles = [StepHooks(optimizer, *hooks)]
-        if hooked:
+        after = self._after_step if self.hooked else lambda *_: None
+        self._handles = listen(optimizer, self._before_optimizer, after)
+        if self.hooked:
             self._unseen = UnseenSteps(self.session.params(), class_names(members(optimizer)))
-
-    def _end_watch(self) -> None:
-        """The optimizer steps, or its steps no longer count."""
-        if self._unseen is not None:
-            self._unseen.end()
-            self._unseen = None
-
-    def agree_on_binding(self, start: Tensor | None, problem: str | None) -> None:
-        """Compare what the ranks have bound: the shapes, and ``start``, which sums up the common
-        start (None: the run was resumed, and workers differ). Every rank must call it, in a
-        `Session.call`. Raises ``ValueError`` on all ranks if any has a ``problem``."""
-        self.run.check_alike(module=False)
-        start = torch.zeros(2, dtype=torch.float64) if start is None else start
-        row = torch.tensor([float(problem is not None), *start.tolist()], dtype=torch.float64)
-        everyone = self.session.gather(row)
-        agree(self.session.gather, problem, everyone[:, 0])
-        rows = everyone.tolist()
-        other = [rank for rank, own in enumerate(rows) if own != rows[0]]
-        if other:
-            raise ValueError(
-                f"the optimizer's parameters differ from rank 0's on ranks {other}, before its "
-                "first step: load the same weights, or a saved state, on every rank, make float32 "
-                "masters from the wrapped module's parameters, and put parameters of your own into "
-                "the module"
-            )
 
     @property
     def bound(self) -> Optimizer | None:
@@ -163,6 +129,14 @@ class Driver:
     def hooked(self) -> bool:
         """Whether the optimizer's hooks run what follows a step; otherwise `advance` does."""
         return self.session.settings.hooked
+
+    def on(self, event: Event, listener: Callable[..., None]) -> None:
+        """Call ``listener`` at each ``event``, from now on."""
+        self._listeners.append((event, listener))
+
+    def _tell(self, event: Event, *about: Any) -> None:
+        for listener in [each for kind, each in self._listeners if kind == event]:
+            listener(*about)
 
     # -- one step ----
 
@@ -177,7 +151,7 @@ class Driver:
     def begin_step(self, closure: bool) -> None:
         """Prepare a step of the optimizer. With a ``closure`` its gradients are still to come."""
         session = self.session
-        self._end_watch()
+        self._unseen.end()
         refuse_capture(session.device, "optimizer.step()")
         session.refuse_in_consensus("optimizer.step()")
         session.check_complete()
@@ -196,15 +170,14 @@ class Driver:
             run.refresh(keep=True)
         else:
             if session.step == 0:
-                session.batch_check.note(session.params(), session.device)
+                session.note_first_gradients()
             run.average_gradients()
         if self._in_step:  # it raised, or takes several steps that count as one
             return
         if not closure:
             run.check_gradients()
         self._in_step = True
-        for each in self.before_steps:
-            each()
+        self._tell("step begins")
         run.before_step(session.step + 1)
 
     @torch.no_grad()
@@ -223,8 +196,7 @@ class Driver:
         follows = elastic is not None and elastic.replaying  # its donor decides
         if policy is not None and not follows and policy.after_step(self.session.step):
             self._switch(policy.recipe)
-        for each in self.after_steps:
-            each()
+        self._tell("step ended")
 
     def _begin_skipped(self) -> None:
         """Begin the step, if the optimizer has skipped it."""
@@ -313,8 +285,7 @@ class Driver:
             session.gather_json(None)  # after that all have it, and any may end
         if not mean:
             run.rebase()
-        for each in self.after_finish:
-            each(mean)
+        self._tell("finish", mean)
         self.ending.complete = session.step
         session.recorder.event("finish")
         session.status("finished")
@@ -338,7 +309,7 @@ class Driver:
             session.settings.arrange(given)
         self._switch(given, begun=True)
         self.switcher.align_scaler()
-        self._past_choices, self.session.policy = self.choices, None
+        session.end_policy()
 
     def _switch(self, recipe: Recipe, *, begun: bool = False) -> None:
         before, self.run = self.run, self.switcher.switch(self.run, recipe, begun=begun)
@@ -347,21 +318,14 @@ class Driver:
         session = self.session
         session.recorder.event("switch", recipe=self.run.text(chosen=True))
         session.status("computing")
-        for notify in self.after_switch:
-            notify()
-
-    @property
-    def choices(self) -> list[Choice]:
-        """See `Synchronizer.choices`."""
-        policy = self.session.policy
-        return list(self._past_choices if policy is None else policy.choices)
+        self._tell("switch")
 
     # -- ending ----
 
     def detach(self) -> None:
         """See `Synchronizer.detach`."""
         self.ending.complete = self.ending.step  # the user keeps this worker's own model
-        self._end_watch()
+        self._unseen.end()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -381,8 +345,7 @@ class Driver:
 
     def failed(self, error: BaseException) -> None:
         """The training raised ``error``: send nothing more, and tell the other ranks."""
-        for each in self.before_failure:
-            each(error)
+        self._tell("failure", error)
         self.session.recorder.failed(error)
         broken = self.session.comm.abandon() or self.run.broken
         if self.run.quorum is not None:
@@ -428,13 +391,9 @@ class Driver:
         self.run = loaded.run
         self.run.forget_digests()
         loaded.complete()
-        self.session.step, self._in_step = loaded.step, loaded.in_step
-        self.session.interrupted = None
+        self._in_step = loaded.in_step
+        self.session.restart(loaded.step)
         self.ending.follow(self.run.recipe)
         self.ending.restart(loaded.step)
         if isinstance(self.session.optimizer, JointOptimizer):
             self.session.optimizer.reset()
-
-
-def _do_nothing(*_: object) -> None:
-    """What follows the steps of an optimizer whose front end calls `Driver.advance`."""

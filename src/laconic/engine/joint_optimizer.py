@@ -58,12 +58,6 @@ class JointOptimizer(Optimizer):
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
 
-    def listen(self, before: Hook, after: Hook) -> list[StepHooks]:
-        """Call ``before`` before each of the optimizers steps, since gradients may come between,
-        and ``after`` after the last of them has stepped."""
-        hooks = partial(self._before, before), partial(self._after, after)
-        return [StepHooks(o, *hooks) for o in self.optimizers]
-
     def reset(self) -> None:
         """Forget which optimizers have stepped: a state was loaded."""
         self._done.clear()
@@ -73,13 +67,14 @@ class JointOptimizer(Optimizer):
         that completes the step of all, whose hook is not called."""
         return self._complete(self._number(optimizer))
 
-    def _before(
+    def before(
         self,
         hook: Hook,
         optimizer: Optimizer,
         positional: tuple[Any, ...],
         options: dict[str, Any],
     ) -> None:
+        """Call ``hook`` before ``optimizer`` steps."""
         if self._number(optimizer) in self._done:
             missing = [o for k, o in enumerate(self.optimizers) if k not in self._done]
             raise ValueError(
@@ -92,7 +87,8 @@ class JointOptimizer(Optimizer):
             )
         hook(self, (self,), {})
 
-    def _after(self, hook: Hook, optimizer: Optimizer, *_: Any) -> None:
+    def after(self, hook: Hook, optimizer: Optimizer, *_: Any) -> None:
+        """Call ``hook`` if all have stepped when ``optimizer`` has."""
         if self._complete(self._number(optimizer)):
             hook(self, (self,), {})
 
@@ -105,6 +101,14 @@ class JointOptimizer(Optimizer):
 
     def _number(self, optimizer: Optimizer) -> int:
         return next(k for k, own in enumerate(self.optimizers) if own is optimizer)
+
+
+def listen(optimizer: Optimizer, before: Hook, after: Hook) -> list[StepHooks]:
+    """Call ``before`` before each of its members steps, since gradients may come between, and
+    ``after`` after the last of them has stepped."""
+    if isinstance(optimizer, JointOptimizer):
+        before, after = partial(optimizer.before, before), partial(optimizer.after, after)
+    return [StepHooks(each, before, after) for each in members(optimizer)]
 
 
 class _JointState(MutableMapping[Tensor, Any]):

@@ -87,6 +87,7 @@ class QuorumRounds:
     def __init__(self, session: Session, rounds: Sequence[ParameterRunner]) -> None:
         self._session = session
         self._link = session.workers
+        self.closed = False
         self.kinds = _kinds(rounds)
         like = [[_exchange(c).like(c.bucket.empty()) for c in k.channels] for k in self.kinds]
         self._syncer: Syncer | None = None
@@ -99,7 +100,6 @@ class QuorumRounds:
             kind.since, kind.began = session.step, self._worked(session.step)
             if kind.exchange.pace == "own":
                 kind.pace = kind.schedule.offset or kind.schedule.period
-        self.listen()
 
     def _make_syncer(self, recorded: Sequence[Closing] | None) -> Syncer:
         n = self._link.size
@@ -199,10 +199,6 @@ class QuorumRounds:
 
     # -- calls of all workers ----
 
-    def listen(self) -> None:
-        """From now on, announce calls that wait for all workers."""
-        self._session.meet = self.meet
-
     def meet(self) -> None:
         """Announce a call that waits for all workers: see `Port.meet`."""
         self.settle()
@@ -275,8 +271,7 @@ class QuorumRounds:
 
     def close(self) -> None:
         """This worker takes part in no more rounds."""
-        if self._session.meet == self.meet:  # not another recipe's by now
-            self._session.meet = None
+        self.closed = True
         self._session.comm.submit(self.port.close, "leaving")
 
 

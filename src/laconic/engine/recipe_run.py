@@ -108,7 +108,7 @@ class RecipeRun:
 
         def announce() -> str:
             if session.step == 0:
-                session.batch_check.note(session.params(), session.device)
+                session.note_first_gradients()
             label = f"{r.name} of step {session.step + 1}"
             session.status(label)
             digest = 0 if self._differ else self.drift.digest()
@@ -124,7 +124,8 @@ class RecipeRun:
             return Clock(step, math.nan, step - 1, 0, *present, seed=seed)
 
         settings = session.settings
-        at = session.comm, session.nonfinite, session.differentiated, settings.scale
+        scale = None if settings.scaler is None else settings.scaler.get_scale
+        at = session.comm, session.nonfinite, session.differentiated, scale
         context = GradientContext(*at, session.elastic is not None)
         return GradientRunner(r, link, context, active, announce, clock, left)
 
@@ -161,8 +162,6 @@ class RecipeRun:
 
     def listen(self) -> None:
         """Put the gradient rounds' hooks on the parameters, after a `detach`."""
-        if self.quorum is not None:
-            self.quorum.listen()
         for gradients in self.gradients:
             gradients.listen()
 
@@ -274,6 +273,15 @@ class RecipeRun:
         """As `GradientRunner.settle`."""
         for gradients in self.gradients:
             gradients.settle()
+
+    def before_call(self) -> bool:
+        """Complete what a backward pass that raised has begun, and meet the other workers. Returns
+        whether they have taken different numbers of steps."""
+        self.settle()
+        if self.quorum is None or self.quorum.closed:
+            return False
+        self.quorum.meet()
+        return True
 
     @property
     def broken(self) -> bool:

@@ -122,30 +122,31 @@ class _Track:
 
 
 class Recorder:
-    """Creates the records of one synchronizer and passes them to the writers.
+    """Creates the records of one synchronizer and passes them to the writers. Does nothing before
+    `start`."""
 
-    ``stats()`` returns the totals so far. ``about`` goes into the first record. Without ``sinks``
-    the recorder does nothing.
-    """
-
-    def __init__(
-        self,
-        sinks: Sequence[Metrics] = (),
-        stats: Callable[[], Stats] | None = None,
-        ledger: Ledger | None = None,
-        rates: Callable[[], Sequence[Any]] | None = None,
-        about: Record | None = None,
-    ) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._due = math.inf
         self._steps = self._skipped = 0
         self._failure: BaseException | None = None
         self._tracks: list[_Track] = []
+        self._lock = threading.Lock()  # a link's error is recorded by the thread that meets it
+
+    def start(
+        self,
+        sinks: Sequence[Metrics],
+        stats: Callable[[], Stats],
+        rates: Callable[[], Sequence[Any]],
+        about: Record,
+    ) -> None:
+        """Write to ``sinks`` from now on. ``stats()`` returns the totals so far. ``about`` goes
+        into the first record."""
         if not sinks:
             return
-        assert stats and ledger and rates and about
-        self._stats, self._ledger, self._rates = stats, ledger, rates
-        self._lock = threading.Lock()  # a link's error is recorded by the thread that meets it
-        ledger.failed = self._link_failed
+        self._stats, self._rates = stats, rates
+        self._steps = self._skipped = 0
+        self._ledger.failed = self._link_failed
         now, calls = time.perf_counter(), self._calls()
         for sink in sinks:
             writer = _Writer(sink, about["rank"])

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from laconic.algorithms.round import Recipe
 from laconic.buckets import bucketize, is_sharded, itemsize_of, local, reshard
-from laconic.engine.batch_check import BatchCheck, check_first_gradients
+from laconic.engine.batch_check import check_first_gradients, fingerprint
 from laconic.engine.comparison import held_by_all
 from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.engine.recorder import Recorder
@@ -113,11 +113,6 @@ class Settings:
     elastic: ElasticLink | None = None
     offload: bool = False
 
-    @property
-    def scale(self) -> Callable[[], float] | None:
-        """Returns the scaler's scale."""
-        return None if self.scaler is None else self.scaler.get_scale
-
 
 class Joining(Protocol):
     """A worker that has loaded the state of an elastic run, and has taken no step."""
@@ -133,10 +128,17 @@ class Session:
     """The model, its optimizer and the ranks that train it.
 
     ``sets``: the links by name of their set of ranks. ``step``: optimizer steps taken so far.
+    ``before_call()`` prepares what runs for a call of all workers; it returns whether they have
+    taken different numbers of steps.
     """
 
     def __init__(
-        self, model: nn.Module, sets: dict[str, Link], device: torch.device, settings: Settings
+        self,
+        model: nn.Module,
+        sets: Mapping[str, Link],
+        device: torch.device,
+        settings: Settings,
+        before_call: Callable[[], bool],
     ) -> None:
         self.model = model
         self.optimizer: Optimizer | None = None
@@ -144,6 +146,8 @@ class Session:
         self.settings = settings
         self.policy = settings.policy
         """What changes the recipe; None once the user has switched."""
+        self._past_choices: list[Choice] = []
+        self._before_call = before_call
         self.ledger = Ledger()
         self.links = {name: Metered(link, self.ledger, name) for name, link in sets.items()}
         self.world, self.workers = self.links["world"], self.links["workers"]
@@ -158,8 +162,9 @@ class Session:
             self.comm = CommThread(*at, interrupt=self.elastic.interrupt)
             self.elastic.wake = self.comm.poke
         self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
-        self.recorder = Recorder()
-        self.batch_check = BatchCheck()
+        self.recorder = Recorder(self.ledger)
+        self._first_gradients: Tensor | None = None
+        """The `fingerprint` of this rank's first gradients, before any averaging."""
         self.step = 0
         self.round_seconds = 0.0
         """Processor seconds in which the training thread sent and folded parameter rounds."""
@@ -167,12 +172,6 @@ class Session:
         """Whether backward passes average gradients; `Synchronizer.no_sync` clears it."""
         self.holds_consensus: bool | None = None
         """The ``mean`` of the consensus that the model holds; None: it holds the worker's x."""
-        self.meet: Callable[[], None] | None = None
-        """Called before a call of all workers, where rounds close with a quorum. Workers have then
-        taken different numbers of steps."""
-        self.settle: Callable[[], None] | None = None
-        """Called before a call of all workers, to complete what a backward pass that raised has
-        begun."""
         self.interrupted: str | None = None
         """The rounds that are at work, or that an exception has ended: see `rounds_of`."""
         self._order: list[Tensor] = []
@@ -183,6 +182,11 @@ class Session:
         last."""
 
     # -- parameters ----
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Let ``optimizer`` move the parameters. What it trains joins x, unless it is in x."""
+        self.optimizer = optimizer
+        self.join(self.joining())
 
     def held(self) -> list[list[Tensor]]:
         """All parameters of the optimizer, by parameter group."""
@@ -290,10 +294,7 @@ class Session:
                 "take an optimizer step first"
             )
         self.status(label)
-        if self.settle is not None:
-            self.settle()
-        if self.meet is not None:
-            self.meet()
+        if self._before_call():
             step = 0
         at = self.step if step is None else step
         call = Call(at, name, digest=0 if problem is None else PROBLEM)
@@ -314,15 +315,12 @@ class Session:
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, stacked."""
-        return self.comm.call(partial(self._gather, x), "comparing the ranks")
+        return self.comm.call(partial(self.world.gather, x), "comparing the ranks")
 
     def gather_json(self, value: Any) -> list[Any]:
         """What each rank passes (anything that JSON can hold), by rank."""
-        job = partial(exchange_texts, self._gather, json.dumps(value))
+        job = partial(exchange_texts, self.world.gather, json.dumps(value))
         return [json.loads(text) for text in self.comm.call(job, "comparing the ranks")]
-
-    def _gather(self, x: Tensor) -> Tensor:
-        return self.world.gather(x)
 
     def from_rank_0(self, numbers: Sequence[float]) -> list[float]:
         """Rank 0's numbers, as many on every rank."""
@@ -330,16 +328,6 @@ class Session:
         self.comm.call(partial(self.world.broadcast, flat), "sharing rank 0's optimizer state")
         received: list[float] = flat.tolist()
         return received
-
-    def share_bytes(self, data: Tensor, root: int) -> None:
-        """Copy rank ``root``'s ``data`` (uint8, of one length on all ranks) into ``data``."""
-        self.comm.call(partial(self.world.broadcast, data, root), "sharing a checkpoint's files")
-
-    def mean(self, value: float) -> float:
-        """The mean of a number over all ranks."""
-        own = torch.tensor([value], dtype=torch.float64)
-        self.comm.call(partial(self.world.mean, own), "mean()")
-        return float(own)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int | Callable[[], int] = 0) -> None:
         """Copy rank ``root``'s ``tensors`` to all ranks; a shard, rank 0's, to the ranks with the
@@ -406,9 +394,15 @@ class Session:
             self.comm.call(partial(link.mean, flat), "consensus")
             bucket.unpack(flat)
 
+    def note_first_gradients(self) -> Tensor:
+        """Note, once, and return what the ranks compare after the first step."""
+        if self._first_gradients is None:
+            self._first_gradients = fingerprint(self.params(), self.device)
+        return self._first_gradients
+
     def check_first_step(self) -> None:
         """Compare the ranks' first gradients: see `check_first_gradients`."""
-        own = self.batch_check.note(self.params(), self.device)
+        own = self.note_first_gradients()
         self.call("first step")
         check_first_gradients(self.gather(own))
 
@@ -420,6 +414,10 @@ class Session:
         self.interrupted = before or f"the rounds after step {step}"
         yield
         self.interrupted = before
+
+    def restart(self, step: int) -> None:
+        """Go on after ``step``: a state was loaded."""
+        self.step, self.interrupted = step, None
 
     def check_complete(self) -> None:
         """Raise if rounds were interrupted. The other ranks have what they brought."""
@@ -438,6 +436,15 @@ class Session:
             )
 
     # -- for policies ----
+
+    @property
+    def choices(self) -> list[Choice]:
+        """See `Synchronizer.choices`."""
+        return list(self._past_choices if self.policy is None else self.policy.choices)
+
+    def end_policy(self) -> None:
+        """The user chooses the recipe from now on."""
+        self._past_choices, self.policy = self.choices, None
 
     def shapes(self) -> tuple[tuple[tuple[int, ...], ...], int]:
         """The shapes of x, and the bytes of one element, averaged over the elements."""

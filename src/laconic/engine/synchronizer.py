@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,7 @@ from laconic.engine import consensus, loading
 from laconic.engine.driver import Driver
 from laconic.engine.loading import LoadModel
 from laconic.engine.recipe_run import RecipeRun
-from laconic.engine.recorder import Recorder, Stats
+from laconic.engine.recorder import Stats
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Choice
 from laconic.errors import WorkersChangedError
@@ -138,7 +139,7 @@ class Synchronizer:
     @property
     def choices(self) -> list[Choice]:
         """What `laconic.auto` has chosen so far, after which step, and why."""
-        return self.driver.choices
+        return self._session.choices
 
     # -- ending ----
 
@@ -247,7 +248,8 @@ class Synchronizer:
     def share_bytes(self, data: Tensor, root: int) -> None:
         """Copy rank ``root``'s ``data`` (uint8, of one length on all ranks) into ``data``, inside
         `gathering`."""
-        self._session.share_bytes(data, root)
+        job = partial(self._session.world.broadcast, data, root)
+        self._session.comm.call(job, "sharing a checkpoint's files")
 
     # -- rounds with a quorum ----
 
@@ -310,7 +312,7 @@ class Synchronizer:
                 last = now.workers
                 callback(now)
 
-        self.driver.after_steps.append(compare)
+        self.driver.on("step ended", compare)
 
     @property
     def sharded(self) -> bool:
@@ -342,12 +344,13 @@ class Synchronizer:
 
     def mean(self, value: Tensor | float) -> float:
         """The mean of a number (a loss) over all ranks; every rank must call it."""
+        session = self._session
         with torch.inference_mode(False):  # validation may run in that mode; the link does not
-            with self._session.checked("mean()"):
-                own = float(torch.as_tensor(value, dtype=torch.float64).detach().reshape(1))
-            mean = self._session.mean(own)
-        self._session.status("computing")
-        return mean
+            with session.checked("mean()"):
+                own = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).cpu().clone()
+            session.comm.call(partial(session.world.mean, own), "mean()")
+        session.status("computing")
+        return float(own)
 
     def average(self, tensors: Iterable[Tensor]) -> None:
         """Replace each of ``tensors`` by its mean over the workers: for what a program keeps beside
@@ -389,7 +392,7 @@ class Synchronizer:
             "recipe": run.text(),
             "schedule": [f"{r.name}, {r.when}" for r in run.recipe if r.over != "replica"],
         }
-        session.recorder = Recorder(places, self.stats, session.ledger, self._rates, about)
+        session.recorder.start(places, self.stats, self._rates, about)
         if places and session.elastic is not None:
             self.on_change(self._record_view)
 
