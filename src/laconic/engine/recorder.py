@@ -72,10 +72,14 @@ class Stats:
 
 
 class _Writer:
-    """Writes the records of one sink, in order, on a thread of its own."""
+    """Writes the records of one sink, in order, on a thread of its own. ``time``, ``steps``,
+    ``stats`` and ``calls`` are those of its last record."""
 
-    def __init__(self, sink: Metrics, rank: int) -> None:
-        self.sink = sink
+    def __init__(
+        self, sink: Metrics, rank: int, stats: Stats, calls: Mapping[str, CallTotals]
+    ) -> None:
+        self.sink, self.stats, self.calls = sink, stats, calls
+        self.time, self.steps = time.perf_counter(), 0
         self.problem: str | None = None
         """Why writing has stopped."""
         self._rank = rank
@@ -110,17 +114,6 @@ class _Writer:
             self.problem = f"its last records were not written within {CLOSING_SECONDS:g} s"
 
 
-@dataclass
-class _Track:
-    """One writer, and the counters at its last record."""
-
-    writer: _Writer
-    time: float
-    steps: int
-    stats: Stats
-    calls: Mapping[str, CallTotals]
-
-
 class Recorder:
     """Creates the records of one synchronizer and passes them to the writers. Does nothing before
     `start`."""
@@ -130,7 +123,7 @@ class Recorder:
         self._due = math.inf
         self._steps = self._skipped = 0
         self._failure: BaseException | None = None
-        self._tracks: list[_Track] = []
+        self._writers: list[_Writer] = []
         self._lock = threading.Lock()  # a link's error is recorded by the thread that meets it
 
     def start(
@@ -147,12 +140,19 @@ class Recorder:
         self._stats, self._rates = stats, rates
         self._steps = self._skipped = 0
         self._ledger.failed = self._link_failed
-        now, calls = time.perf_counter(), self._calls()
+        about = {
+            **about,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "laconic": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
         for sink in sinks:
-            writer = _Writer(sink, about["rank"])
+            writer = _Writer(sink, about["rank"], stats(), self._calls())
             weakref.finalize(self, writer.put, None).atexit = False
-            self._tracks.append(_Track(writer, now, 0, stats(), calls))
-            writer.put({**_timestamped("start"), **about, **_versions(), "every": sink.every})
+            self._writers.append(writer)
+            writer.put({**_timestamped("start"), **about, "every": sink.every})
         self._plan()
         _open.add(self)
 
@@ -165,17 +165,17 @@ class Recorder:
         self._warn_of_problems()
         now = time.perf_counter()
         with self._lock:
-            for track in self._tracks:
-                if now >= track.time + track.writer.sink.every:
-                    self._write(track, "steps")
+            for writer in self._writers:
+                if now >= writer.time + writer.sink.every:
+                    self._write(writer, "steps")
             self._plan()
 
     def event(self, event: str, **more: Any) -> None:
         """Write a record immediately."""
-        if self._tracks:
+        if self._writers:
             with self._lock:
-                for track in self._tracks:
-                    self._write(track, event, **more)
+                for writer in self._writers:
+                    self._write(writer, event, **more)
 
     def failed(self, error: BaseException) -> None:
         """Record an error, unless it is the one recorded last."""
@@ -186,10 +186,10 @@ class Recorder:
     def close(self) -> None:
         """Write a last record and wait up to CLOSING_SECONDS per sink for all to be written."""
         self.event("end")
-        for track in self._tracks:
-            track.writer.close()
+        for writer in self._writers:
+            writer.close()
         self._warn_of_problems()
-        self._tracks, self._due = [], math.inf
+        self._writers, self._due = [], math.inf
         _open.discard(self)
 
     def _link_failed(self, error: LinkError) -> None:
@@ -197,21 +197,20 @@ class Recorder:
         self.event("error", error=f"LinkError: {self._ledger.call}: {error}")
 
     def _plan(self) -> None:
-        dues = [track.time + track.writer.sink.every for track in self._tracks]
-        self._due = min(dues, default=math.inf)
+        self._due = min((w.time + w.sink.every for w in self._writers), default=math.inf)
 
     def _warn_of_problems(self) -> None:
         """Warn once about each sink that accepts no more records, and remove it."""
-        broken = [track.writer for track in self._tracks if track.writer.problem]
-        self._tracks = [track for track in self._tracks if track.writer not in broken]
+        broken = [writer for writer in self._writers if writer.problem]
+        self._writers = [writer for writer in self._writers if writer not in broken]
         self._plan()
         for writer in broken:
             text = f"metrics stopped, training continues: {writer.sink}: {writer.problem}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
-    def _write(self, track: _Track, event: str, **more: Any) -> None:
+    def _write(self, writer: _Writer, event: str, **more: Any) -> None:
         now, stats, calls = time.perf_counter(), self._stats(), self._calls()
-        before, seconds, steps = track.stats, now - track.time, self._steps - track.steps
+        before, seconds, steps = writer.stats, now - writer.time, self._steps - writer.steps
         waited = stats.seconds_waiting - before.seconds_waiting
         record = {
             **_timestamped(event),
@@ -228,11 +227,11 @@ class Recorder:
             "received": stats.bytes_received - before.bytes_received,
             "waiting": round(min(waited / seconds, 1.0), 4) if seconds > 0 else 0.0,
             "lr": [None if rate is None else float(rate) for rate in self._rates()],
-            "calls": _differences(calls, track.calls),
+            "calls": _differences(calls, writer.calls),
             **more,
         }
-        track.writer.put(record)
-        track.time, track.steps, track.stats, track.calls = now, self._steps, stats, calls
+        writer.put(record)
+        writer.time, writer.steps, writer.stats, writer.calls = now, self._steps, stats, calls
 
     def _calls(self) -> dict[str, CallTotals]:
         # The communication thread adds calls meanwhile. dict() copies in one go.
@@ -254,16 +253,6 @@ def _close_all() -> None:
 
 def _timestamped(event: str) -> dict[str, Any]:
     return {"event": event, "time": round(time.time(), 3)}
-
-
-def _versions() -> dict[str, str | int]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "laconic": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _differences(

@@ -18,7 +18,6 @@ from laconic.algorithms.round import Recipe
 from laconic.engine import consensus, loading
 from laconic.engine.driver import Driver
 from laconic.engine.loading import LoadModel
-from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.recorder import Stats
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Choice
@@ -89,7 +88,7 @@ class Synchronizer:
             mean: False: what the last outer step or elastic round left (the anchor, the center)
                 where the recipe keeps such a model; it lacks the steps taken since.
         """
-        with consensus.consensus(self._run, mean=mean) as model:
+        with consensus.consensus(self.driver.run, mean=mean) as model:
             self.driver.ending.complete = self.driver.ending.step
             yield model
 
@@ -128,13 +127,9 @@ class Synchronizer:
         self.driver.switch(recipe)
 
     @property
-    def _run(self) -> RecipeRun:
-        return self.driver.run
-
-    @property
     def recipe(self) -> Recipe:
         """The recipe in force."""
-        return self._run.recipe
+        return self.driver.run.recipe
 
     @property
     def choices(self) -> list[Choice]:
@@ -155,7 +150,7 @@ class Synchronizer:
 
     def drain(self) -> None:
         """Wait until nothing is in flight, whether it arrives or fails: the link is free then."""
-        self._run.settle()
+        self.driver.run.settle()
         self._session.comm.drain()
 
     def __enter__(self) -> Synchronizer:
@@ -194,7 +189,7 @@ class Synchronizer:
 
         Raises ``ValueError`` on every rank where any of them cannot load its part.
         """
-        self.driver.load_on_all(lambda: loading.parts_of(state, self._run), None)
+        self.driver.load_on_all(lambda: loading.parts_of(state, self.driver.run), None)
 
     def load_parts(self, parts: Mapping[int, Saved], load_model: LoadModel) -> None:
         """Go on from the consensus of another run's ranks. ``parts`` holds their saved states by
@@ -257,15 +252,15 @@ class Synchronizer:
     def closings(self) -> list[Closing]:
         """The rounds with a quorum that have closed so far, and who took part: on rank 0 only,
         empty elsewhere. ``laconic.simulate(..., closings=)`` repeats them."""
-        return [] if self._run.quorum is None else list(self._run.quorum.port.closings)
+        return [] if self.driver.run.quorum is None else list(self.driver.run.quorum.port.closings)
 
     @property
     def seconds(self) -> float:
         """The time, in seconds from some moment on: virtual in `laconic.simulate` with rounds that
         close with a quorum, else real."""
-        if self._run.quorum is None:
+        if self.driver.run.quorum is None:
             return time.monotonic()
-        return self._run.quorum.port.seconds(self.step)
+        return self.driver.run.quorum.port.seconds(self.step)
 
     # -- for the training loop ----
 
@@ -323,7 +318,7 @@ class Synchronizer:
         """Average the gradients now, if the recipe does so in this step and no backward pass did:
         for a rank that had no loss to differentiate, before it clips. ``optimizer.step()`` does it
         by itself otherwise."""
-        self._run.average_gradients()
+        self.driver.run.average_gradients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -339,8 +334,8 @@ class Synchronizer:
     def report_loss(self, loss: Tensor | float) -> None:
         """Report the training loss of this step's batch. Recipes with a leader choose it by these
         losses; other recipes ignore them. No communication."""
-        if self._run.scores is not None:
-            self._run.scores.report(float(torch.as_tensor(loss).detach()))
+        if self.driver.run.scores is not None:
+            self.driver.run.scores.report(float(torch.as_tensor(loss).detach()))
 
     def mean(self, value: Tensor | float) -> float:
         """The mean of a number (a loss) over all ranks; every rank must call it."""
@@ -382,7 +377,7 @@ class Synchronizer:
     def record(self, places: Sequence[Metrics], number: int | None = None) -> None:
         """Report this run to ``places`` from now on. ``number``: of this rank's files, if it is not
         the rank."""
-        session, run, view = self._session, self._run, self.view
+        session, run, view = self._session, self.driver.run, self.view
         size = session.world.size if session.elastic is None else len(view.workers)
         about = {
             "step": session.step,
@@ -397,8 +392,9 @@ class Synchronizer:
             self.on_change(self._record_view)
 
     def _record_view(self, view: WorkersView) -> None:
-        lost = dict(zip(("workers_lost", "steps_lost"), self._lost(), strict=True))
         about = {"epoch": view.epoch, "ids": list(view.workers), "workers": len(view.workers)}
+        now = self.stats()
+        lost = {"workers_lost": now.workers_lost, "steps_lost": now.steps_lost}
         self._session.recorder.event("view", **about, **lost)
 
     @property
@@ -412,7 +408,8 @@ class Synchronizer:
 
     def stats(self) -> Stats:
         """Bytes, rounds and waiting so far, on this rank."""
-        ledger = self._session.ledger
+        ledger, link = self._session.ledger, self._session.elastic
+        lost = (0, 0) if link is None else (link.reports.workers_lost, link.reports.steps_lost)
         return Stats(
             self._session.step,
             self.driver.rounds_done,
@@ -421,13 +418,9 @@ class Synchronizer:
             dict(ledger.by_collective),
             dict(ledger.by_set),
             self._session.comm.seconds_waiting,
-            *self._lost(),
+            *lost,
             self.driver.run.drift.found,
         )
-
-    def _lost(self) -> tuple[int, int]:
-        link = self._session.elastic
-        return (0, 0) if link is None else (link.reports.workers_lost, link.reports.steps_lost)
 
     def _rates(self) -> list[object]:
         optimizer = self._session.optimizer
