@@ -96,21 +96,15 @@ class DriftCheck:
         self._found_in = -1
         """The last step in which they differed."""
 
-    @property
-    def possible(self) -> bool:
-        """Whether the messages of gradients can carry digests, and every rank hears from all
-        others."""
-        session = self._session
-        if session.device.type != "cpu" or session.sharded:
-            return False
-        return session.elastic is not None or session.workers.size == session.world.size > 1
-
     def digest(self) -> int:
-        """The digest that the gradients of the next step carry."""
-        if not self.possible:
+        """The digest that the gradients of the next step carry. 0 if their messages cannot carry
+        any, or not every rank hears from all others."""
+        session = self._session
+        alone = session.elastic is None and not session.workers.size == session.world.size > 1
+        if alone or session.device.type != "cpu" or session.sharded:
             return 0
         self._sent = True
-        return digest(part_of(self._session.params(), self._session.step))
+        return digest(part_of(session.params(), session.step))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -206,12 +200,6 @@ class RoundCheck:
         """The number of workers. In an elastic run, nothing here depends on it."""
         return 1 if self._session.elastic is not None else self._running.link.size
 
-    @property
-    def _equal_x(self) -> bool:
-        """Whether the round leaves the same x on all workers."""
-        r = self._running.round
-        return r.update.replaces and not r.delay and not self._running.set.vary
-
     def _equal_state(self, channels: Sequence[Channel]) -> list[Tensor]:
         """The state that is the same on all workers, and that each of them keeps."""
         running = self._running
@@ -256,10 +244,9 @@ class RoundCheck:
             pending = comm.submit(self._look, running.label(step))
             self._looking.append((step + running.round.delay, pending))
             return
-        found = self._look()
-        if found is not None:
-            self._report(found)
-        if self._equal_x and not self._equal_state(channels):
+        self._report(self._look())
+        equal_x = running.round.update.replaces and not running.set.vary
+        if equal_x and not self._equal_state(channels):
             views = [c.bucket.views() or [s.view() for s in c.bucket.segments] for c in channels]
             self.x_digest = self._digest([v for each in views for v in each], step)
 
@@ -269,11 +256,11 @@ class RoundCheck:
     def report_due(self, step: int) -> None:
         """Report the differences that rounds folded in after ``step`` have found."""
         while self._looking and self._looking[0][0] <= step:
-            found = self._looking.pop(0)[1].wait()
-            if found is not None:
-                self._report(found)
+            self._report(self._looking.pop(0)[1].wait())
 
-    def _report(self, found: Difference) -> None:
+    def _report(self, found: Difference | None) -> None:
+        if found is None:
+            return
         running, step = self._running, self._session.step
         what = (
             f"the workers have drifted apart: at step {step} ranks {found.others} of the "
