@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +21,15 @@ _by_optimizer: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] =
     weakref.WeakKeyDictionary()
 )
 """Weak on both sides: an attached optimizer's hooks keep its synchronizer alive."""
+_made: weakref.WeakValueDictionary[int, Synchronizer] = weakref.WeakValueDictionary()
+"""All that exist, in the order of `laconic.attach`."""
+_numbers = itertools.count()
 
 
 def claim(optimizer: Optimizer, sync: Synchronizer) -> None:
     """Record that ``sync`` follows ``optimizer``."""
+    if sync not in _all():
+        _made[next(_numbers)] = sync
     for each in (optimizer, *members(optimizer)):
         _by_optimizer[each] = weakref.ref(sync)
 
@@ -115,6 +121,4 @@ def _attached() -> list[Synchronizer]:
 
 
 def _all() -> list[Synchronizer]:
-    """Those that still exist, each once, in the order of `laconic.attach`."""
-    found = dict.fromkeys(reference() for reference in list(_by_optimizer.values()))
-    return [sync for sync in found if sync is not None]
+    return [sync for one in _made.valuerefs() if (sync := one()) is not None]  # threads may add
