@@ -15,7 +15,7 @@ from laconic.buckets import local, module_buffers
 from laconic.engine import regroup, saved_state
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.recipe_run import RecipeRun
-from laconic.engine.saved_state import Others, Own, Saved, Source
+from laconic.engine.saved_state import Others, Saved, Source
 from laconic.engine.session import Policy, Session
 from laconic.engine.switching import successor
 from laconic.links.agreement import agree
@@ -126,7 +126,7 @@ class Loading:
             parts = _of_own_shard(self.run.session, parts)
         saved = [parts[rank] for rank in sorted(parts)] if mine is None else [parts[mine]]
         first = saved[0]
-        source: Source = Own(0) if mine is not None else _others(self.run.session, parts)
+        source: Source = None if mine is not None else _others(self.run.session, parts)
         joined = {k for r in first["rounds"] for batch in r["joined"] for k in batch}
         if joined:
             self._undo.append(self.run.session.join_at(joined))

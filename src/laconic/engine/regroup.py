@@ -23,7 +23,7 @@ from torch import Tensor
 from laconic.algorithms.update import Quiesce
 from laconic.buckets import local
 from laconic.engine.parameter_rounds import ParameterRunner
-from laconic.engine.saved_state import Own, Saved, load_round, round_state
+from laconic.engine.saved_state import Saved, load_round, round_state
 from laconic.links.simulated import idle_link
 
 
@@ -128,6 +128,6 @@ def _at_rest(
         return saved, {}
     over, replica = places[running.round.over], places["replica"]
     former = running.elsewhere(idle_link(*over), idle_link(*replica))
-    load_round(former, [saved], Own(0))()
+    load_round(former, [saved], None)()
     weights = former.finish_weighted(step)
     return round_state(former), weights

@@ -8,6 +8,7 @@ them again.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -245,12 +246,6 @@ def exchange_state(runner: Runner) -> Saved:
     }
 
 
-class Own(NamedTuple):
-    """This rank's own is number ``part`` of the saved parts."""
-
-    part: int
-
-
 class Others(NamedTuple):
     """The saved parts are those of all workers: ``saved`` is the worker that saved each. This rank
     belongs to worker ``worker`` of ``workers``."""
@@ -260,8 +255,8 @@ class Others(NamedTuple):
     workers: int
 
 
-Source = Own | Others
-"""What a rank loads: its own part, or the parts of all ranks, combined."""
+Source = Others | None
+"""Whose parts a rank loads: those of all ranks, combined; None: the only part is its own."""
 
 
 def load_exchange_state(
@@ -269,24 +264,19 @@ def load_exchange_state(
 ) -> Callable[[], None]:
     """Return a function that loads results of `exchange_state` from ``source``. Elements that no
     rank has saved stay as they are."""
-    mine, slots = _index(source), runner.exchange.slots
+    slots = runner.exchange.slots
     for part in parts if slots else ():
         _check_sizes(part, runner)
     states: list[State] = []
     for index, channel in enumerate(runner.channels):
         loaded = {}
         for name, now in channel.exchange_state.items():
-            if mine is not None or now.dim() > 1:  # more dimensions: the same on all ranks
-                value = parts[mine or 0]["carried"][index][name]
-                if value.shape != now.shape:
-                    raise ValueError(f"{name!r} has {value.numel()} elements, not {now.numel()}")
-            else:
-                owned = slots[name] == "owner"
-                where = channel.region if owned else channel.part
-                starts = [part["starts" if owned else "parts"][index] for part in parts]
-                values = [part["carried"][index][name] for part in parts]
-                pieces = list(zip(starts, values, strict=True))
-                value = _of_pieces(channel.bucket, pieces, where, now, slots[name], source)
+            owned = slots[name] == "owner"
+            where = channel.region if owned else channel.part
+            starts = [part["starts" if owned else "parts"][index] for part in parts]
+            values = [part["carried"][index][name] for part in parts]
+            pieces = list(zip(starts, values, strict=True))
+            value = _restored(name, pieces, channel.bucket, where, now, slots[name], source)
             if not bool(value.isfinite().all()):
                 raise ValueError(
                     f"{name!r} is not finite: the state was saved after a round that failed "
@@ -325,33 +315,40 @@ def _mean_of_pieces(
     return torch.where(count[where] > 0, mean[where].to(default.dtype), default.cpu())
 
 
-def _of_pieces(
-    bucket: Bucket,
+def _restored(
+    name: str,
     pieces: Sequence[tuple[int, Tensor]],
+    bucket: Bucket,
     where: slice,
-    default: Tensor,
+    now: Tensor | None,
     slot: Slot,
     source: Source,
 ) -> Tensor:
-    """Elements ``where`` of a state tensor in ``slot``, from the (start, piece) of each saved rank.
+    """Elements ``where`` of the state tensor ``name`` in ``slot``, from the (start, piece) of each
+    saved part; as ``now`` where there are none.
 
     The mean of the pieces. A worker that has saved a pooled tensor keeps its own, plus what the
     mean over those that stay lacks of the mean over all: so the mean over workers is unchanged.
+    A tensor with a size of its own is the same everywhere.
     """
-    mean = _mean_of_pieces(bucket, pieces, where, default)
-    if slot != "pooled" or isinstance(source, Own):
-        return mean
-    by_worker = list(zip(source.saved, pieces, strict=True))
-    own = [piece for worker, piece in by_worker if worker == source.worker]
-    staying = [piece for worker, piece in by_worker if worker < source.workers]
-    if not own:
-        return mean
-    lacking = mean - _mean_of_pieces(bucket, staying, where, mean)
-    return _mean_of_pieces(bucket, own, where, mean - lacking) + lacking
-
-
-def _index(source: Source) -> int | None:
-    return source.part if isinstance(source, Own) else None
+    first = value = pieces[0][1]
+    if source is not None and first.dim() == 0:
+        values = torch.stack([piece.to(torch.float64) for _, piece in pieces])
+        return first + (values - first).mean().to(first.dtype)
+    if source is not None and first.dim() == 1:
+        if now is None:  # an outer optimizer makes its state in its first step
+            now = first.new_zeros(where.stop - where.start)
+        value = _mean_of_pieces(bucket, pieces, where, now)
+        by_worker = list(zip(source.saved, pieces, strict=True))
+        own = [piece for worker, piece in by_worker if worker == source.worker]
+        if slot == "pooled" and own:
+            staying = [piece for worker, piece in by_worker if worker < source.workers]
+            lacking = value - _mean_of_pieces(bucket, staying, where, value)
+            value = _mean_of_pieces(bucket, own, where, value - lacking) + lacking
+    expected = now.shape if first.dim() > 1 and now is not None else (where.stop - where.start,)
+    if first.dim() and value.shape != expected:
+        raise ValueError(f"{name!r} has {value.numel()} elements, not {math.prod(expected)}")
+    return value
 
 
 def _flight_state(flight: InFlightRound) -> Saved:
@@ -377,16 +374,15 @@ def load_round(
 
     Raises ``ValueError`` if the parts do not fit the model.
     """
-    mine = _index(source)
-    own, target = parts[mine or 0], running
+    own, target = parts[0], running
     if not running.set.vary and own["joined"] != running.set.positions:
         running = running.like(own["joined"])
     stateful, slots = running.set.stateful, running.exchange.slots
     if stateful or slots or (own["flights"] and not running.set.vary):
         _check_sizes(own, running)
-        if mine is None:
+        if source is not None:
             running = running.like(own["joined"])  # begins at this x: lost state starts from it
-    assert mine is not None or not any(part["flights"] for part in parts), "they are at rest"
+    assert source is None or not any(part["flights"] for part in parts), "they are at rest"
     executed = int(own["executed"])
     load_exchange = load_exchange_state(running, parts, source)
     states = [
@@ -411,47 +407,20 @@ def _load_state(
     running: ParameterRunner, index: int, parts: Sequence[Saved], source: Source
 ) -> State:
     """The update's state on bucket ``index``."""
-    channel = running.channels[index]
-    bucket, region = channel.bucket, channel.region
-    lengths = {bucket.length, region.stop - region.start}
-    state = {}
-    mine = _index(source)
-    for name in parts[mine or 0]["state"][index]:
-        if mine is not None:
-            value = parts[mine]["state"][index][name]
-        else:
-            pieces = [(part["starts"][index], part["state"][index][name]) for part in parts]
-            value = _combine(running, index, name, pieces, source)
-        if value.dim() and value.numel() not in lengths:
-            expected = " or ".join(map(str, sorted(lengths)))
-            raise ValueError(f"{name!r} has {value.numel()} elements, not {expected}")
+    channel, update, state = running.channels[index], running.round.update, {}
+    for name, first in parts[0]["state"][index].items():
+        owned, all_of_it = is_owned(update, name, first), slice(0, channel.bucket.length)
+        pieces = [(part["starts"][index], part["state"][index][name]) for part in parts]
+        whose = source
+        if not owned and source is not None:  # a worker's ranks all have the same
+            workers = sorted({*source.saved})
+            pieces = [(0, pieces[source.saved.index(worker)][1]) for worker in workers]
+            whose = source._replace(saved=workers)
+        at = channel.bucket, channel.region if owned else all_of_it, channel.state.get(name)
+        slot = update.slots.get(name, "owner")  # an outer optimizer names its own
+        value = _restored(name, pieces, *at, slot, whose)
         state[name] = value.to(channel.home(channel.state) if value.dim() else "cpu", copy=True)
     return state
-
-
-def _combine(
-    running: ParameterRunner,
-    index: int,
-    name: str,
-    pieces: Sequence[tuple[int, Tensor]],
-    source: Source,
-) -> Tensor:
-    """This rank's piece of a state tensor, from the (start, piece) of each saved rank."""
-    first = pieces[0][1]
-    channel, owned = running.channels[index], is_owned(running.round.update, name, first)
-    if not owned and isinstance(source, Others):  # a worker's ranks all have the same
-        firsts = [source.saved.index(worker) for worker in sorted({*source.saved})]
-        pieces = [(0, pieces[k][1]) for k in firsts]
-        source = source._replace(saved=sorted({*source.saved}))
-    if first.dim() == 0:
-        values = torch.stack([piece.to(torch.float64) for _, piece in pieces])
-        return first + (values - first).mean().to(first.dtype)
-    where = channel.region if owned else slice(0, channel.bucket.length)
-    default = channel.state.get(name)
-    if default is None:  # an outer optimizer makes its state in its first step
-        default = first.new_zeros(where.stop - where.start)
-    slot = running.round.update.slots.get(name, "owner")  # an outer optimizer names its own
-    return _of_pieces(channel.bucket, pieces, where, default, slot, source)
 
 
 def _load_flight(running: ParameterRunner, saved: Saved) -> InFlightRound:
