@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.links import congestion, wire
+from laconic.links import congestion
+from laconic.links.connections import Connections
+from laconic.links.wire import Transfer
 
 
 class Forbidden:
@@ -85,13 +87,13 @@ def test_messages_start_bbr_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the connections that use it, and that a message is sent over."""
     monkeypatch.setattr(congestion, "name_of", lambda connection: "bbr")
     monkeypatch.setattr(congestion, "name_for", lambda round_trip: "bbr")
-    connections, called = wire.Connections(), []
+    connections, called = Connections(), []
     monkeypatch.setattr(congestion.Bbr, "before_message", lambda self, fd: called.append(fd))
     pairs = [socket.socketpair() for _ in range(3)]
     for rank, (ours, _) in enumerate(pairs):
         connections.keep(rank, ours)
     empty = torch.zeros(0)
-    wire.Transfer(connections, {0: empty, 2: empty}, {1: empty}, (1, 1), 1.0, range(3))
+    Transfer(connections, {0: empty, 2: empty}, {1: empty}, (1, 1), 1.0, range(3))
     assert called == [connections[0], connections[2]]
     connections.close()
     for _, theirs in pairs:

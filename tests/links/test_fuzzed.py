@@ -24,11 +24,12 @@ from laconic.errors import LinkError
 from laconic.links import connect, frames, talks, tls
 from laconic.links.addresses import Address
 from laconic.links.collectives import Collectives
+from laconic.links.connections import Connections
 from laconic.links.frames import CHANGED, CLOSED, FINE, FRAME, HEADER_BYTES, OTHER
 from laconic.links.quorum.port import Announcement, Appointment, Closing, Delivery, Rules
 from laconic.links.quorum.syncer import Syncer
 from laconic.links.quorum.tcp import Host, Line
-from laconic.links.wire import ChangedError, Connections, Transfer, Wire
+from laconic.links.wire import ChangedError, Transfer, Wire
 
 from tests.links.test_wire import HERE, THERE, as_sent, moves
 from tests.support import job_keys

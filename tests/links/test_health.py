@@ -19,8 +19,9 @@ from laconic.errors import LinkError
 from laconic.links import health, long_wait, rendezvous
 from laconic.links.addresses import Address
 from laconic.links.calls import Call
+from laconic.links.connections import Connections
 from laconic.links.torch_link import TorchLink
-from laconic.links.wire import Connections, Wire
+from laconic.links.wire import Wire
 
 from tests.support import gloo
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links import frames
+from laconic.links.connections import Connections
 from laconic.links.frames import FRAME
-from laconic.links.wire import Connections, LostError, Transfer, Wire, configure
+from laconic.links.wire import LostError, Transfer, Wire, configure
 
 HERE, THERE = (3, 7), (4, 7)
 HEADER = 36
@@ -52,12 +53,10 @@ def transfer(
 def as_sent(place: tuple[int, int], payload: bytes, digest: int = 0) -> bytes:
     """A message as it travels, built by hand."""
     out = struct.pack("=QQQQ", *place, len(payload), digest)
-    total = zlib.crc32(out)
-    out += struct.pack("=I", total)
+    out += struct.pack("=I", total := zlib.crc32(out))
     for start in range(0, len(payload), FRAME):
         frame = payload[start : start + FRAME]
-        total = zlib.crc32(frame, total)
-        out += frame + struct.pack("=I", total)
+        out += frame + struct.pack("=I", total := zlib.crc32(frame, total))
     return out
 
 

@@ -34,7 +34,7 @@ _POLL_MS = 200
 
 
 class Counted(Protocol):
-    """The connections of a link, as `laconic.links.wire.Connections` is."""
+    """The connections of a link, as `laconic.links.connections.Connections` is."""
 
     def moved(self, rank: int, comes: bool) -> int:
         """How many bytes were sent to ``rank``, or have come from it."""

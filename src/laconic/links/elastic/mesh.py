@@ -15,11 +15,12 @@ from laconic.errors import LinkError
 from laconic.links.addresses import Address
 from laconic.links.collectives import Collectives
 from laconic.links.connect import Connecting
+from laconic.links.connections import Connections
 from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import KEY_BYTES
 from laconic.links.health import LinkRecord
 from laconic.links.stalls import Stalls
-from laconic.links.wire import ChangedError, Connections, LostError, configure
+from laconic.links.wire import ChangedError, LostError, configure
 
 log = logging.getLogger("laconic")
 
