@@ -38,7 +38,8 @@ from benchmarks.journal import Journal, sources_digest
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.parse import as_recipe
 from laconic.policy.candidates import turning
-from laconic.policy.predict import Facts, predict
+from laconic.policy.facts import Facts
+from laconic.policy.predict import predict
 
 LAYERS, HEADS, WIDTH, BLOCK, BATCH = 4, 4, 128, 64, 12
 WARMUP, BETAS, DECAY, CLIP = 100, (0.9, 0.99), 0.1, 1.0

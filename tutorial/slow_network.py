@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from laconic.lab.race import runner
 from laconic.lab.race.result import Result, Row
 from laconic.lab.race.workloads import ByteTransformer
-from laconic.policy.predict import Facts
+from laconic.policy.facts import Facts
 from tutorial.toy import FULL
 
 HOSTS = 2

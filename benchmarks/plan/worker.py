@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import laconic
 from laconic.algorithms.parse import parse_recipe
 from laconic.elastic import COORDINATOR_VARIABLE
-from laconic.policy.predict import BACKWARD
+from laconic.policy.facts import BACKWARD
 
 WIDTH, LAYERS = 256, 8
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)

@@ -17,7 +17,8 @@ from benchmarks.race.journal import append, key, opened, read
 from benchmarks.validate.rows import Network
 from laconic.advisor.worker import facts_of
 from laconic.algorithms.parse import parse_recipe
-from laconic.policy.predict import Facts, predict
+from laconic.policy.facts import Facts
+from laconic.policy.predict import predict
 
 __all__ = ["Launch", "Timed", "append", "key", "load", "opened"]
 

@@ -24,7 +24,8 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.lab.race.worker import run
 from laconic.links.link import Link
-from laconic.policy.predict import Facts, often, predict
+from laconic.policy.facts import Facts
+from laconic.policy.predict import often, predict
 
 STEPS = 24
 """Steps per timing of the advisor's measurement."""

@@ -21,7 +21,8 @@ from laconic.algorithms.auto import Auto
 from laconic.algorithms.parse import parse_recipe
 from laconic.cli import main
 from laconic.policy.choice import TIE, choose
-from laconic.policy.predict import Facts, Net, predict
+from laconic.policy.facts import Facts, Net
+from laconic.policy.predict import predict
 
 TEXT = Facts(4, ((845, 1024),), 4, 0.15, 100e6, 1e-3)
 MODEL = facts_from(params=125 * 10**6, step_time=0.9, bandwidth=1e8, one_way=5e-3, nodes=8)

@@ -15,7 +15,8 @@ from torch import nn
 
 import laconic as la
 from laconic.cli import main
-from laconic.policy.predict import Facts, predict
+from laconic.policy.facts import Facts
+from laconic.policy.predict import predict
 
 from tests.support.loops import data, sgd, train
 

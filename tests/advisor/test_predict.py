@@ -16,7 +16,8 @@ from laconic.advisor.numbers import facts_from
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.policy.candidates import candidates
-from laconic.policy.predict import Facts, Net, predict, work_key
+from laconic.policy.facts import Facts, Net
+from laconic.policy.predict import predict, work_key
 
 FACTS = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
 WHOLE = 4.8

@@ -15,7 +15,8 @@ from docs import pictures
 import laconic
 from laconic.algorithms.compile import ELASTIC
 from laconic.algorithms.recipes import RECIPES
-from laconic.policy.predict import Facts, predict
+from laconic.policy.facts import Facts
+from laconic.policy.predict import predict
 from tutorial import pictures as diagrams
 
 ROOT = Path(__file__).parents[2]

@@ -74,10 +74,7 @@ def tutorial(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     "number", [n if n == "3" else pytest.param(n, marks=pytest.mark.slow) for n in NUMBERS]
 )
 def test_solutions_are_right_and_what_stands_there_first_is_not(
-    number: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f"python -m tutorial start {number} writes it"):

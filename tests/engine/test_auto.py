@@ -19,7 +19,8 @@ from laconic.algorithms.round import Round
 from laconic.links import Link, Throttled
 from laconic.policy.candidates import Candidate, candidates
 from laconic.policy.choice import choose
-from laconic.policy.predict import Facts, predict
+from laconic.policy.facts import Facts
+from laconic.policy.predict import predict
 
 from tests.support.clock import Clock, controlled
 from tests.support.loops import flat, refusal

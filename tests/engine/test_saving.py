@@ -95,8 +95,7 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [la.sgp("bipartite_linear", delay=2), pytest.param(SLOWMO, marks=SLOW)],
+    "recipe", [la.sgp("bipartite_linear", delay=2), pytest.param(SLOWMO, marks=SLOW)]
 )
 def test_a_run_goes_on_bit_for_bit(recipe: la.Recipe, tmp_path: Path) -> None:
     """With generators, schedules and buffers; saved with messages in flight, which disturbs

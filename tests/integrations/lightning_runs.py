@@ -197,11 +197,7 @@ def fit_once(module: Module, ranks: int, **more: Any) -> np.ndarray:
     quiet()
     data = TensorDataset(*samples(STEPS * ACCUMULATE * BATCH * ranks))
     trainer = trainer_of(
-        *(ranks, "diloco", FOLDER),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        **more,
+        *(ranks, "diloco", FOLDER), max_epochs=1, logger=False, enable_checkpointing=False, **more
     )
     loaders = (DataLoader(data, batch_size=BATCH), DataLoader(data, batch_size=BATCH))
     trainer.fit(module, *loaders)

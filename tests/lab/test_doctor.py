@@ -177,9 +177,7 @@ def test_what_differs_between_hosts() -> None:
     assert "torch differs" in str(met[1].findings)
 
 
-def test_a_host_that_is_not_there_comes_twice_or_goes_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_that_is_not_there_comes_twice_or_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     met = gather([0, 1, 1], 3, timeout=2)
     assert sum("already joined as rank 1" in str(m.findings) for m in met.values()) == 1
     assert texts(met[0].findings, "problem") == "rank 2 of 3 did not join within 2 s"

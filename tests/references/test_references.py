@@ -79,8 +79,7 @@ def test_rounds_keep_the_mean(name: str) -> None:
     recipe = row.reference(2)
     recipe.pull = 0.0  # type: ignore[attr-defined]
     trace = run(
-        *(recipe, 4, STEPS, [SGD(0.9), SGD()], lambda group, t: 0.1 * (t < 6)),
-        *(DATA, INIT),
+        *(recipe, 4, STEPS, [SGD(0.9), SGD()], lambda group, t: 0.1 * (t < 6)), *(DATA, INIT)
     )
     for t in range(6, STEPS):
         if "easgd" in name:

@@ -33,7 +33,8 @@ from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fra
 from laconic.buckets import BUCKET_BYTES
 from laconic.links import cost
 from laconic.policy.choice import TIE, choose
-from laconic.policy.predict import Facts, often, predict
+from laconic.policy.facts import Facts
+from laconic.policy.predict import often, predict
 from laconic.policy.probe import unequal_hosts, unequal_workers
 from laconic.units import three_digits
 

@@ -27,7 +27,8 @@ from laconic.policy.candidates import (
     streaming,
 )
 from laconic.policy.candidates import PERIODS as STEPS
-from laconic.policy.predict import Facts, often
+from laconic.policy.facts import Facts
+from laconic.policy.predict import often
 
 PERIODS = (4, 16, 64, 256)
 """Steps between two rounds of the same tensors, for recipes that `laconic.auto` does not use."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from laconic.policy.predict import Net
+from laconic.policy.facts import Net
 
 ROUNDS = 50
 """Iterations of reweighting. The line converges after about 20."""

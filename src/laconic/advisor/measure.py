@@ -36,7 +36,7 @@ from laconic.links.congestion import LONG_SECONDS
 from laconic.links.cost import Cost
 from laconic.links.link import Link, Sent
 from laconic.policy.candidates import largest_fragment, takes_muon
-from laconic.policy.predict import BACKWARD, Facts, Net
+from laconic.policy.facts import BACKWARD, Facts, Net
 from laconic.policy.probe import own_rates, speeds, unequal_hosts, unequal_workers
 
 WARMUP = 3

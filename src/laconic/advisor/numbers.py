@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from laconic.errors import check_choice, check_float, check_int
-from laconic.policy.predict import BACKWARD, Facts, Net
+from laconic.policy.facts import BACKWARD, Facts, Net
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 MOST_PARAMS = 10**13

@@ -18,7 +18,7 @@ from laconic.advisor.choices import (
 )
 from laconic.advisor.rows import Guide, Row, Slow
 from laconic.errors import install
-from laconic.policy.predict import Facts
+from laconic.policy.facts import Facts
 from laconic.units import (
     finite,
     format_bytes,
@@ -66,7 +66,7 @@ class Advice:
 
     Examples:
         >>> from laconic.advisor.advice import advice_on
-        >>> from laconic.policy.predict import Facts
+        >>> from laconic.policy.facts import Facts
         >>> shapes = ((1024, 1024),) * 4  # 4 workers, 0.1 s per step, 1 Gbit/s in bytes per second
         >>> advice = advice_on(Facts(4, shapes, 4, compute=0.1, rate=1.25e8, one_way=0.001))
         >>> advice.recommendation in [row.recipe for row in advice.rows]

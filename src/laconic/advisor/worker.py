@@ -28,7 +28,7 @@ from laconic.lab.race import user_files, workloads
 from laconic.lab.race.worker import run
 from laconic.lab.race.workloads import Workload
 from laconic.links import Link, Throttled, world_link
-from laconic.policy.predict import Facts, Net
+from laconic.policy.facts import Facts, Net
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ PROBLEM = 2**64 - 1
 @dataclass(frozen=True)
 class Choice:
     """A policy's choice after ``step``: the recipe's text, the measured facts (of `auto`,
-    `laconic.policy.predict.Facts`), and the reason."""
+    `laconic.policy.facts.Facts`), and the reason."""
 
     step: int
     text: str

@@ -19,13 +19,9 @@ from laconic.links.sockets import borrowed, tcp_info, unacknowledged
 from laconic.links.stalls import Stalls
 
 _SENT = struct.Struct("=100xI16xQ28xI8xQ")  # total_retrans, bytes_acked, data_segs_out, busy_time
-
-
 SPARE = 2**19
 """How many more bytes are kept than the other host has not acknowledged: TLS takes in whole records
 only, and a proxy acknowledges what it may lose."""
-
-
 STALLED = -1
 
 

@@ -16,7 +16,8 @@ from laconic.algorithms.round import GradientRound, Recipe, Round, fragments_of
 from laconic.algorithms.updates.muon_step import operations, orthogonal
 from laconic.buckets import Fragment
 from laconic.device import synchronize
-from laconic.policy.predict import Facts, often, travel
+from laconic.policy.facts import Facts
+from laconic.policy.predict import often, travel
 
 
 @dataclass(frozen=True)

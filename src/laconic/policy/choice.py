@@ -15,7 +15,8 @@ from laconic.algorithms.round import Recipe, Round
 from laconic.algorithms.schedules import every
 from laconic.algorithms.updates import Average
 from laconic.policy.candidates import Candidate, candidates, lateness, same_but_delay
-from laconic.policy.predict import Facts, Net, predict, travel
+from laconic.policy.facts import Facts, Net
+from laconic.policy.predict import predict, travel
 from laconic.policy.probe import unequal_workers
 from laconic.units import format_rate, format_share
 

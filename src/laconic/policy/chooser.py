@@ -50,7 +50,8 @@ from laconic.policy.choice import (
     slow_worker,
     usual,
 )
-from laconic.policy.predict import Facts, often, travel, undisturbed
+from laconic.policy.facts import Facts
+from laconic.policy.predict import often, travel, undisturbed
 from laconic.policy.probe import Probed, probe, slow_host
 from laconic.processor import Usage
 

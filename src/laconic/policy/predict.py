@@ -68,8 +68,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import cast
@@ -94,11 +94,9 @@ from laconic.buckets import BUCKET_BYTES, module_buffers
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.engine.overlap import AHEAD, turns_at_once
 from laconic.links import cost
-from laconic.links.cost import Cost, Shared
-from laconic.links.link import FAR_SECONDS
+from laconic.links.cost import Cost
+from laconic.policy.facts import Facts
 
-BACKWARD = 0.6
-"""Default for B, the share of a step's compute time during which gradients become available."""
 UTILIZATION = 0.7
 """U. Chosen after a measurement with the text model on 4 emulated hosts at 10 Mbit/s: a recipe
 whose exchanges would have saturated the network, had all ranks been equally fast, kept it busy 0.6
@@ -108,129 +106,6 @@ HORIZON = 15 * 512
 exact for periods that divide it."""
 LATER = 10_000 * HORIZON
 """Counting begins after this step, when every schedule has reached its long-run pattern."""
-PACKET = 1448
-"""Payload bytes of a TCP packet on Ethernet."""
-RECOVERY = 1.25
-"""The number of round trips by which a lost packet arrives late. It is sent again when packets that
-were sent a quarter of a round trip after it are acknowledged (RACK, RFC 8985)."""
-
-
-@dataclass(frozen=True)
-class Net:
-    """The network as one rank sees it.
-
-    ``rate`` is in bit/s, ``one_way`` in seconds per message, half of a round trip. ``burst`` is the
-    number of bytes that a traffic shaper lets through at once after a pause."""
-
-    rate: float
-    one_way: float
-    burst: float = 0.0
-
-    def seconds(self, amount: Cost, buckets: int = 1) -> float:
-        """Return the seconds of a collective split into ``buckets``.
-
-        Each bucket pays the latency of its messages. Only the first one benefits from the burst,
-        because the network is idle before it.
-        """
-        whole = amount.seconds(self.rate, self.one_way)
-        whole += (buckets - 1) * amount.messages * self.one_way
-        return whole - 8 * min(self.burst, amount.bytes) / self.rate
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Measurements that a prediction is based on.
-
-    Required: ``compute``, seconds per step; ``rate``, bit/s of one worker's network interface;
-    ``one_way``, seconds per message, half of a round trip; the ``shapes`` of the model's tensors
-    and the ``itemsize`` of an element in bytes.
-
-    Optional: ``loss``, the share of packets that are lost; ``backward``, B; ``ranks`` per worker;
-    ``work``, w by `work_key`; ``contention``, k; ``carry``, processor seconds per byte sent;
-    ``skew``, s. ``nets`` gives the network by rank set, as one rank sees it when all ranks use it
-    at once: ``"workers"``, ``"world"``, ``"replica"``, and ``"peers"`` for a message to one other
-    worker. ``computes`` are the seconds of a step on each worker, and ``rates`` the bit/s at which
-    each one sends, by rank; empty if they are alike. ``compute`` and ``rate`` are then those of the
-    slowest, for which the others wait. ``receives`` are the bit/s at which each one receives; empty
-    if as it sends. ``overlapping`` is whether buckets overlap (`Link.overlapping`); None: where the
-    latency says so. ``muon``: whether outer steps in Muon's direction may be chosen
-    (`laconic.policy.candidates.takes_muon`); ``turning``: the seconds for which training stops to
-    turn the steps of all matrices once; ``largest``: the share of the model in the largest fragment
-    by layers, 0 if unknown. ``buffers``: the bytes of each of the module's buffers that rounds
-    average, and ``changing``, of those that training changes: others are not sent. ``broadcast``:
-    these are all buffers, which every step shares instead.
-    """
-
-    workers: int
-    shapes: tuple[tuple[int, ...], ...]
-    itemsize: int
-    compute: float
-    rate: float
-    one_way: float
-    loss: float = 0.0
-    backward: float = BACKWARD
-    ranks: int = 1
-    nets: Mapping[str, Net] = field(default_factory=dict)
-    work: Mapping[str, float] = field(default_factory=dict)
-    contention: float = 0.0
-    carry: float = 0.0
-    skew: float = 0.0
-    computes: tuple[float, ...] = ()
-    rates: tuple[float, ...] = ()
-    receives: tuple[float, ...] = ()
-    overlapping: bool | None = None
-    muon: bool = False
-    turning: float = 0.0
-    largest: float = 0.0
-    shared: tuple[Shared, ...] = ()
-    buffers: tuple[int, ...] = ()
-    changing: int = 0
-    broadcast: bool = False
-
-    @property
-    def alone(self) -> float:
-        """The seconds of a step if no worker waits for another: the harmonic mean of theirs."""
-        return statistics.harmonic_mean(self.computes) if self.computes else self.compute
-
-    @property
-    def elements(self) -> int:
-        """The number of elements in the model."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
-    def net(self, *names: str) -> Net:
-        """Return the first known network among ``names``, else one of ``rate`` and ``one_way``.
-
-        Its rate is at most what shared connections leave for each worker."""
-        known = (self.nets[name] for name in names if name in self.nets)
-        net = next(known, Net(self.rate, self.one_way))
-        least = min((each.per_rank(self.workers) for each in self.shared), default=math.inf)
-        return net if net.rate <= least or "replica" in names else replace(net, rate=least)
-
-    def overlaps(self, *names: str) -> bool:
-        """Return whether buckets overlap on the first known network among ``names``."""
-        far = 2 * self.net(*names).one_way >= FAR_SECONDS
-        return far if self.overlapping is None else self.overlapping
-
-    def travel(
-        self,
-        names: Sequence[str],
-        amount: Cost,
-        n: int,
-        buckets: int,
-        rate: float | None = None,
-    ) -> float:
-        """Return the seconds that ``amount``, split into ``buckets``, takes among n ranks on the
-        first known network among ``names``, at its ``rate`` or another one, with the delay by lost
-        packets."""
-        net = self.net(*names)
-        net = net if rate is None else replace(net, rate=rate)
-        messages = amount.messages * buckets
-        if not messages or not self.loss:
-            return net.seconds(amount, buckets)
-        last = min(amount.bytes / messages, net.rate * 2 * net.one_way / 8)
-        some_lost = 1 - (1 - self.loss) ** (n * math.ceil(last / PACKET))
-        late = RECOVERY * 2 * net.one_way - 8 * last / net.rate / 2
-        return net.seconds(amount, buckets) + messages * late * some_lost
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from laconic.advisor.numbers import facts_from
 from laconic.errors import check_choice, check_float, check_int
 from laconic.links.cost import Shared
-from laconic.policy.predict import BACKWARD, Facts
+from laconic.policy.facts import BACKWARD, Facts
 from laconic.units import format_share
 
 Distribution = Literal["lognormal", "normal", "exponential", "constant"]

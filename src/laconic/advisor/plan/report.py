@@ -22,7 +22,7 @@ from laconic.algorithms.schedules import Every
 from laconic.errors import check_int
 from laconic.policy.candidates import candidates
 from laconic.policy.choice import TIE
-from laconic.policy.predict import Facts
+from laconic.policy.facts import Facts
 from laconic.units import finite, format_rate, format_seconds
 
 SEEDS, FEW_SEEDS = 5, 2

@@ -22,7 +22,8 @@ from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.exchanges.push import Push
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.buckets import BUCKET_BYTES
-from laconic.policy.predict import Facts, Load, elements, idle, load_of, often, work_key
+from laconic.policy.facts import Facts
+from laconic.policy.predict import Load, elements, idle, load_of, often, work_key
 
 BUFFER = 2**19
 """Bytes that the kernel holds for a worker on each connection: those that it still sends, and those

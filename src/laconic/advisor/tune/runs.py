@@ -28,7 +28,8 @@ from laconic.lab.race import plan, runner, user_files, workloads
 from laconic.lab.race.workloads import Workload, lr_factor
 from laconic.links.simulated import current_link
 from laconic.policy.candidates import takes_muon
-from laconic.policy.predict import Facts, Prediction, predict
+from laconic.policy.facts import Facts
+from laconic.policy.predict import Prediction, predict
 
 VALIDATIONS = 8
 """Validations in a run, the last one at its end."""
