@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.chaos import network, worker
 from benchmarks.chaos.plan import WORKERS, Fault, Plan
 from benchmarks.chaos.shared import DONE, MOST_WORKERS, READY, Slot, make
-from laconic.engine.newcomers import LEFT
+from laconic.engine.donor import LEFT
 from laconic.links.elastic.registry import serve
 
 LIMIT = 40.0

@@ -32,8 +32,9 @@ import laconic
 from benchmarks.chaos.shared import DONE, PHASES, READY, STARTED, Board
 from laconic.algorithms.update import Update
 from laconic.codecs.codec import Codec
+from laconic.engine.donor import Donor
 from laconic.engine.messages import Messenger
-from laconic.engine.newcomers import Donor, Newcomer
+from laconic.engine.newcomers import Newcomer
 from laconic.links.collectives import Collectives
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Mesh

@@ -17,8 +17,9 @@ from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, describe, recipe_text
 from laconic.buckets import is_sharded
 from laconic.elastic import COORDINATOR_VARIABLE, Elastic
+from laconic.engine.donor import Donor, Stateful, plain_copy
 from laconic.engine.driver import Driver
-from laconic.engine.newcomers import Donor, Newcomer, Stateful, plain_copy
+from laconic.engine.newcomers import Newcomer
 from laconic.engine.reports import Reports
 from laconic.links import Link
 from laconic.links.elastic.faults import Recording, Trace

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import laconic
 from laconic.algorithms.parse import parse_recipe
-from laconic.engine.newcomers import RESIDUALS
+from laconic.engine.donor import RESIDUALS
 from laconic.lab.race import workloads
 
 HOSTS = 4

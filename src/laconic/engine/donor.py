@@ -1,0 +1,265 @@
+"""A worker of an elastic run sends its state to newcomers, and leaves on SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from laconic.engine import bequest
+from laconic.engine.driver import Driver
+from laconic.engine.reports import Reports
+from laconic.engine.saved_state import checksum
+from laconic.engine.session import Session
+from laconic.errors import LinkError, after_step
+from laconic.links.calls import GRADIENTS, Call
+from laconic.links.elastic.link import ElasticLink, Settings
+from laconic.links.elastic.relay import Bequest, Snapshot, StepSettings, numbers_of
+from laconic.tensors import plain
+
+log = logging.getLogger("laconic")
+
+RESIDUALS = "residual", "lag"
+"""What a worker has left out of its own messages, in the state of an exchange. A newcomer has left
+out nothing."""
+LEFT = 128 + signal.SIGTERM
+"""The exit code of a worker that has left on SIGTERM: for supervisors it has not finished."""
+_Settings = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]
+"""The numbers in the optimizer's parameter groups, the state of the user's objects, and what the
+policy hands over."""
+
+
+class Stateful(Protocol):
+    """An object with state, such as a scheduler."""
+
+    def state_dict(self) -> Any:
+        """Return the state as plain data."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Load it."""
+
+
+class Donor:
+    """Sends the state of ``driver`` to newcomers that ask for it, with that of the ``others``, the
+    user's objects."""
+
+    def __init__(
+        self, driver: Driver, link: ElasticLink, reports: Reports, others: Mapping[str, Stateful]
+    ) -> None:
+        self._driver, self._link, self._reports = driver, link, reports
+        self._others = others
+        self._settings: dict[int, _Settings] = {}
+        """By the number of steps before the one that begins with them."""
+        self._rounds = 0
+        self._leaving = False
+        self._process = os.getpid()
+        driver.on("failure", self._failed)
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._leave)
+
+    def open(self) -> None:
+        """This worker takes part from now on, and answers newcomers."""
+        driver, link = self._driver, self._link
+        link.settings = self._settings_for
+        driver.on("step begins", self._before_step)
+        driver.on("step ended", self._after_step)
+        driver.on("finish", self._after_finish)
+        driver.on("switch", self._send_state)
+        link.reception.open()
+        self._reports.begin()
+
+    def _leave(self, *_: object) -> None:
+        # a forked child has this handler, too
+        needed = self._driver.attached and not self._link.replaying
+        needed = needed and os.getpid() == self._process
+        if self._leaving or self._link.members.ended or not needed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        log.info("SIGTERM: this worker leaves after the present step")
+        self._leaving = True
+        # the signal may have ended the processes of a DataLoader, too: its handler raises that
+        # wherever this thread is, and its iterator, when no batch is left
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        sys.excepthook = partial(self._uncaught, sys.excepthook)
+
+    def _uncaught(
+        self,
+        hook: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._failed(error)
+        hook(kind, error, traceback)
+
+    def _failed(self, error: BaseException) -> None:
+        """The training has ended by ``error``. After SIGTERM this worker leaves all the same."""
+        if self._leaving and isinstance(error, Exception) and not isinstance(error, LinkError):
+            log.warning("after SIGTERM: %s: %s", type(error).__name__, error)
+            self._leave_run()
+
+    def _before_step(self) -> None:
+        """Send the settings of the step that begins."""
+        if not self._link.relays:
+            self._settings.clear()
+            return
+        step, begun = self._driver.session.step, self._link.units.call.step
+        for old in [s for s in self._settings if s < begun - 1]:
+            del self._settings[old]
+        others = self._read_others()
+        if others is None:
+            return
+        self._settings[step] = self._settings_now(others)
+        for relay in list(self._link.relays):
+            relay.put(StepSettings(step, self._settings[step][0]))
+
+    def _settings_now(self, others: dict[str, Any]) -> _Settings:
+        optimizer = optimizer_of(self._driver.session)
+        return numbers_of(optimizer.param_groups), others, self._policy()
+
+    def _read_others(self) -> dict[str, Any] | None:
+        """The state of the user's objects. If it cannot be read, this worker's training goes on,
+        and newcomers are refused."""
+        try:
+            return self._copy_others()
+        except Exception:  # anything, of the user's objects
+            log.exception("the state of others= cannot be read, so no worker can join")
+            self._link.refuse_newcomers(
+                "the worker that sends its state cannot read the state of others=, and has the "
+                "error in its output"
+            )
+            return None
+
+    def _copy_others(self) -> dict[str, Any]:
+        return {name: plain_copy(each.state_dict()) for name, each in self._others.items()}
+
+    def _policy(self) -> dict[str, Any] | None:
+        policy = self._driver.session.policy
+        return None if policy is None else plain_copy(policy.handover())
+
+    def _settings_for(self, call: Call) -> tuple[Settings, Callable[[], Snapshot] | None]:
+        """See `ElasticLink.settings`. In the communication thread. In front of a gradient round the
+        step has not begun, and nothing changes the state. All workers have the same then, and a
+        newcomer that has another asks for it: gradients may have been changed (clipped) after they
+        were averaged."""
+        session = self._driver.session
+        if call.name != GRADIENTS:
+            return (0, *self._settings[steps_before(call)]), None
+
+        def state() -> Snapshot:
+            values = {
+                "model": session.model.state_dict(),
+                "optimizer": optimizer_of(session).state_dict(),
+            }
+            return Snapshot(session.step, plain_copy(values))
+
+        return (digest_of(session), *self._settings_now(self._copy_others())), state
+
+    def _after_step(self) -> None:
+        """Between two steps: begin to send to the newcomers that have called; leave the run if
+        this process is to end."""
+        session, rounds = self._driver.session, self._driver.rounds_done
+        began = rounds > self._rounds or self._driver.run.averages_gradients(session.step)
+        self._rounds = rounds
+        self._reports.after_step(session.comm.latest() if began else None)
+        if self._leaving or self._link.reception.leaves(session.step):
+            self._leave_run()
+        for id, received in self._link.reception.bequests(session.step):
+            session.comm.drain()
+            bequest.take_over(self._driver, received.held, received.workers)
+            self._link.units.note({"from": id, "step": session.step})
+        for relay in self._link.reception.callers(session.step):
+            snapshot = Snapshot(session.step, self._state())
+            self._link.relays.append(relay)
+            relay.begin(snapshot)
+            log.info("sending the state %s to a newcomer", after_step(self._driver.session.step))
+
+    def _leave_run(self) -> None:
+        session, link = self._driver.session, self._link
+        session.comm.drain()
+        active, me, step = link.units.active, link.units.me, session.step
+        place = active.index(me) if me in active else 0
+        held = bequest.collect(self._driver)
+        self._reports.leave()
+        link.units.note({"left": step})
+        link.members.leave()
+        if held:
+            heirs = [*active[place + 1 :], *active[:place]]
+            link.reception.bequeath(Bequest(held, len(active)), heirs, step)
+        link.close()
+        raise SystemExit(LEFT)
+
+    def _after_finish(self, mean: bool) -> None:
+        self._reports.finish(mean=mean)
+        self._send_state()
+        for relay in self._link.relays:
+            relay.flush(self._link.members.rules.limit)
+
+    def _send_state(self) -> None:
+        """Newcomers repeat rounds only: they begin again with the state that `finish` or a change
+        of recipe has left."""
+        for relay in self._link.relays:
+            relay.put(Snapshot(self._driver.session.step, self._state()))
+
+    def _state(self) -> dict[str, Any]:
+        session = self._driver.session
+        session.comm.drain()
+        state = {
+            "model": session.model.state_dict(),
+            "optimizer": optimizer_of(session).state_dict(),
+            "sync": self._driver.state_dict(),
+            "others": self._read_others() or {},
+            "policy": self._policy(),
+        }
+        copied = {name: plain_copy(value) for name, value in state.items()}
+        leave_out_residuals(copied["sync"])
+        return copied
+
+
+def leave_out_residuals(sync: Mapping[str, Any]) -> None:
+    """Put zeros in place of the residuals in the state ``sync``, which take no memory, nor bytes in
+    a message: a newcomer begins with zeros."""
+    for saved in (*sync["rounds"], *sync["gradients"]):
+        for carried in saved["carried"]:
+            for name in RESIDUALS:
+                if name in carried:
+                    carried[name] = carried[name].new_zeros(()).expand_as(carried[name])
+
+
+def plain_copy(state: Any) -> Any:
+    """A copy of ``state`` as it is sent to another worker, in host memory."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, Mapping):
+        return {key: plain_copy(item) for key, item in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [plain_copy(item) for item in state]
+    return plain(state)
+
+
+def optimizer_of(session: Session) -> Optimizer:
+    """The optimizer, which a worker of an elastic run has from the start."""
+    assert session.optimizer is not None, "bound from the start"
+    return session.optimizer
+
+
+def digest_of(session: Session) -> int:
+    """Differs if any bit of the parameters or of the optimizer's state differs; not 0."""
+    states = [optimizer_of(session).state.get(p, {}) for p in session.params()]
+    tensors = [t for state in states for _, t in sorted(state.items()) if isinstance(t, Tensor)]
+    return 1 + checksum([*session.params(), *tensors])
+
+
+def steps_before(call: Call) -> int:
+    """How many steps were complete before the step that ``call`` belongs to."""
+    return call.step if call.name == GRADIENTS else call.step - 1
