@@ -20,27 +20,31 @@ if TYPE_CHECKING:  # an alias makes a name public
         updates as updates,
     )
     from laconic.algorithms.exchange import Arrival as Arrival, Exchange as Exchange
+    from laconic.algorithms.diloco_recipes import (
+        des_loc as des_loc,
+        diloco as diloco,
+        muloco as muloco,
+        outer_step as outer_step,
+        sparse_loco as sparse_loco,
+        streaming_diloco as streaming_diloco,
+    )
+    from laconic.algorithms.elastic_recipes import (
+        downpour as downpour,
+        eamsgd as eamsgd,
+        easgd as easgd,
+        lsgd as lsgd,
+    )
     from laconic.algorithms.recipes import (
         d_psgd as d_psgd,
         ddp as ddp,
         demo as demo,
-        des_loc as des_loc,
-        diloco as diloco,
-        downpour as downpour,
-        eamsgd as eamsgd,
-        easgd as easgd,
         hierarchical as hierarchical,
         local_sgd as local_sgd,
-        lsgd as lsgd,
-        muloco as muloco,
         noloco as noloco,
-        outer_step as outer_step,
         post_local_sgd as post_local_sgd,
         power_sgd as power_sgd,
         sgp as sgp,
         slowmo as slowmo,
-        sparse_loco as sparse_loco,
-        streaming_diloco as streaming_diloco,
     )
     from laconic.algorithms.round import (
         GradientRound as GradientRound,

@@ -10,28 +10,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from laconic.algorithms.diloco_recipes import (
-    des_loc as des_loc,
+    des_loc,
+    diloco,
+    muloco,
+    outer_step,
+    sparse_loco,
+    streaming_diloco,
 )
-from laconic.algorithms.diloco_recipes import (
-    diloco as diloco,
-)
-from laconic.algorithms.diloco_recipes import (
-    muloco as muloco,
-)
-from laconic.algorithms.diloco_recipes import (
-    outer_step as outer_step,
-)
-from laconic.algorithms.diloco_recipes import (
-    sparse_loco as sparse_loco,
-)
-from laconic.algorithms.diloco_recipes import (
-    streaming_diloco as streaming_diloco,
-)
+from laconic.algorithms.elastic_recipes import downpour, eamsgd, easgd, lsgd
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import (
     Alone,
     FastComponents,
-    Leader,
     LowRank,
     Mean,
     Push,
@@ -62,9 +52,6 @@ from laconic.algorithms.topology import Graph
 from laconic.algorithms.updates import (
     AnchoredAverage,
     Average,
-    Downpour,
-    Elastic,
-    LeaderPull,
     Mix,
     NoLoCo,
     PushSum,
@@ -246,123 +233,6 @@ def d_psgd(graph: str = "ring", *, delay: int = 0) -> Recipe:
     """
     check_delay(delay, 1)
     return (Round(every(1), Mix(), Push(Graph(graph, both=True)), delay=delay),)
-
-
-@named
-def easgd(
-    period: int, beta: float = 0.9, *, pull: float = 0.0, codec: CodecOption = None
-) -> Recipe:
-    """Elastic averaging: every ``period`` steps, workers and a center attract each other.
-
-    Zhang et al., NeurIPS 2015, arXiv 1412.6651 (period 1 to 64); see `Elastic`.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        beta: the fraction of the distance to the workers' mean that the center moves in a round, in
-            (0, 1]. Each worker moves beta/n of its distance to the center.
-        pull: the fraction of the distance to the center that x moves over one period, in equal
-            parts at every step, in [0, 1).
-        codec: how the changes in x since the last round are coded: a name such as ``"int8"`` or
-            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
-
-    Examples:
-        >>> sync = laconic.attach(model, optimizer, laconic.easgd(16))
-    """
-    when = every(period)
-    check_float("beta", beta, 0.0, strict=True, most=1.0)
-    check_float("pull", pull, 0.0, 1.0)
-    return (Round(when, Elastic(beta, pull / period), mean_over_workers(codec)),)
-
-
-@named
-def eamsgd(
-    period: int, beta: float = 0.9, *, pull: float = 0.0, codec: CodecOption = None
-) -> Recipe:
-    """Elastic averaging for a local optimizer with Nesterov momentum: the same rounds as `easgd`.
-
-    EAMSGD, Zhang et al. 2015, section 2.3. The paper's momentum of 0.99 is worse than 0.9 on small
-    problems.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        beta: the fraction of the distance to the workers' mean that the center moves in a round, in
-            (0, 1]. Each worker moves beta/n of its distance to the center.
-        pull: the fraction of the distance to the center that x moves over one period, in equal
-            parts at every step, in [0, 1).
-        codec: how the changes in x since the last round are coded: a name such as ``"int8"`` or
-            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
-
-    Examples:
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-        >>> sync = laconic.attach(model, optimizer, laconic.eamsgd(16))
-    """
-    return easgd(period, beta, pull=pull, codec=codec)
-
-
-@named
-def downpour(period: int, *, codec: CodecOption = None) -> Recipe:
-    """Add up the workers' changes: ``every period steps: a <- a + sum(x_i - a) ; x <- a``.
-
-    Dean et al., NeurIPS 2012; see `Downpour`. It sums instead of averaging, as if one worker had
-    taken all steps, so it needs a learning rate n times smaller. It is included for comparison.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        codec: how the changes in x since the last round are coded: a name such as ``"int8"`` or
-            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
-
-    Examples:
-        >>> sync = laconic.attach(model, optimizer, laconic.downpour(16))
-    """
-    return (Round(every(period), Downpour(), mean_over_workers(codec, sharded=True)),)
-
-
-@named
-def lsgd(
-    period: int,
-    *,
-    local_period: int | None = None,
-    pull: float = 0.1,
-    local_pull: float = 0.1,
-    drift: float = 0.1,
-    local_drift: float = 0.1,
-    window: int = 10,
-) -> Recipe:
-    """Leader SGD: every ``period`` steps, move toward the best of all workers.
-
-    Teng et al., NeurIPS 2019, arXiv 1905.10395 (period 4 to 64); see `LeaderPull`. The best worker
-    has the lowest mean over its last ``window`` losses passed to `Synchronizer.report_loss`.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        local_period: steps between two moves toward the best worker of the own group (the paper's
-            local leaders), at least 1. ``attach(..., group_size=)`` sets the size of a group. None
-            or 0: there are no groups.
-        pull: the fraction of the distance to the best of all workers that x moves in a round, in
-            [0, 1): the paper's c2.
-        local_pull: the same in a round inside a group: c1.
-        drift: the fraction of the distance to the last known best of all that x moves over one
-            period, in equal parts at every step, in [0, 1): p2.
-        local_drift: the same inside a group: p1.
-        window: how many losses count, at least 1.
-
-    Examples:
-        >>> sync = laconic.attach(model, optimizer, laconic.lsgd(16))
-        >>> sync.report_loss(0.5)  # this step's training loss, in every step
-    """
-    over_all = every(period)
-    pulls = {"pull": pull, "local_pull": local_pull, "drift": drift, "local_drift": local_drift}
-    for name, value in pulls.items():
-        check_float(name, value, 0.0, 1.0)
-    exchange = Leader(check_int("window", window, 1))
-    everyone = Round(over_all, LeaderPull(pull, drift / period), exchange)
-    inner = 0 if local_period is None else check_int("local_period", local_period, 0)
-    if not inner:
-        names = "local_pull", "local_drift"
-        check_effect("without local_period=", **{name: pulls[name] != 0.1 for name in names})
-        return (everyone,)
-    local = LeaderPull(local_pull, local_drift / inner)
-    return (Round(every(inner), local, exchange, over="group"), everyone)
 
 
 @named

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from laconic.algorithms import recipes
+from laconic.algorithms import elastic_recipes, recipes
 from laconic.algorithms.round import Recipe, Round, unchanged
 from laconic.algorithms.schedules import every
 from laconic.buckets import is_sharded, local, sums
@@ -344,7 +344,7 @@ class EASGD(DistOptimizer):
     def recipe(self) -> Recipe:
         c = self.dist_pulling_strength
         check_float("dist_pulling_strength", c, 0.0, strict=True, most=1.0)
-        return recipes.easgd(self.comm_period, c, pull=self.local_pulling_strength)
+        return elastic_recipes.easgd(self.comm_period, c, pull=self.local_pulling_strength)
 
 
 class LSGD(DistOptimizer):
@@ -364,7 +364,7 @@ class LSGD(DistOptimizer):
     def recipe(self) -> Recipe:
         c = check_float("dist_pulling_strength", self.dist_pulling_strength, 0.0, 1.0)
         p = self.local_pulling_strength
-        return recipes.lsgd(self.comm_period, local_period=0, pull=c, drift=p)
+        return elastic_recipes.lsgd(self.comm_period, local_period=0, pull=c, drift=p)
 
 
 class Gradients(DistOptimizer):

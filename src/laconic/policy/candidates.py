@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.recipes import ddp, local_sgd, outer_step, streaming_diloco
+from laconic.algorithms.diloco_recipes import outer_step, streaming_diloco
+from laconic.algorithms.recipes import ddp, local_sgd
 from laconic.algorithms.round import GradientRound, Recipe, Round, fragments_of
 from laconic.algorithms.updates.muon_step import operations, orthogonal
 from laconic.buckets import Fragment
