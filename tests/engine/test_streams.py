@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import laconic as la
 from laconic import buckets
-from laconic.engine import gradient_rounds
+from laconic.engine import gradient_channels
 from laconic.engine.overlap import Overlapping
 from laconic.links import Link
 from laconic.links.comm_thread import CommThread
@@ -44,7 +44,7 @@ def trained(
     ``far``: small buckets, whose messages are under way together; ``inverts``: see `late`."""
     with late.device(inverts=more.get("inverts", False)) as device, MonkeyPatch.context() as m:
         for limit in ("FIRST_BYTES", "BUCKET_BYTES", "LEAST_BYTES") if "far" in more else ():
-            m.setattr(gradient_rounds, limit, 2048)
+            m.setattr(gradient_channels, limit, 2048)
             m.setattr(buckets, "BUCKET_BYTES", 512)
         link = staged(ranks, device, more.get("far", False)) if on_device else gloo.link_of(ranks)
         where, offload = device if on_device else None, more.get("offload", False)

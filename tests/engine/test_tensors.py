@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic import buckets
-from laconic.engine import gradient_rounds
+from laconic.engine import gradient_channels
 
 from tests.support.loops import RECIPES, WORKERS, close, data, equal, flat, sgd, train
 
@@ -57,7 +57,7 @@ def test_parameters_of_every_make_are_averaged(
     """Gradients ``x + rank`` have the mean ``x + 1`` over three workers."""
     if most is not None:
         monkeypatch.setattr(buckets, "BUCKET_BYTES", most)
-        monkeypatch.setattr(gradient_rounds, "FIRST_BYTES", most)
+        monkeypatch.setattr(gradient_channels, "FIRST_BYTES", most)
     expected = strange_run(-1, ())
     for run in la.simulate(partial(strange_run, recipe=recipe), workers=3):
         for x, p in zip(run, expected, strict=True):

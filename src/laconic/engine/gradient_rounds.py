@@ -13,7 +13,7 @@ trips (`turns_at_once`). The results are the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,65 +22,29 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from laconic.algorithms.exchange import Collect, Exchange
+from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.update import Clock, State
 from laconic.buckets import (
-    BUCKET_BYTES,
     RESHAPED,
-    Bucket,
-    Segment,
     bucketize,
     local,
-    state_dtype,
 )
 from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.channel import Channel
-from laconic.engine.flat_gradients import FlatGradients, nonzero, sample_positions
+from laconic.engine.flat_gradients import FlatGradients, nonzero
+from laconic.engine.gradient_channels import GradientChannels
 from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.engine.overlap import Overlapping, Result, collectives, turns_at_once
 from laconic.errors import LinkError, NotFiniteError
 from laconic.links.comm_thread import CommThread, coroutine
 from laconic.links.link import Link
 
-FIRST_BYTES = 2**20
-"""The first bucket is small, so that sending starts early in the backward pass."""
-CODED_BUCKETS, LEAST_BYTES = 3, 2**18
-"""Encoded gradients have at most this many buckets, of a multiple of this many bytes. The last
-bucket is sent when the backward pass ends, so it must be small. Each bucket has a fixed cost, which
-a few bytes are not worth."""
 REENTRANT = (
     "checkpointing needs use_reentrant=False; put no_sync() around a pass with other passes in it, "
     "and optimizer.step() averages its gradients"
 )
-
-
-def bucket_bytes(exchange: Exchange, total: int) -> tuple[int, int]:
-    """Most bytes in the first bucket, and in the others, for ``total`` bytes of gradients."""
-    if not exchange.slots:
-        return FIRST_BYTES, BUCKET_BYTES
-    least = max(-(-total // CODED_BUCKETS // LEAST_BYTES), 1)
-    each = min(least * LEAST_BYTES, BUCKET_BYTES)
-    return each, each
-
-
-def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
-    """The approximate bytes of each bucket, for ``total`` bytes of gradients, of which the largest
-    tensor has ``largest``."""
-    first, each = bucket_bytes(exchange, total)
-    if exchange.whole:
-        first, each = max(first, largest), max(each, largest)
-    whole, rest = divmod(max(total - first, 0), each)
-    return [min(first, total), *[each] * whole, *([rest] if rest else [])]
-
-
-def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Tensor]]:
-    """The views of each segment in the tensors of ``state`` that are as long as ``bucket``."""
-    for name, whole in state.items():
-        if whole.shape == (bucket.length,):
-            for segment, values in zip(bucket.segments, bucket.split(whole), strict=True):
-                yield name, segment, values
 
 
 @dataclass(frozen=True)
@@ -102,7 +66,7 @@ class GradientRunner:
 
     It does so in every backward pass for which ``active()``. ``announce()`` begins the call with
     the other ranks and returns its label; then ``clock()`` gives its time. ``unsent``: the
-    `left_over` of the round before this one.
+    `GradientChannels.left_over` of the round before this one.
     """
 
     def __init__(
@@ -115,9 +79,6 @@ class GradientRunner:
         clock: Callable[[], Clock],
         unsent: Mapping[tuple[str, int], Tensor],
     ) -> None:
-        self.channels: list[Channel] = []
-        self.scale = 1.0
-        """The loss scale of the gradients not sent yet."""
         self.round = r
         self.exchange = r.exchange
         self._update = r.update
@@ -126,6 +87,7 @@ class GradientRunner:
         self._active = active
         self._announce = announce
         self._clock = clock
+        self.set = GradientChannels(r.exchange, link, context.elastic)
         self._unsent = unsent
         self._trainable: list[int] = []
         self._params: list[Tensor] = []
@@ -135,8 +97,6 @@ class GradientRunner:
         self._pending: list[Result[None]] = []
         """By bucket sent."""
         self._overlap = Overlapping(link, context.comm)
-        self._largest = 0.0
-        """The most bytes that a bucket sends at once; 0 where buckets do not overlap."""
         self._missing: list[int] = []
         """By bucket, how many parameters' gradients have not arrived."""
         self._arrived: set[int] = set()
@@ -146,6 +106,11 @@ class GradientRunner:
         self._averaged = False
         self._label = ""
         self.refresh()
+
+    @property
+    def channels(self) -> list[Channel]:
+        """One for each bucket."""
+        return self.set.all
 
     def refresh(self, *, keep: bool = False) -> bool:
         """Follow groups added and parameters frozen or thawed. Returns whether any were added. With
@@ -165,32 +130,13 @@ class GradientRunner:
             return False
         if not self.broken:
             self._discard()
-        unsent = {**self._unsent, **self.left_over()}
-        total = sum(local(p).numel() * p.element_size() for p in params)
-        first, each = bucket_bytes(self.exchange, total)
-        buckets = bucketize(
-            [params[::-1]],
-            self.exchange.multiple(1 if self._context.elastic else self._link.size),
-            most_bytes=each,
-            first_bytes=first,
-            whole=self.exchange.whole,
-        )
-        channels = [self._open(bucket, unsent) for bucket in buckets]
-        samples = [sample_positions(bucket) for bucket in buckets]
+        unsent = {**self._unsent, **self.set.left_over()}
+        at = self.exchange, self._link, self._context.elastic
+        channels = GradientChannels(*at, params, unsent, self.set.scale)
         # what may fail is done: change this object
-        self._params, self.channels, self._unsent = params, channels, {}
+        self._params, self.set, self._unsent = params, channels, {}
         self._sizes = [(p.numel(), p.dtype) for p in params]
-        self._samples, self._flats = samples, []
-        largest = 0.0
-        if self._link.overlapping is not None:
-            largest = max(map(self._message_bytes, channels), default=0.0)
-        self._largest = largest
-        members = [{id(s.tensor) for s in bucket.segments} for bucket in buckets]
-        self._counts = [len(m) for m in members]
-        self._buckets_of: dict[int, list[int]] = {}
-        for index, member in enumerate(members):
-            for key in member:
-                self._buckets_of.setdefault(key, []).append(index)
+        self._flats = []
         for key in before - set(trainable):
             self._hooks.pop(key).remove()
         self.listen()
@@ -204,49 +150,6 @@ class GradientRunner:
             if id(p) not in self._hooks:
                 hook = p.register_post_accumulate_grad_hook(called)  # type: ignore[no-untyped-call]
                 self._hooks[id(p)] = hook
-
-    def left_over(self) -> dict[tuple[str, int], Tensor]:
-        """The exchange's state by name and parameter, for the round after this one, without the
-        GradScaler's factor."""
-        found: dict[tuple[str, int], Tensor] = {}
-        for channel in self.channels:
-            state = channel.exchange_state
-            if isinstance(self.exchange, Collect):
-                self.exchange.collect(state, channel.region, self._link.size)
-            for name, segment, values in _by_segment(channel.bucket, state):
-                key = name, id(segment.tensor)
-                if key not in found:
-                    found[key] = values.new_zeros(local(segment.tensor).numel())
-                found[key][segment.start : segment.stop] = values / self._scale_of(name)
-        return found
-
-    def _scale_of(self, name: str) -> float:
-        """The loss scale of this state tensor: 1 if it is no gradient."""
-        return self.scale if self._is_gradient(name) else 1.0
-
-    def _is_gradient(self, name: str) -> bool:
-        return self.exchange.slots[name] != "everywhere"
-
-    def _open(self, bucket: Bucket, unsent: Mapping[tuple[str, int], Tensor]) -> Channel:
-        exchange = self.exchange.shaped(bucket.shapes)
-        region = exchange.region(self._link, bucket.length)
-        channel = Channel(bucket, exchange, slice(0, bucket.length), region)
-        if not exchange.slots:
-            return channel
-        zeros = torch.zeros(bucket.length, dtype=state_dtype(bucket.dtype), device=bucket.device)
-        channel.exchange_state = state = exchange.init(zeros, channel.owned)
-        for name, segment, values in _by_segment(bucket, state):
-            if (name, id(segment.tensor)) in unsent:
-                whole = unsent[name, id(segment.tensor)]
-                values.copy_(whole[segment.start : segment.stop] * self._scale_of(name))
-        return channel
-
-    def _message_bytes(self, channel: Channel) -> float:
-        """What this rank sends at once for a bucket."""
-        bucket = channel.bucket
-        size = bucket.length, bucket.dtype.itemsize, self._link.size
-        cost = channel.exchange.cost(*size)
-        return cost.bytes / max(cost.messages, 1)
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -284,9 +187,9 @@ class GradientRunner:
             )
         self._discard()
         self.refresh(keep=True)
-        self._rescale()
+        self.set.rescale(1.0 if self._context.scale is None else self._context.scale())
         self._task, self._stream = task, None
-        self._missing = list(self._counts)
+        self._missing = list(self.set.counts)
         self._arrived = set()
         if not self._flats:
             self._flats = [FlatGradients(channel.bucket) for channel in self.channels]
@@ -312,11 +215,11 @@ class GradientRunner:
                 "a parameter's gradient arrived twice in one backward pass, and may have been sent "
                 f"before: {REENTRANT}"
             )
-        if id(p) not in self._buckets_of:  # it left the optimizer: `_begin` has noticed
+        if id(p) not in self.set.buckets_of:  # it left the optimizer: `_begin` has noticed
             return
         self._arrived.add(id(p))
         self._follow_stream()
-        for index in self._buckets_of[id(p)]:
+        for index in self.set.buckets_of[id(p)]:
             self._missing[index] -= 1
         while len(self._pending) < len(self.channels) and not self._missing[len(self._pending)]:
             self._send()
@@ -328,16 +231,6 @@ class GradientRunner:
         if now is not None and self._stream is not None and now != self._stream:
             self._stream.record_event().wait(now)
         self._stream = now
-
-    def _rescale(self) -> None:
-        """Bring gradients not sent yet to the scale of this pass."""
-        scale = 1.0 if self._context.scale is None else self._context.scale()
-        if scale != self.scale:
-            for channel in self.channels:
-                for name, values in channel.exchange_state.items():
-                    if self._is_gradient(name):
-                        values.mul_(scale / self.scale)
-            self.scale = scale
 
     @torch.no_grad()
     def _send(self) -> None:
@@ -351,7 +244,7 @@ class GradientRunner:
         now = replace(self._now, bucket=len(self._pending))
         at = channel.exchange, flat.whole, channel.exchange_state, now, self._overlap.used
         average = partial(self._average, *at)
-        turns = turns_at_once(self._largest)
+        turns = turns_at_once(self.set.largest)
         self._pending.append(self._overlap.begin(average, self._label, turns=turns))
         if len(self._pending) == len(self.channels):
             self._overlap.complete(self._label)
@@ -455,7 +348,9 @@ class GradientRunner:
         they agree which are all zeros. Only for these, which are rare, do they exchange who had a
         gradient, and for frozen ones, which may have a residual."""
         found: set[int] = set()
-        for channel, flat, samples in zip(self.channels, self._flats, self._samples, strict=True):
+        for channel, flat, samples in zip(
+            self.channels, self._flats, self.set.samples, strict=True
+        ):
             found |= nonzero(channel.bucket, flat, samples)
         doubtful = [p for p in self._params if id(p) not in found or not p.requires_grad]
         if not doubtful:

@@ -65,7 +65,9 @@ def _state_dict(run: RecipeRun, in_step: bool, policy: Policy | None) -> Saved:
         "step": run.session.step,
         "in_step": in_step,
         "rounds": [saved_state.round_state(running) for running in run.rounds],
-        "gradients": [{**saved_state.exchange_state(g), "scale": g.scale} for g in _stateful(run)],
+        "gradients": [
+            {**saved_state.exchange_state(g), "scale": g.set.scale} for g in _stateful(run)
+        ],
         "auto": None if policy is None else policy.state_dict(),
         "scores": None if run.scores is None else run.scores.state_dict(),
         "quorum": None if run.quorum is None else run.quorum.state_dict(),
@@ -146,7 +148,7 @@ class Loading:
         for index, gradients in enumerate(_stateful(run)):
             states = [part["gradients"][index] for part in saved]
             self._load.append(saved_state.load_exchange_state(gradients, states, source))
-            self._load.append(partial(setattr, gradients, "scale", float(states[0]["scale"])))
+            self._load.append(partial(setattr, gradients.set, "scale", float(states[0]["scale"])))
         if run.scores is not None and mine is not None:
             self._load.append(run.scores.loader(first["scores"]))
         if mine is not None and "drift" in first:  # older versions did not save it

@@ -292,7 +292,7 @@ class RecipeRun:
         """Gradients that a codec has not sent yet, for the rounds of another recipe."""
         found: dict[tuple[str, int], Tensor] = {}
         for gradients in self.gradients:
-            found.update(gradients.left_over())
+            found.update(gradients.set.left_over())
         return found
 
     # -- one step ----
