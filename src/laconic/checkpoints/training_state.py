@@ -105,7 +105,7 @@ class TrainingState:
             if sync is not None and sync is not front.synchronizer:
                 raise ValueError("sync is not the synchronizer of the wrapped module: leave it out")
             sync = front.synchronizer
-            if sync.driver.bound is None:
+            if sync.driver.session.optimizer is None:
                 check_free(optimizer)
                 attached = sync
         elif dist is None and attached is not None and not attached.driver.hooked:
@@ -129,7 +129,7 @@ class TrainingState:
 
     def bind(self) -> None:
         """Bind a wrapped module to its optimizer if it is not yet; every rank calls it."""
-        if self.front is not None and self.front.synchronizer.driver.bound is None:
+        if self.front is not None and self.front.synchronizer.driver.session.optimizer is None:
             self.front.bind(self.optimizer)
 
     def check_names(self) -> None:
@@ -207,7 +207,7 @@ def _attached_as_one(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
     """``optimizer``, or of a list what `laconic.attach` made of the same list."""
     one = as_one(optimizer)
     attached = synchronizer_of(members(one)[0])
-    bound = None if attached is None else attached.driver.bound
+    bound = None if attached is None else attached.driver.session.optimizer
     if isinstance(one, JointOptimizer) or isinstance(bound, JointOptimizer):
         if not isinstance(bound, JointOptimizer) or members(bound) != members(one):
             raise ValueError(

@@ -254,7 +254,7 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's own forward pass. Never communicates."""
-        if self._driver.bound is None:
+        if self._driver.session.optimizer is None:
             self._binding.note_versions()
         if self._profile is None:
             return self.module(*inputs, **kwargs)
@@ -331,7 +331,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         `state_dict` stores it next to the module's state, whose keys are those without the wrapper.
         Does not communicate. Every rank saves its own.
         """
-        if self._driver.bound is None:
+        if self._driver.session.optimizer is None:
             return {"slowmo": self._binding.waiting}
         return {"slowmo": self._sync.state_dict()}
 
@@ -343,7 +343,7 @@ class SlowMoDistributedDataParallel(nn.Module):
                 "not 'slowmo'"
             )
         self._binding.waiting = None if state is None else state["slowmo"]
-        if self._binding.waiting is None and self._driver.bound is not None:
+        if self._binding.waiting is None and self._driver.session.optimizer is not None:
             raise ValueError(
                 "this checkpoint has no SlowMo state, and training has already started: to start "
                 "over from other weights, call detach() and wrap the module again"

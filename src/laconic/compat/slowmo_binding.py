@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from laconic.buckets import sums
 from laconic.compat.slowmo_arguments import HALF
 from laconic.engine.attached import check_free, claim, release
+from laconic.engine.recipe_run import check_alike
 from laconic.engine.synchronizer import Synchronizer
 from laconic.links.agreement import agree
 
@@ -67,7 +68,7 @@ class Binding:
     def restore(self) -> None:
         """Load the state that waits, if the optimizer is bound."""
         self.note_versions()
-        if self.waiting is not None and self._driver.bound is not None:
+        if self.waiting is not None and self._driver.session.optimizer is not None:
             self._sync.load_state_dict(self.waiting)
             self.waiting = None
 
@@ -101,7 +102,7 @@ class Binding:
                 "the optimizer holds none of the module's parameters: if it updates float32 "
                 "copies of them, pass these as fp32_params="
             )
-        bound = self._driver.bound
+        bound = self._driver.session.optimizer
         if bound is None:
             self._bind_moved(optimizer)
         elif optimizer is not bound and not _same_parameters(optimizer, bound):
@@ -141,8 +142,8 @@ class Binding:
     def _replace(self, optimizer: Optimizer) -> None:
         """Replace the bound optimizer by another one over the same parameters."""
         check_free(optimizer)
-        assert self._driver.bound is not None
-        release(self._driver.bound)
+        assert self._driver.session.optimizer is not None
+        release(self._driver.session.optimizer)
         self._driver.follow(optimizer)
         claim(optimizer, self._sync)
 
@@ -151,7 +152,7 @@ class Binding:
         problem, self._problem = self._problem, None
         self._compare(problem)
         self.finished = True
-        bound = self._driver.bound
+        bound = self._driver.session.optimizer
         assert bound is not None, "an optimizer must be bound first"
         held = [p for group in bound.param_groups for p in group["params"]]
         known = {id(p) for p in held}
@@ -174,7 +175,7 @@ class Binding:
         """Compare what the ranks have bound: the shapes, and the common start (None: the run was
         resumed, and workers differ). Raises ``ValueError`` on all ranks if any has a
         ``problem``."""
-        self._driver.run.check_alike(module=False)
+        check_alike(self._driver.run, module=False)
         gather, start = self._driver.session.gather, self._common_start
         own = [0.0, 0.0] if start is None else start.tolist()
         row = torch.tensor([float(problem is not None), *own], dtype=torch.float64)
@@ -219,7 +220,7 @@ class Binding:
 
     def about_to_step(self, optimizer: Optimizer) -> None:
         """Handle that ``optimizer``, which may be unrelated, is about to take a step."""
-        bound = self._driver.bound
+        bound = self._driver.session.optimizer
         if optimizer is bound or optimizer in self._foreign:
             return
         if not self._holds(optimizer):

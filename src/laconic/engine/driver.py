@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.compile import check_groups
-from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
@@ -21,7 +19,7 @@ from laconic.engine.ending import Ending
 from laconic.engine.joint_optimizer import JointOptimizer, class_names, listen, members
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.modes import training_weights
-from laconic.engine.recipe_run import RecipeRun
+from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session, Settings
 from laconic.engine.steps import StepHooks, UnseenSteps
@@ -76,12 +74,12 @@ class Driver:
         drift = DriftCheck(session)
         self.run = RecipeRun(session, settings.arrange(recipe), drift)
         try:
-            self.run.check_alike()
+            check_alike(self.run)
             if session.policy is not None:
                 session.policy.start(session)
                 if session.policy.recipe != recipe:
                     self.run = RecipeRun(session, settings.arrange(session.policy.recipe), drift)
-                    self.run.check_alike(chosen=True)
+                    check_alike(self.run, chosen=True)
             self.ending = Ending(self.run.recipe, session.comm)
             session.share(session.state())
             session.note_order()
@@ -119,11 +117,6 @@ class Driver:
         self._handles = listen(optimizer, self._before_optimizer, after)
         if self.hooked:
             self._unseen = UnseenSteps(self.session.params(), class_names(members(optimizer)))
-
-    @property
-    def bound(self) -> Optimizer | None:
-        """The optimizer that moves the parameters, once it is known."""
-        return self.session.optimizer
 
     @property
     def hooked(self) -> bool:
@@ -301,12 +294,7 @@ class Driver:
                 "finish, and attach again under another job= with the new recipe"
             )
         with session.checked("switch()"):
-            given = as_recipe(recipe)
-            if not isinstance(given, tuple):
-                raise ValueError(f"sync.switch() takes a recipe, and {given!r} is for attach()")
-            session.refuse_in_consensus("sync.switch()")
-            check_groups(given, "group" in session.links)
-            session.settings.arrange(given)
+            given = self.switcher.checked(recipe)
         self._switch(given, begun=True)
         self.switcher.align_scaler()
         session.end_policy()

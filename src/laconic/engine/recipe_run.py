@@ -147,7 +147,7 @@ class RecipeRun:
             )
         check_tensors(session.model, new)
         session.call("parameters added")
-        self.check_alike()
+        check_alike(self)
         session.broadcast(new)
         session.join(new)
         if isinstance(session.optimizer, JointOptimizer):
@@ -223,40 +223,6 @@ class RecipeRun:
         """The recipe as a user wrote it; ``chosen`` as for `describe`."""
         policy = None if chosen else self.session.policy
         return recipe_text(self.recipe) if policy is None else policy.text
-
-    def check_alike(self, *, module: bool = True, chosen: bool = False) -> None:
-        """Raise ``ValueError`` on every rank unless all ranks run the same recipe on the same
-        parameters. ``module``: compare the module's tensors, too."""
-        session = self.session
-        groups = [[(_described(p), p.requires_grad) for p in group] for group in session.held()]
-        rest = [*session.model.parameters(), *session.model.buffers()] if module else []
-        shapes = list(map(_described, rest))
-        workers = None if session.elastic is not None else session.workers.size
-        text = repr((self.describe(chosen=chosen), groups, shapes, workers))
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        memory = shared_memory(session.params())
-        everyone = self._gather_number(-memory or digest)
-        memories = [number for number in everyone if number < 0]
-        if len({*memories}) < len(memories):
-            raise ValueError(
-                "several ranks have their parameters in the same memory (mp.spawn puts the models "
-                "that it passes on into shared memory), and each rank's optimizer would move them: "
-                "make the model in each process, or copy.deepcopy(model), before the optimizer"
-            )
-        if memories:
-            everyone = self._gather_number(digest)
-        other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
-        if other:
-            raise ValueError(
-                f"ranks {other} attach something other than rank 0: recipe, buffers=, the model's "
-                "parameters and buffers (shapes, dtypes) and the optimizer's groups (also "
-                "requires_grad) must be the same"
-            )
-
-    def _gather_number(self, number: int) -> list[int]:
-        row = torch.tensor([number], dtype=torch.int64)
-        received: list[int] = self.session.gather(row).flatten().tolist()
-        return received
 
     @property
     def reweighted(self) -> bool:
@@ -403,3 +369,39 @@ class RecipeRun:
 def _described(tensor: Tensor) -> str:
     """Equal on ranks that can exchange values of ``tensor``."""
     return f"{tensor.shape} {tensor.dtype}" if is_sharded(tensor) else describe_tensor(tensor)
+
+
+def check_alike(run: RecipeRun, *, module: bool = True, chosen: bool = False) -> None:
+    """Raise ``ValueError`` on every rank unless all ranks run the same recipe on the same
+    parameters. ``module``: compare the module's tensors, too. ``chosen``: as for
+    `RecipeRun.describe`."""
+    session = run.session
+    groups = [[(_described(p), p.requires_grad) for p in group] for group in session.held()]
+    rest = [*session.model.parameters(), *session.model.buffers()] if module else []
+    shapes = list(map(_described, rest))
+    workers = None if session.elastic is not None else session.workers.size
+    text = repr((run.describe(chosen=chosen), groups, shapes, workers))
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    memory = shared_memory(session.params())
+    everyone = _gathered(session, -memory or digest)
+    memories = [number for number in everyone if number < 0]
+    if len({*memories}) < len(memories):
+        raise ValueError(
+            "several ranks have their parameters in the same memory (mp.spawn puts the models that "
+            "it passes on into shared memory), and each rank's optimizer would move them: make the "
+            "model in each process, or copy.deepcopy(model), before the optimizer"
+        )
+    if memories:
+        everyone = _gathered(session, digest)
+    other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
+    if other:
+        raise ValueError(
+            f"ranks {other} attach something other than rank 0: recipe, buffers=, the model's "
+            "parameters and buffers (shapes, dtypes) and the optimizer's groups (also "
+            "requires_grad) must be the same"
+        )
+
+
+def _gathered(session: Session, number: int) -> list[int]:
+    received: list[int] = session.gather(torch.tensor([number])).flatten().tolist()
+    return received

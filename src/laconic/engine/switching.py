@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.algorithms.compile import check_groups
+from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe, workers_differ
 from laconic.engine.consensus import write_consensus
 from laconic.engine.modes import training_weights
-from laconic.engine.recipe_run import RecipeRun
+from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.session import Session
 
 
@@ -52,6 +54,16 @@ class Switcher:
         self._scaling = False
         """Whether the scaler has stepped and was not updated yet, so that its scale is in use."""
 
+    def checked(self, recipe: Recipe | str) -> Recipe:
+        """``recipe``. Raises ``ValueError`` if the run cannot switch to it."""
+        session, given = self._session, as_recipe(recipe)
+        if not isinstance(given, tuple):
+            raise ValueError(f"sync.switch() takes a recipe, and {given!r} is for attach()")
+        session.refuse_in_consensus("sync.switch()")
+        check_groups(given, "group" in session.links)
+        session.settings.arrange(given)
+        return given
+
     def switch(self, run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
         """Return a run of ``recipe`` that goes on from ``run``'s consensus; see
         `Synchronizer.switch`. ``begun``: the call of all ranks has."""
@@ -67,7 +79,7 @@ class Switcher:
             self._scalers_differ = True
         run.rebase()  # its rounds go on if the ranks do not agree
         new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
-        new.check_alike(module=False, chosen=True)  # so what `successor` raises, all ranks raise
+        check_alike(new, module=False, chosen=True)  # so what `successor` raises, all ranks raise
         return successor(run, recipe, run.unsent())[0]
 
     def _align_optimizer_state(self) -> None:
