@@ -134,11 +134,11 @@ class DistOptimizer:
         if self.counter >= self.comm_period:
             self.comm_train_step()
             self.counter = 0
-        self._joined.driver.note()
+        self._joined.driver.session.recorder.after_step(skipped=False)
 
     def local_pulling_step(self) -> None:
         """Pull x toward the most recent center. Does not communicate."""
-        self._joined.driver.pull()
+        self._joined.driver.run.pull()
 
     def dist_train_step(self) -> None:
         """Record statistics of the local optimizer's step. Does not change parameters."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.update import State, Update
+from laconic.algorithms.update import Clock, State, Update
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize
 from laconic.engine.offload import HostState
 from laconic.links.link import Link
@@ -87,6 +87,28 @@ def open_channels(
         region = slice(part.start + within.start, part.start + within.stop)
         found.append(Channel(bucket, exchange.shaped(bucket.shapes), part, region))
     return found
+
+
+def by_tensor(
+    channel: Channel, update: Update, clock: Clock
+) -> Iterator[tuple[Tensor, State, Clock]]:
+    """Each tensor of the bucket, with its part of the state that lives on all workers. Changes made
+    in place are written back."""
+    bucket = channel.bucket
+    pieces = {
+        name: bucket.split(t)
+        for name, t in channel.state.items()
+        if t.dim() and not is_owned(update, name, t)
+    }
+    rest = {name: t for name, t in channel.state.items() if name not in pieces}
+    views = bucket.views()
+    for index, segment in enumerate(bucket.segments):
+        x = segment.view() if views is None else views[index]
+        own = {name: split[index] for name, split in pieces.items()}
+        only = replace(clock, tensors=clock.tensors.only(index)) if update.whole else clock
+        yield x, rest | own, only
+        if views is None:
+            segment.write(x)
 
 
 def is_owned(update: Update, name: str, tensor: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,17 +22,22 @@ from laconic.engine.modes import training_weights
 from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session, Settings
-from laconic.engine.steps import StepHooks, UnseenSteps
+from laconic.engine.steps import Events, StepHooks, UnseenSteps
 from laconic.engine.switching import Switcher
 from laconic.errors import check_bool
 from laconic.links.calls import FINISH
 from laconic.links.comm_thread import EXIT_SECONDS
 from laconic.links.link import Link
 
-Event = Literal["step begins", "step ended", "finish", "switch", "failure"]
-"""Before the optimizer's step; after all of its rounds; after `Driver.finish`, with ``mean``; after
-a change of recipe; and, with the error that has ended the training, before the other ranks hear of
-it."""
+OWN_CLOSURE = (
+    "the optimizer's step() makes a closure and passes it to its parent's step(): laconic has "
+    "averaged the gradients before it. Pass the closure to optimizer.step(), or attach a recipe "
+    "that averages parameters"
+)
+ELASTIC_SWITCH = (
+    "an elastic run cannot switch, since newcomers start with the recipe of the start: finish, and "
+    "attach again under another job= with the new recipe"
+)
 
 
 class Driver:
@@ -59,13 +64,15 @@ class Driver:
         self.session = session = Session(
             model, sets, device, settings, lambda: self.run.before_call()
         )
+        self.hooked = settings.hooked
+        """Whether the optimizer's hooks run what follows a step; otherwise `advance` does."""
         self.facade: object = None
         """The `Synchronizer`, which the optimizer's hooks keep alive by this reference."""
         self.switcher = Switcher(session)
         self._handles: list[StepHooks] = []
         self.rounds_done = 0
         self._in_step = False
-        self._listeners: list[tuple[Event, Callable[..., None]]] = []
+        self.events = Events()
         self._closure = False
         """Whether a closure computes this step's gradients."""
         self._unseen = UnseenSteps((), "")
@@ -118,24 +125,9 @@ class Driver:
         if self.hooked:
             self._unseen = UnseenSteps(self.session.params(), class_names(members(optimizer)))
 
-    @property
-    def hooked(self) -> bool:
-        """Whether the optimizer's hooks run what follows a step; otherwise `advance` does."""
-        return self.session.settings.hooked
-
-    def on(self, event: Event, listener: Callable[..., None]) -> None:
-        """Call ``listener`` at each ``event``, from now on."""
-        self._listeners.append((event, listener))
-
-    def _tell(self, event: Event, *about: Any) -> None:
-        for listener in [each for kind, each in self._listeners if kind == event]:
-            listener(*about)
-
     # -- one step ----
 
-    def _before_optimizer(
-        self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
+    def _before_optimizer(self, _: Optimizer, args: tuple[Any, ...], options: Any) -> None:
         given = [*args, options.get("closure")]
         closures = [g for g in given if callable(g) and not isinstance(g, Optimizer)]
         self.begin_step(closure=bool(closures))
@@ -155,11 +147,7 @@ class Driver:
         had_closure, self._closure = self._closure, closure or (self._in_step and self._closure)
         if closure:
             if self._in_step and not had_closure and run.averages_gradients(session.step + 1):
-                raise ValueError(
-                    "the optimizer's step() makes a closure and passes it to its parent's step(): "
-                    "laconic has averaged the gradients before it. Pass the closure to "
-                    "optimizer.step(), or attach a recipe that averages parameters"
-                )
+                raise ValueError(OWN_CLOSURE)
             run.refresh(keep=True)
         else:
             if session.step == 0:
@@ -170,7 +158,7 @@ class Driver:
         if not closure:
             run.check_gradients()
         self._in_step = True
-        self._tell("step begins")
+        self.events.tell("step begins")
         run.before_step(session.step + 1)
 
     @torch.no_grad()
@@ -179,17 +167,17 @@ class Driver:
         with self._rounds_of(self.session.step + 1):
             self.count()
             self.observe()
-            self.pull()
+            self.run.pull()
             self.communicate()
             if self.session.settings.buffers == "broadcast":
                 self.session.share_buffers()
         self.run.drift.after_step()
-        self.note(skipped=skipped)
+        self.session.recorder.after_step(skipped=skipped)
         policy, elastic = self.session.policy, self.session.elastic
         follows = elastic is not None and elastic.replaying  # its donor decides
         if policy is not None and not follows and policy.after_step(self.session.step):
             self._switch(policy.recipe)
-        self._tell("step ended")
+        self.events.tell("step ended")
 
     def _begin_skipped(self) -> None:
         """Begin the step, if the optimizer has skipped it."""
@@ -240,21 +228,12 @@ class Driver:
             self.run.scores.after_step()
 
     @torch.no_grad()
-    def pull(self) -> None:
-        """Run every update's `Update.after_step`; no communication."""
-        self.run.pull()
-
-    @torch.no_grad()
     def communicate(self, *, now: bool = False) -> None:
         """Run the rounds that are due after this step; ``now``: all of the recipe's."""
         start = time.thread_time()
         with self._rounds_of(self.session.step):
             self.rounds_done += self.run.communicate(now=now)
         self.session.round_seconds += time.thread_time() - start
-
-    def note(self, *, skipped: bool = False) -> None:
-        """Report the step to the metrics: the last part of `advance`."""
-        self.session.recorder.after_step(skipped=skipped)
 
     # -- the recipe ----
 
@@ -278,7 +257,7 @@ class Driver:
             session.gather_json(None)  # after that all have it, and any may end
         if not mean:
             run.rebase()
-        self._tell("finish", mean)
+        self.events.tell("finish", mean)
         self.ending.complete = session.step
         session.recorder.event("finish")
         session.status("finished")
@@ -289,10 +268,7 @@ class Driver:
         session = self.session
         session.check_complete()
         if session.elastic is not None:
-            raise ValueError(
-                "an elastic run cannot switch, since newcomers start with the recipe of the start: "
-                "finish, and attach again under another job= with the new recipe"
-            )
+            raise ValueError(ELASTIC_SWITCH)
         with session.checked("switch()"):
             given = self.switcher.checked(recipe)
         self._switch(given, begun=True)
@@ -306,7 +282,7 @@ class Driver:
         session = self.session
         session.recorder.event("switch", recipe=self.run.text(chosen=True))
         session.status("computing")
-        self._tell("switch")
+        self.events.tell("switch")
 
     # -- ending ----
 
@@ -333,7 +309,7 @@ class Driver:
 
     def failed(self, error: BaseException) -> None:
         """The training raised ``error``: send nothing more, and tell the other ranks."""
-        self._tell("failure", error)
+        self.events.tell("failure", error)
         self.session.recorder.failed(error)
         broken = self.session.comm.abandon() or self.run.broken
         if self.run.quorum is not None:
@@ -378,10 +354,7 @@ class Driver:
     def _take(self, loaded: Loading) -> None:
         self.run = loaded.run
         self.run.forget_digests()
-        loaded.complete()
+        loaded.complete(self.session)
         self._in_step = loaded.in_step
-        self.session.restart(loaded.step)
         self.ending.follow(self.run.recipe)
         self.ending.restart(loaded.step)
-        if isinstance(self.session.optimizer, JointOptimizer):
-            self.session.optimizer.reset()

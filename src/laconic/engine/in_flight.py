@@ -58,10 +58,12 @@ class InFlightBucket(NamedTuple):
 
 @dataclass
 class InFlightRound:
-    """One delayed round in flight, to be folded after step ``due``. ``copies``: what was sent of
-    tensors that come and go, by group and name. ``checked``: raises if a message was not finite."""
+    """One delayed round in flight, to be folded after step ``due``. ``executed``: how many were
+    started before it. ``copies``: what was sent of tensors that come and go, by group and name.
+    ``checked``: raises if a message was not finite."""
 
     due: int
+    executed: int
     sent: Pending[list[InFlightBucket]]
     copies: Sequence[dict[str, Tensor]] = ()
     checked: Pending[None] = field(default_factory=lambda: Pending.of(None))

@@ -14,6 +14,7 @@ from torch import Tensor
 from laconic.buckets import local, module_buffers
 from laconic.engine import regroup, saved_state
 from laconic.engine.gradient_rounds import GradientRunner
+from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Others, Saved, Source
 from laconic.engine.session import Policy, Session
@@ -175,10 +176,13 @@ class Loading:
         for undo in self._undo:
             undo()
 
-    def complete(self) -> None:
+    def complete(self, session: Session) -> None:
         """Put the loaded state in place."""
         for load in self._load:
             load()
+        session.restart(self.step)
+        if isinstance(session.optimizer, JointOptimizer):
+            session.optimizer.reset()
 
 
 def _disagreement(session: Session, marks: Tensor) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +21,7 @@ from laconic.algorithms.update import (
     returned,
 )
 from laconic.buckets import Bucket, Fragment, module_buffers
-from laconic.engine.channel import Channel, is_owned
+from laconic.engine.channel import Channel, by_tensor, is_owned
 from laconic.engine.channel_set import ChannelSet
 from laconic.engine.comparison import held_by_all
 from laconic.engine.in_flight import InFlightBucket, InFlightRound, RoundContext, X
@@ -121,12 +121,10 @@ class ParameterRunner:
         else:
             self._exchange_now(step)
             self._context.nonfinite.check(self.exchange, self.label(step)).wait()
-        self.executed += 1
-        if self.round.optimizer_state == "reset":
-            self._reset_optimizer()
+        self.complete()
 
-    def after_quorum(self) -> None:
-        """A round with a quorum is complete: see `laconic.engine.quorum_rounds`."""
+    def complete(self) -> None:
+        """A round has started, or, with a quorum (`laconic.engine.quorum_rounds`), ended."""
         self.executed += 1
         if self.round.optimizer_state == "reset":
             self._reset_optimizer()
@@ -167,7 +165,8 @@ class ParameterRunner:
         sent = [self._send(c, step, c.bucket.empty()) for c in self.channels]
         self._overlap.complete(self.label(step))
         checked = self._context.nonfinite.check(self.exchange, self.label(step))
-        return InFlightRound(step + self.round.delay, Pending.of(sent), checked=checked)
+        at = step + self.round.delay, self.executed
+        return InFlightRound(*at, Pending.of(sent), checked=checked)
 
     def _send(self, channel: Channel, step: int, memory: Tensor) -> InFlightBucket:
         """Send a bucket's message, made in ``memory`` from x."""
@@ -199,7 +198,7 @@ class ParameterRunner:
             return found
 
         pending = self._context.comm.submit(coroutine(send), self.label(step))
-        return InFlightRound(step + self.round.delay, pending, copies)
+        return InFlightRound(step + self.round.delay, executed, pending, copies)
 
     # -- folding ----
 
@@ -220,12 +219,10 @@ class ParameterRunner:
         id, those change in place of the states, and the flight can be folded again. Without
         ``write`` x stays."""
         buckets, copied = flight.buckets, self.set.copied(flight.copies) if write else []
-        newer = self.in_flight[1 + self._place(flight) :]
-        executed = self.executed - 1 - len(newer)
         for tensor, copy in copied:
             overwrite(copy, tensor)
         for bucket in buckets:
-            self._fold_bucket(bucket, step, executed, copies, write=write)
+            self._fold_bucket(bucket, step, flight.executed, copies, write=write)
         for tensor, copy in copied:
             overwrite(tensor, copy)
 
@@ -255,10 +252,6 @@ class ParameterRunner:
                 x = returned(update, "fold", update.fold(x, received, y, state, clock), state)
         if write:
             bucket.unpack(x)
-
-    def _place(self, flight: InFlightRound) -> int:
-        """Its place among those in flight; -1 if it was the oldest, and is being folded."""
-        return next((i for i, other in enumerate(self.in_flight) if other is flight), -1)
 
     def quiesce(self, step: int, averaged: bool) -> None:
         """Fold everything in flight, and have the update quiesce: an outer step of another round
@@ -306,37 +299,18 @@ class ParameterRunner:
     def before_step(self, step: int) -> None:
         """The update's `before_step` on every parameter. ``step``: the one about to be taken."""
         if self._before is not None:
-            for x, state, clock in self._tensors(step):
-                self._before.before_step(x, state, clock)
+            for channel in self.channels:
+                clock = self._clock(channel.bucket, step)
+                for each in by_tensor(channel, self.round.update, clock):
+                    self._before.before_step(*each)
 
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
         if self._after is not None and self.round.update.pulls:
-            for x, state, clock in self._tensors(step):
-                self._after.after_step(x, state, clock)
-
-    def _tensors(self, step: int) -> Iterator[tuple[Tensor, State, Clock]]:
-        """Each parameter, with its part of the state that lives on all workers. Changes made in
-        place are written back."""
-        for channel in self.channels:
-            bucket = channel.bucket
-            clock = self._clock(bucket, step)
-            tensors = clock.tensors
-            pieces = {
-                name: bucket.split(t)
-                for name, t in channel.state.items()
-                if t.dim() and not is_owned(self.round.update, name, t)
-            }
-            rest = {name: t for name, t in channel.state.items() if name not in pieces}
-            views = bucket.views()
-            for index, segment in enumerate(bucket.segments):
-                x = segment.view() if views is None else views[index]
-                own = {name: split[index] for name, split in pieces.items()}
-                if self.round.update.whole:
-                    clock = replace(clock, tensors=tensors.only(index))
-                yield x, rest | own, clock
-                if views is None:
-                    segment.write(x)
+            for channel in self.channels:
+                clock = self._clock(channel.bucket, step)
+                for each in by_tensor(channel, self.round.update, clock):
+                    self._after.after_step(*each)
 
     def _reset_optimizer(self) -> None:
         """Clear the optimizer's state of this round's parameters."""

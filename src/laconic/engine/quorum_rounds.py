@@ -183,7 +183,7 @@ class QuorumRounds:
         for channel, result in zip(kind.channels, results, strict=True):
             channel.bucket.unpack(_exchange(channel).receive(result, channel.exchange_state))
         for running in kind.runners:
-            running.after_quorum()
+            running.complete()
         kind.base, kind.since, kind.known, kind.sent = closing.number, sent.step, True, None
         kind.pace = closing.pace(self._link.rank)
         kind.began = self._worked(sent.step)

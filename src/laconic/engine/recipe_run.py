@@ -302,6 +302,7 @@ class RecipeRun:
         for gradients in self.gradients:
             gradients.after_step(gradients.round.when(self.session.step + 1))
 
+    @torch.no_grad()
     def pull(self) -> None:
         """The updates' `after_step`; no communication. The recipe's last round comes first."""
         for running in reversed(self.rounds):

@@ -389,7 +389,8 @@ def load_round(
         _load_state(running, index, parts, source) if stateful else {}
         for index in range(len(running.channels))
     ]
-    flights = [_load_flight(running, flight) for flight in own["flights"]]
+    first = executed - len(own["flights"])
+    flights = [_load_flight(running, f, first + k) for k, f in enumerate(own["flights"])]
 
     def load() -> None:
         load_exchange()
@@ -423,7 +424,7 @@ def _load_state(
     return state
 
 
-def _load_flight(running: ParameterRunner, saved: Saved) -> InFlightRound:
+def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFlightRound:
     channels, copies = running.channels, []
     if running.set.vary:
         copies = running.set.copies()
@@ -449,4 +450,4 @@ def _load_flight(running: ParameterRunner, saved: Saved) -> InFlightRound:
         arrived = Arrival(flat.to(device, copy=True), weight, present=present)
         y = None if sent is None else sent.to(device, copy=True)
         buckets.append(InFlightBucket(channel, y, Pending.of(arrived)))
-    return InFlightRound(saved["due"], Pending.of(buckets), copies)
+    return InFlightRound(saved["due"], executed, Pending.of(buckets), copies)

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,28 @@ WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 MOVES = 3
 """How often parameters must have moved between backward passes, without a step, for a warning.
 Once or twice may be the program's own initialization."""
+
+
+Event = Literal["step begins", "step ended", "finish", "switch", "failure"]
+"""Before the optimizer's step; after all of its rounds; after `Synchronizer.finish`, with ``mean``;
+after a change of recipe; and, with the error that has ended the training, before the other ranks
+hear of it."""
+
+
+class Events:
+    """What is called at each `Event` of one driver."""
+
+    def __init__(self) -> None:
+        self._listeners: list[tuple[Event, Callable[..., None]]] = []
+
+    def on(self, event: Event, listener: Callable[..., None]) -> None:
+        """Call ``listener`` at each ``event``, from now on."""
+        self._listeners.append((event, listener))
+
+    def tell(self, event: Event, *about: Any) -> None:
+        """Call those of ``event``."""
+        for listener in [each for kind, each in self._listeners if kind == event]:
+            listener(*about)
 
 
 class StepHooks(RemovableHandle):

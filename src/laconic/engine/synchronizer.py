@@ -307,7 +307,7 @@ class Synchronizer:
                 last = now.workers
                 callback(now)
 
-        self.driver.on("step ended", compare)
+        self.driver.events.on("step ended", compare)
 
     @property
     def sharded(self) -> bool:
