@@ -317,47 +317,26 @@ class Chooser:
         muon = self.auto.outer and takes_muon(optimizer, whole)
         turns = largest = 0.0
         if muon:
-            turns = turning(whole, self._device)
-            if self._session.sharded:  # the ranks of a worker share the matrices
-                turns /= self._ranks
+            share = self._ranks if self._session.sharded else 1  # of a worker's ranks
+            turns = turning(whole, self._device) / share
             largest = largest_fragment(self._session.model, self._session.groups())
         slowest = [compute, -found.rate, found.latency, wall, elements, -elements, -float(muon)]
-        slowest += [turns, largest, itemsize]
         sizes, changing = ((), 0) if self._buffers is None else self._buffers.sizes()
-        slowest.append(changing)
+        slowest += [turns, largest, itemsize, changing]
         rest = [found.packets, found.again, *used, *found.speeds]
         own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
-        compute, rate, latency, wall, most, least, muon, turns, largest, itemsize, changing = (
-            everyone[:, :11].amax(0).tolist()
-        )
-        packets, again = everyone[:, 11:13].sum(0).tolist()
-        carry, contention = _busiest(everyone[:, 13:15])
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
         self._traffic = self._sent()  # without the probes, which wait for nothing else
         self._before = self._session.usage()
-        if most != -least:  # shards of different sizes: all ranks use the largest
-            shapes = ((int(most),),)
-        loss = lost_share(packets, again, latency, everyone.shape[0])
-        self._slow_worker, self._slow_host = slow_worker(everyone[:, 0]), ""
-        if self._ranks == 1:  # a rank's row is that of a worker
-            self._slow_host = slow_host(everyone[:, 15:])
-        known = self._workers, shapes, int(itemsize), compute, -rate, latency, loss
+        self._slow_worker = slow_worker(everyone[:, 0])
+        alone = self._ranks == 1  # a rank's row is that of a worker
+        self._slow_host = slow_host(everyone[:, 15:]) if alone else ""
         ranks = 1 if self._session.sharded else self._ranks  # else each sends a part of a message
-        facts = Facts(
-            *known,
-            ranks=ranks,
-            nets=nets_of(self._workers, ranks, -rate, latency),
-            contention=contention,
-            carry=carry,
-            overlapping=self._world.overlapping is not None,
-            muon=bool(muon),  # -1 where all ranks take it
-            turning=turns,
-            largest=largest,
-            buffers=sizes,
-            changing=int(changing),
-            broadcast=self._session.settings.buffers == "broadcast",
-        )
+        facts, wall = _of_all(everyone, self._workers, ranks, shapes)
+        broadcast = self._session.settings.buffers == "broadcast"
+        overlapping = self._world.overlapping is not None
+        facts = replace(facts, overlapping=overlapping, buffers=sizes, broadcast=broadcast)
         return undisturbed(self.now.recipe, facts), wall
 
     def _probe(self) -> Probed:
@@ -428,6 +407,34 @@ def _busiest(rows: Tensor) -> tuple[float, float]:
     newcomer are 0."""
     carry, contention = rows[int(rows.prod(1).argmax())].tolist()
     return carry, contention
+
+
+def _of_all(
+    rows: Tensor, workers: int, ranks: int, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[Facts, float]:
+    """The facts and the seconds of a step, from what each rank has measured. ``ranks``: how many of
+    a worker share its messages."""
+    compute, rate, latency, wall, most, least, muon, turns, largest, itemsize, changing = (
+        rows[:, :11].amax(0).tolist()
+    )
+    if most != -least:  # shards of different sizes: all ranks use the largest
+        shapes = ((int(most),),)
+    packets, again = rows[:, 11:13].sum(0).tolist()
+    carry, contention = _busiest(rows[:, 13:15])
+    known = workers, shapes, int(itemsize), compute, -rate, latency
+    facts = Facts(
+        *known,
+        loss=lost_share(packets, again, latency, len(rows)),
+        ranks=ranks,
+        nets=nets_of(workers, ranks, -rate, latency),
+        contention=contention,
+        carry=carry,
+        muon=bool(muon),  # -1 where all ranks take it
+        turning=turns,
+        largest=largest,
+        changing=int(changing),
+    )
+    return facts, wall
 
 
 def _saved(facts: Facts) -> dict[str, Any]:
