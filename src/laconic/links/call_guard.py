@@ -22,17 +22,17 @@ from laconic.links.addresses import Address
 from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import NOTHING, Answer, Request, Verdict
-from laconic.links.long_wait import LongWait
+from laconic.links.long_wait import LongWait, Patience
 from laconic.links.rendezvous import ADVICE, UNREACHABLE_SECONDS
 from laconic.links.stalls import Counted, Stalls
 from laconic.links.texts import Gather, exchange_texts
 from laconic.links.wire import ChangedError, LostError, OtherCallError
 
-FIRST_ASK_SECONDS, LAST_ASK_SECONDS = 1.0, 30.0
-"""A rank that waits asks the others after the first time, then after twice as long each time, up to
-the second."""
 PEERS_SECONDS = 0.5
 """How often `CallGuard.check_peers` looks whether the connections are still open."""
+
+NO_ANSWER = "silent", "unreachable"
+"""The kinds of `Answer.missing` of a rank whose process may live."""
 
 SWALLOWED = (
     "all connections are open and small messages pass, but no large one arrives: a part of the "
@@ -119,8 +119,7 @@ class CallGuard:
         self.rank, self.ranks, self.size = rank, list(ranks), len(ranks)
         self._transport, self._timeout = transport, timeout
         self._sequence = CallSequence() if sequence is None else sequence
-        self._beacon = health.beacon()
-        self._process = os.getpid()
+        self._beacon, self._process = health.beacon(), os.getpid()
         self._addresses: list[str] = []
         self._answered: set[int] = set()
         """The ranks whose beacons have answered: if one is gone later, its process has ended."""
@@ -128,9 +127,8 @@ class CallGuard:
         """The ranks that have closed their connections in order."""
         self._unreachable: dict[int, float] = {}
         """Since when (`time.monotonic`) a rank's beacon cannot be reached."""
-        self._asked_in, self._ask_at, self._patience = -1, 0.0, FIRST_ASK_SECONDS
+        self._wait, self._patience = LongWait(), Patience()
         self._peers_checked = 0.0
-        self._wait = LongWait()
 
     # -- setting up ----
 
@@ -153,7 +151,7 @@ class CallGuard:
             raise
         except RuntimeError as error:
             self.lost(error)
-        self._compare_secrets([said[1] for said in received])
+        _compare_secrets(self.ranks, [said[1] for said in received])
         secret = bytes.fromhex(received[0][2])
         if shared is not None:
             secret = job_secret.derive(shared, "link", salt=secret)
@@ -161,12 +159,6 @@ class CallGuard:
         beacons = dict(zip(self.ranks, self._addresses, strict=True))
         self._sequence.share(secret, self.ranks[self.rank], beacons)
         return [said[3] for said in received]
-
-    def _compare_secrets(self, prints: Sequence[str]) -> None:
-        """Raise, on all ranks, if not all of them have the same secret from a file."""
-        for r, other in zip(self.ranks, prints, strict=True):
-            if other != prints[0]:
-                raise LinkError(job_secret.difference(f"rank {r}", other, prints[0]), ranks=[r])
 
     def split(self, members: Sequence[int], transport: Transport | None) -> CallGuard:
         """The guard of a link of some ``members`` of this one, this rank included."""
@@ -257,15 +249,8 @@ class CallGuard:
 
     def _should_ask(self) -> bool:
         """Whether it is time to ask the other ranks again."""
-        now, serial = time.monotonic(), self._sequence.serial
-        if serial != self._asked_in:
-            self._asked_in, self._ask_at, self._patience = serial, now, FIRST_ASK_SECONDS
-        if now < self._ask_at:
-            return False
-        if not self._unreachable:  # else every time
-            self._ask_at = now + self._patience
-            self._patience = min(2 * self._patience, LAST_ASK_SECONDS)
-        return True
+        again = bool(self._unreachable)
+        return self._patience.ends(self._sequence.serial, time.monotonic(), again)
 
     def _report(self, seconds: float, answers: Answers) -> None:
         """Log that ranks have not come to this call: those that do not answer, or are in an earlier
@@ -430,8 +415,7 @@ class CallGuard:
         that is behind; or ``only`` the given ones."""
         self._raise_verdict()
         mine = self._sequence.serial
-        silent = list(only)
-        silent = silent or [r for r, a in answers.items() if a.missing in ("silent", "unreachable")]
+        silent = list(only) or [r for r, a in answers.items() if a.missing in NO_ANSWER]
         gone = [
             r for r, a in answers.items() if a.missing == "gone" and self._ended_after(r) < mine
         ]
@@ -447,12 +431,25 @@ class CallGuard:
         self.conclude(text, [self.ranks[r] for r in blamed], answers)
 
     def _describe(self, rank: int, answer: Answer) -> str:
-        last, mine = self._ended_after(rank), self._sequence.serial
-        what = answer.status if answer.lost else f"is {answer.status}"
-        if answer.missing == "gone" and last >= 0:
-            what = f"has left: its program ended in order after call {last} of {mine}"
-        return f"rank {self.ranks[rank]} {what}"
+        at = self._ended_after(rank), self._sequence.serial
+        return _described(self.ranks[rank], answer, *at)
 
     def _shutdown(self) -> None:
         if self._transport is not None:
             self._transport.shutdown()
+
+
+def _compare_secrets(ranks: Sequence[int], prints: Sequence[str]) -> None:
+    """Raise, on all ranks, if not all of them have the same secret from a file."""
+    for r, other in zip(ranks, prints, strict=True):
+        if other != prints[0]:
+            raise LinkError(job_secret.difference(f"rank {r}", other, prints[0]), ranks=[r])
+
+
+def _described(name: int, answer: Answer, last: int, mine: int) -> str:
+    """What is known of rank ``name``, whose process has ended in order after call ``last`` (-1: as
+    far as is known, it has not), for a rank in call ``mine``."""
+    what = answer.status if answer.lost else f"is {answer.status}"
+    if answer.missing == "gone" and last >= 0:
+        what = f"has left: its program ended in order after call {last} of {mine}"
+    return f"rank {name} {what}"

@@ -106,9 +106,8 @@ class Collectives(Blocking):
         ``receives[r]``. If not ``ready``, `_send` says when each can be sent. It ``joins`` the
         messages under way, or there must be none."""
         others = hops(self.rank, self.size)[:-1]
-        out = {r: sends[r] for r in others if r < len(sends)}
-        into = {r: receives[r] for r in others if r < len(receives)}
-        return self._post(out, into, ready=ready, joins=joins)
+        rows = ({r: each[r] for r in others if r < len(each)} for each in (sends, receives))
+        return self._post(*rows, ready=ready, joins=joins)
 
     def _post(
         self,
@@ -303,8 +302,7 @@ class Collectives(Blocking):
             fill = parts.fill if len(parts.ends) > 1 else None
             if fill is None and mine.data_ptr() != own.data_ptr():
                 own.copy_(mine)
-            at_once = fill is None
-            transfer = self._post_all([own] * self.size, slices, ready=at_once, joins=overlaps)
+            transfer = self._post_all([own] * self.size, slices, ready=not fill, joins=overlaps)
             if fill is not None:
                 for part in parts:
                     fill(self.rank, part)
@@ -325,11 +323,7 @@ class Collectives(Blocking):
         rows, fill = list(out.unbind()), parts.fill if len(parts.ends) > 1 else None
         transfer = self._post_all(x.unbind(), rows, ready=fill is None, joins=overlaps)
         if fill is not None:
-            for part in parts:
-                for r in order:
-                    fill(r, part)
-                    if r != self.rank:
-                        self._send(transfer, r, part.stop * x.element_size())
+            self._fill(transfer, parts, x.element_size())
         rows[self.rank].copy_(x[self.rank])
         await self._sent(transfer, overlaps)
         self._receive(transfer, parts, arrivals(self.rank, self.size), x.element_size())
