@@ -13,19 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.compile import with_replicas
-from laconic.algorithms.round import NamedRecipe, unchanged
-from laconic.buckets import module_buffers
+from laconic.algorithms.round import unchanged
 from laconic.compat.gossip_graphs import GraphManager, UniformMixing
 from laconic.compat.profile import LogLines, Profile
 from laconic.compat.slowmo_arguments import (
+    LOCAL,
+    SHARDS,
+    SLOW,
+    Arguments,
     SlowMoBaseAlgorithm,
-    SlowStep,
-    base_algorithm,
-    check_module,
     check_ranks,
-    device_of,
-    graph_of,
 )
 from laconic.compat.slowmo_binding import FP32, Binding, copy
 from laconic.compat.state_keys import with_prefix, without_prefix
@@ -33,12 +30,10 @@ from laconic.engine.driver import Driver
 from laconic.engine.recorder import Stats
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Synchronizer
-from laconic.errors import TIMEOUT, check_bool, check_float, check_int
+from laconic.errors import TIMEOUT
 from laconic.links.agreement import on_all_ranks
 from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
 
-SLOW, SHARDS, LOCAL = 48, 32, 3
-"""The defaults of slowmo_frequency, slowmo_num_shards and localsgd_frequency."""
 SETTINGS = (
     "nprocs_per_node",
     "slowmo_base_algorithm",
@@ -126,6 +121,16 @@ class SlowMoDistributedDataParallel(nn.Module):
         1
     """
 
+    nprocs_per_node: int
+    slowmo_base_algorithm: SlowMoBaseAlgorithm
+    slowmo_momentum: float
+    slowmo_memory_efficient: bool
+    slowmo_frequency: int
+    slowmo_lr: float
+    slowmo_num_shards: int
+    localsgd_frequency: int
+    slowmo_sgp_average_params: bool
+
     def __init__(
         self,
         module: nn.Module,
@@ -156,94 +161,31 @@ class SlowMoDistributedDataParallel(nn.Module):
         *,
         timeout: float = TIMEOUT,
     ) -> None:
+        arguments = dict(locals())
         super().__init__()
-        switches = {
-            "broadcast_buffers": broadcast_buffers,
-            "slowmo_memory_efficient": slowmo_memory_efficient,
-            "push_sum": push_sum,
-            "overlap": overlap,
-            "use_streams": use_streams,
-            "slowmo_sgp_average_params": slowmo_sgp_average_params,
-            "verbose": verbose,
-            "profile_mode": profile_mode,
-        }
         with refused_by_all(None, timeout):
-            device = device_of(module, comm_device)
-            check_module(module)
-            for name, value in switches.items():
-                check_bool(name, value)
-            slow_step = SlowStep(
-                base_algorithm(slowmo_base_algorithm),
-                check_float("slowmo_momentum", slowmo_momentum, 0.0, 1.0),
-                check_float("slowmo_lr", slowmo_lr, 0.0, strict=True),
-                slowmo_memory_efficient,
-                check_int("slowmo_frequency", slowmo_frequency, 1),
-                check_int("localsgd_frequency", localsgd_frequency, 1),
-                slowmo_sgp_average_params,
-            )
-            check_int("slowmo_num_shards", slowmo_num_shards, 1)
-            check_int("synch_freq", synch_freq, 0)
+            given = Arguments.of(arguments)
+        device = next(module.parameters()).device
         world = agreed_link(None, device, timeout)
-        self.module = module
-        self.nprocs_per_node = nprocs_per_node
-        self.slowmo_base_algorithm = slow_step.slowmo_base_algorithm
-        self.slowmo_momentum, self.slowmo_lr = slow_step.slowmo_momentum, slow_step.slowmo_lr
-        self.slowmo_memory_efficient = slowmo_memory_efficient
-        self.slowmo_frequency = slow_step.slowmo_frequency
-        self.localsgd_frequency = slow_step.localsgd_frequency
-        self.slowmo_sgp_average_params = slowmo_sgp_average_params
         layout = layout_of(world, nprocs_per_node, None, [])
         nodes = len(layout)
-        groups = (
-            (global_group, world.size),
-            (master_group, nodes),
-            (local_node_group, nprocs_per_node),
-        )
-        node = world.rank // nprocs_per_node
-
-        # slices are per node, because each rank of a node owns a part of the node's slice
-        owners = -(-slowmo_num_shards // nprocs_per_node) if slowmo_memory_efficient else None
         with on_all_ranks(world.gather):
-            check_ranks(world, process_rank, process_world_size, *groups)
-            manager = graph_of(graph, mixing, node, nodes)
-            base = slow_step.base(module, manager, push_sum, overlap, synch_freq)
-            rounds = slow_step.rounds(base if nodes > 1 else (), owners)
-        self.slowmo_num_shards = min(owners, nodes) * nprocs_per_node if owners else 1
-        if nodes == 1 and broadcast_buffers and module_buffers(module)[0]:
-            rounds = (slow_step.buffers(), *rounds)
-        if nprocs_per_node > 1:
-            rounds = with_replicas(rounds)
-        local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
-        on, sharded = slow_step.slow_step_on, slow_step.slow_step_on and slowmo_memory_efficient
-        idle = {
-            "use_streams=False": not use_streams,
-            "synch_freq (only for overlap=True)": synch_freq > 0 and not overlap,
-            "graph, mixing (only for SGP)": local and bool(graph or mixing),
-            "push_sum=False (only for SGP)": local and not push_sum,
-            "slowmo_sgp_average_params (only for slow steps of SGP without slowmo_memory_efficient)"
-            "": slowmo_sgp_average_params and (local or sharded or not on),
-            "slowmo_num_shards (only for slowmo_memory_efficient)": slowmo_num_shards != SHARDS
-            and not sharded,
-            "slowmo_memory_efficient=False (only for slow steps)": not slowmo_memory_efficient
-            and not on,
-            "slowmo_frequency (only for slow steps)": slowmo_frequency != SLOW and not on,
-            "localsgd_frequency (only for local SGD)": localsgd_frequency != LOCAL and not local,
-        }
-        unused = [name for name, is_idle in idle.items() if is_idle]
-        with on_all_ranks(world.gather):
-            slow_step.warn(nodes, unused)
-        inside = inside_of(world, device, timeout)
-        sets = sets_of(world, layout, None, False, inside)
-        rounds = NamedRecipe(rounds, slow_step.text())
+            check_ranks(arguments, world, nodes)
+            recipe = given.recipe(world.rank // nprocs_per_node, nodes)
+            given.warn(nodes)
+        self.module = module
+        for name in SETTINGS:
+            own = given.shards(nodes) if name == "slowmo_num_shards" else getattr(given, name)
+            setattr(self, name, own)
+        sets = sets_of(world, layout, None, False, inside_of(world, device, timeout))
         settings = Settings("average" if broadcast_buffers else "keep", unchanged, hooked=False)
-        self._driver = Driver(module, None, rounds, sets, device, settings)
+        self._driver = Driver(module, None, recipe, sets, device, settings)
         self._sync = Synchronizer(self._driver)
         weakref.finalize(self, self._sync.detach).atexit = False
         self._binding = Binding(module, self._sync, device)
         self._detached = False
-        self._profile: Profile | None = None
-        if profile_mode:
-            self._profile = Profile(self._sync, world.rank, slowmo_frequency)
+        profile = Profile(self._sync, world.rank, slowmo_frequency) if profile_mode else None
+        self._profile = profile
         if verbose:
             self._sync.record([LogLines()])
         self.register_state_dict_post_hook(without_prefix)  # type: ignore[no-untyped-call]

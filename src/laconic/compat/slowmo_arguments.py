@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from laconic.algorithms import recipes
+from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchanges import Mean, Push, ShardedMean
-from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.round import NamedRecipe, Recipe, Round
 from laconic.algorithms.schedules import every
 from laconic.algorithms.topology import Graph
 from laconic.algorithms.updates import Average, Mix, PushSum, Replace, RoundedAverage
@@ -25,11 +27,24 @@ from laconic.compat.gossip_graphs import (
 )
 from laconic.engine.model_checks import check_devices, check_tensors, check_unwrapped
 from laconic.engine.saved_state import WRAPPER
+from laconic.errors import check_bool, check_float, check_int
 from laconic.links import Link
 
+SLOW, SHARDS, LOCAL = 48, 32, 3
+"""The defaults of slowmo_frequency, slowmo_num_shards and localsgd_frequency."""
+SWITCHES = (
+    "broadcast_buffers",
+    "slowmo_memory_efficient",
+    "push_sum",
+    "overlap",
+    "use_streams",
+    "slowmo_sgp_average_params",
+    "verbose",
+    "profile_mode",
+)
+LEAST = {"slowmo_frequency": 1, "localsgd_frequency": 1, "slowmo_num_shards": 1, "synch_freq": 0}
+"""The least values of whole numbers."""
 HALF = (torch.float16, torch.bfloat16)
-SizedGroup = tuple[dist.ProcessGroup | None, int]
-"""A process group, and the size that it must have."""
 
 
 class SlowMoBaseAlgorithm(str, Enum):
@@ -47,16 +62,62 @@ class SlowMoBaseAlgorithm(str, Enum):
 
 
 @dataclass(frozen=True)
-class SlowStep:
-    """The wrapper's arguments of the same names that define the slow step and its base."""
+class Arguments:
+    """The wrapper's arguments of the same names."""
 
+    module: nn.Module
+    nprocs_per_node: int
+    broadcast_buffers: bool
     slowmo_base_algorithm: SlowMoBaseAlgorithm
     slowmo_momentum: float
-    slowmo_lr: float
     slowmo_memory_efficient: bool
     slowmo_frequency: int
+    slowmo_lr: float
+    slowmo_num_shards: int
     localsgd_frequency: int
+    graph: GraphManager | None
+    mixing: UniformMixing | None
+    push_sum: bool
+    overlap: bool
+    synch_freq: int
+    use_streams: bool
     slowmo_sgp_average_params: bool
+    verbose: bool
+    profile_mode: bool
+    comm_device: torch.device | str | None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Arguments:
+        """Those of the arguments ``given``, by name, that this class has. Raises ``ValueError``
+        for what cannot be used."""
+        device_of(given["module"], given["comm_device"])
+        check_module(given["module"])
+        for name in SWITCHES:
+            check_bool(name, given[name])
+        checked: dict[str, Any] = {
+            "slowmo_base_algorithm": base_algorithm(given["slowmo_base_algorithm"]),
+            "slowmo_momentum": check_float("slowmo_momentum", given["slowmo_momentum"], 0.0, 1.0),
+            "slowmo_lr": check_float("slowmo_lr", given["slowmo_lr"], 0.0, strict=True),
+        }
+        for name, least in LEAST.items():
+            checked[name] = check_int(name, given[name], least)
+        return cls(**{f.name: checked.get(f.name, given[f.name]) for f in fields(cls)})
+
+    @property
+    def local(self) -> bool:
+        """Whether the base is local SGD."""
+        return self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
+
+    @property
+    def owners(self) -> int | None:
+        """How many nodes store the slow step's state; None: all of them. Slices are per node,
+        because each rank of a node owns a part of the node's slice."""
+        shards = -(-self.slowmo_num_shards // self.nprocs_per_node)
+        return shards if self.slowmo_memory_efficient else None
+
+    def shards(self, nodes: int) -> int:
+        """Return over how many ranks the slow step's state is sharded."""
+        return min(self.owners, nodes) * self.nprocs_per_node if self.owners else 1
 
     @property
     def slow_step_on(self) -> bool:
@@ -66,66 +127,80 @@ class SlowStep:
     @property
     def base_is_idle(self) -> bool:
         """Whether slow steps are more frequent than local SGD's averages, and replace them all."""
-        local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
         base, slow = self.localsgd_frequency, self.slowmo_frequency
-        return local and self.slow_step_on and base > slow and not base % slow
+        return self.local and self.slow_step_on and base > slow and not base % slow
 
     def text(self) -> str:
         """Return the recipe's name for messages: the settings that define it."""
         names = ["slowmo_momentum", "slowmo_frequency", "slowmo_lr"]
-        if self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD:
+        if self.local:
             names.append("localsgd_frequency")
         base = f"slowmo_base_algorithm={self.slowmo_base_algorithm.value!r}"
         settings = [base, *(f"{name}={getattr(self, name)}" for name in names)]
         return f"{WRAPPER}{', '.join(settings)})"
 
-    def base(
-        self,
-        module: nn.Module,
-        manager: GraphManager,
-        push_sum: bool,
-        overlap: bool,
-        synch_freq: int,
-    ) -> Recipe:
+    def recipe(self, node: int, nodes: int) -> Recipe:
+        """Return all rounds for ``node`` of so many ``nodes``."""
+        manager = graph_of(self.graph, self.mixing, node, nodes)
+        base = self._base(manager)
+        rounds = self._with_slow_step(base if nodes > 1 else ())
+        if nodes == 1 and self.broadcast_buffers and module_buffers(self.module)[0]:
+            when = every(self.localsgd_frequency)  # there is no other round that averages them
+            rounds = (Round(when, Replace(), Mean(), module_buffers, over="world"), *rounds)
+        rounds = with_replicas(rounds) if self.nprocs_per_node > 1 else rounds
+        return NamedRecipe(rounds, self.text())
+
+    def _base(self, manager: GraphManager) -> Recipe:
         """Return the rounds of the base algorithm."""
-        if self.slowmo_base_algorithm is SlowMoBaseAlgorithm.SGP:
-            return _gossip(manager, push_sum, overlap, synch_freq)
-        if overlap:
+        if not self.local:
+            return _gossip(manager, self.push_sum, self.overlap, self.synch_freq)
+        if self.overlap:
             raise ValueError(
                 "overlap=True needs slowmo_base_algorithm=SlowMoBaseAlgorithm.SGP; local SGD "
                 "overlaps with laconic.attach(..., laconic.local_sgd(period, delay=...))"
             )
-        return (Round(every(self.localsgd_frequency), _average(module), Mean()),)
+        return (Round(every(self.localsgd_frequency), _average(self.module), Mean()),)
 
-    def buffers(self) -> Round:
-        """Return a round that averages the module's buffers, where there is no other round."""
-        return Round(
-            every(self.localsgd_frequency), Replace(), Mean(), module_buffers, over="world"
-        )
-
-    def rounds(self, base: Recipe, owners: int | None) -> Recipe:
-        """Add the slow step to ``base``. It replaces rounds of ``base`` if it averages exactly.
-
-        ``owners``: the number of nodes that store the slow step's state; None: all of them.
-        """
+    def _with_slow_step(self, base: Recipe) -> Recipe:
+        """Add the slow step to ``base``. It replaces rounds of ``base`` if it averages exactly."""
         if not self.slow_step_on:
             return base
-        local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
-        average = local or owners is not None or self.slowmo_sgp_average_params or not base
+        sharded = self.owners is not None
+        average = self.local or sharded or self.slowmo_sgp_average_params or not base
         period, momentum, lr = self.slowmo_frequency, self.slowmo_momentum, self.slowmo_lr
-        sharded = owners is not None
         if self.base_is_idle:
             base = ()
         stored = sharded or not average  # without an average, every worker keeps its own state
         *skipped, slow = recipes.slowmo(base, period, momentum, lr, sharded=stored, average=average)
         if sharded:
-            slow = replace(slow, exchange=ShardedMean(owners))
+            slow = replace(slow, exchange=ShardedMean(self.owners))
         return (*(skipped if average else base), slow)
 
-    def warn(self, nodes: int, idle: Sequence[str]) -> None:
+    def _unused(self) -> list[str]:
+        """The arguments that have no effect beside the others."""
+        on, local, efficient = self.slow_step_on, self.local, self.slowmo_memory_efficient
+        sharded = on and efficient
+        averages = "slowmo_sgp_average_params (only for slow steps of SGP without "
+        averages += "slowmo_memory_efficient)"
+        idle = {
+            "use_streams=False": not self.use_streams,
+            "synch_freq (only for overlap=True)": self.synch_freq > 0 and not self.overlap,
+            "graph, mixing (only for SGP)": local and bool(self.graph or self.mixing),
+            "push_sum=False (only for SGP)": local and not self.push_sum,
+            averages: self.slowmo_sgp_average_params and (local or sharded or not on),
+            "slowmo_num_shards (only for slowmo_memory_efficient)": not sharded
+            and self.slowmo_num_shards != SHARDS,
+            "slowmo_memory_efficient=False (only for slow steps)": not (efficient or on),
+            "slowmo_frequency (only for slow steps)": not on and self.slowmo_frequency != SLOW,
+            "localsgd_frequency (only for local SGD)": not local
+            and self.localsgd_frequency != LOCAL,
+            "localsgd_frequency (a multiple of slowmo_frequency)": self.base_is_idle,
+        }
+        return [name for name, is_idle in idle.items() if is_idle]
+
+    def warn(self, nodes: int) -> None:
         """Warn the caller of the caller of settings that work against each other, and of arguments
-        without an effect, such as those in ``idle``."""
-        local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
+        without an effect."""
         slow_over_base = self.slow_step_on and nodes > 1
         uneven = self.slowmo_frequency % self.localsgd_frequency != 0
         if nodes == 1:
@@ -134,22 +209,19 @@ class SlowStep:
                 f"gradients anyway; the slow step is {'on' if self.slow_step_on else 'off'}",
                 stacklevel=3,
             )
-        if slow_over_base and local and uneven:
+        if slow_over_base and self.local and uneven:
             warnings.warn(
                 f"slowmo_frequency={self.slowmo_frequency} is not a multiple of localsgd_frequency="
                 f"{self.localsgd_frequency}: the distances between averages are uneven",
                 stacklevel=3,
             )
-        if slow_over_base and not local and self.slowmo_memory_efficient:
+        if slow_over_base and not self.local and self.slowmo_memory_efficient:
             warnings.warn(
                 "slowmo_memory_efficient=True sends an all-reduce at every slow step of SGP; False "
                 "sends none, and stores two float32 numbers per parameter on every rank",
                 stacklevel=3,
             )
-        unused = list(idle)
-        if self.base_is_idle:
-            unused.append("localsgd_frequency (a multiple of slowmo_frequency)")
-        if unused:
+        if unused := self._unused():
             warnings.warn(f"these arguments have no effect: {', '.join(unused)}", stacklevel=3)
 
 
@@ -186,27 +258,22 @@ def base_algorithm(given: SlowMoBaseAlgorithm) -> SlowMoBaseAlgorithm:
         raise ValueError(f"slowmo_base_algorithm must be one of {choices}, not {given!r}") from None
 
 
-def check_ranks(
-    world: Link,
-    process_rank: int | None,
-    process_world_size: int | None,
-    global_group: SizedGroup,
-    master_group: SizedGroup,
-    local_node_group: SizedGroup,
-) -> None:
-    """Check ranks and sizes: laconic creates its own process groups, of the same ranks. A group
-    that is None, or that this rank does not belong to, is not checked."""
+def check_ranks(given: Mapping[str, Any], world: Link, nodes: int) -> None:
+    """Check ranks and sizes among the wrapper's arguments ``given``: laconic creates its own
+    process groups, of the same ranks. A group that is None, or that this rank does not belong to,
+    is not checked."""
     checks: dict[str, tuple[int | None, int]] = {
-        "process_rank": (process_rank, world.rank),
-        "process_world_size": (process_world_size, world.size),
+        "process_rank": (given["process_rank"], world.rank),
+        "process_world_size": (given["process_world_size"], world.size),
     }
-    groups = {"global": global_group, "master": master_group, "local_node": local_node_group}
-    for name, (group, size) in groups.items():
-        given = group.size() if isinstance(group, dist.ProcessGroup) else None
-        checks[f"the size of {name}_group"] = given, size
-    for name, (given, found) in checks.items():
-        if given is not None and given != found:
-            raise ValueError(f"{name} is {given}, where laconic finds {found}")
+    sizes = {"global": world.size, "master": nodes, "local_node": given["nprocs_per_node"]}
+    for name, size in sizes.items():
+        group = given[f"{name}_group"]
+        own = group.size() if isinstance(group, dist.ProcessGroup) else None
+        checks[f"the size of {name}_group"] = own, size
+    for name, (stated, found) in checks.items():
+        if stated is not None and stated != found:
+            raise ValueError(f"{name} is {stated}, where laconic finds {found}")
 
 
 def graph_of(
