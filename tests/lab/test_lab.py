@@ -20,7 +20,7 @@ import pytest
 from benchmarks import stress
 
 from laconic.cli import main
-from laconic.lab.emulation import orphans, program
+from laconic.lab.emulation import network, orphans, program
 from laconic.lab.emulation.cluster import (
     Cluster,
     ForwardError,
@@ -225,7 +225,7 @@ def test_without_namespaces_it_says_what_is_not_slowed_down(
     def refuse(*_: object, **__: object) -> Cluster:
         raise NamespacesUnavailable("no network namespaces: on purpose")
 
-    monkeypatch.setattr(program, "Cluster", refuse)
+    monkeypatch.setattr(network, "Cluster", refuse)
     script = 'setsid sleep 1000 & echo "$LACONIC_BANDWIDTH $LACONIC_LATENCY"'
     options = ["--bandwidth", "10mbit", "--bandwidth-host", "1=unlimited", "--latency", "20ms"]
     assert lab(*options, script=script) == 0

@@ -18,7 +18,8 @@ from laconic.units import format_rate, parse_bandwidth, parse_duration
 if TYPE_CHECKING:
     from laconic.lab.emulation.faults import Plan
     from laconic.lab.emulation.injection import Happened
-    from laconic.lab.emulation.program import Ended, Failure, Network, Process, Settings
+    from laconic.lab.emulation.network import Network
+    from laconic.lab.emulation.program import Ended, Failure, Process, Settings
 
 COLORS = ("cyan", "green", "yellow", "magenta", "blue")
 """Colors of the hosts' names on a terminal."""
@@ -156,7 +157,7 @@ def _refuse(arguments: argparse.Namespace, names: Sequence[str], beside: str) ->
 
 def network_of(arguments: argparse.Namespace) -> Network:
     """Return the network that the options describe."""
-    from laconic.lab.emulation.program import Network
+    from laconic.lab.emulation.network import Network
 
     network = Network(
         hosts=4 if arguments.hosts is None else arguments.hosts,

@@ -23,7 +23,8 @@ from laconic.engine.session import Session
 from laconic.errors import LinkError, after_step
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.link import ElasticLink, Settings
-from laconic.links.elastic.relay import Bequest, Snapshot, StepSettings, numbers_of
+from laconic.links.elastic.relay import numbers_of
+from laconic.links.elastic.relay_frames import Bequest, Snapshot, StepSettings
 from laconic.tensors import plain
 
 log = logging.getLogger("laconic")

@@ -34,7 +34,8 @@ from laconic.errors import LinkError, after_step
 from laconic.links.calls import FINISH, GRADIENTS, Call
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink
-from laconic.links.elastic.relay import Frame, Record, RelayError, Snapshot, Start
+from laconic.links.elastic.relay import RelayError
+from laconic.links.elastic.relay_frames import Frame, Record, Snapshot, Start
 
 log = logging.getLogger("laconic")
 

@@ -15,7 +15,8 @@ from laconic.lab.demo.worker import HOSTS, RECIPE
 from laconic.lab.emulation import program
 from laconic.lab.emulation.faults import Kill, Plan
 from laconic.lab.emulation.injection import Happened
-from laconic.lab.emulation.program import Ended, Failure, Network, Process, Settings
+from laconic.lab.emulation.network import Network
+from laconic.lab.emulation.program import Ended, Failure, Process, Settings
 from laconic.lab.race.verdict import listed
 
 STEPS = 500

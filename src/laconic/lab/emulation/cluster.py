@@ -445,20 +445,11 @@ def _bytes_per_second(rate: float | None) -> int | None:
     return round(rate / 8)
 
 
-def congestion_controls() -> list[str]:
-    """Return the names that may be TCP's default on hosts, in the order of the kernel.
-
-    They are the machine's tcp_allowed_congestion_control, for root as well.
-    """
-    try:
-        return _ALLOWED.read_text().split()
-    except OSError:  # not Linux
-        return []
-
-
 def check_congestion_control(name: str | None) -> None:
-    """Raise ValueError for a name that cannot be TCP's default on hosts."""
-    if name is not None and name not in (names := congestion_controls()):
+    """Raise ValueError for a name that cannot be TCP's default on hosts. Those that can are the
+    machine's tcp_allowed_congestion_control, for root as well."""
+    names = _ALLOWED.read_text().split() if _ALLOWED.exists() else []  # it does on Linux
+    if name is not None and name not in names:
         choices = ", ".join(names) or "none: the kernel lists none"
         raise ValueError(
             f"the congestion control must be one of {choices} "

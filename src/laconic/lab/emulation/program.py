@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -21,18 +21,14 @@ from laconic.lab.emulation import torchrun
 from laconic.lab.emulation.cluster import (
     Cluster,
     Loopback,
-    NamespacesUnavailable,
-    check_host,
-    check_hosts,
-    check_rate,
     job_environment,
     rank_variables,
 )
 from laconic.lab.emulation.faults import Cut, Plan
 from laconic.lab.emulation.goodput import Goodput, goodput_of, trace_directory
-from laconic.lab.emulation.impairments import Impairments
 from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injection
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
+from laconic.lab.emulation.network import Network, emulate
 from laconic.lab.emulation.output import Stream
 from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
 
@@ -43,35 +39,6 @@ SAMPLE_SECONDS: Final = 0.5
 GRACE_SECONDS: Final = 5.0
 """Time for the other processes to end after one has failed."""
 _POLL_SECONDS: Final = 0.1  # maximum delay until the end of a process is noticed
-
-
-@dataclass(frozen=True)
-class Network:
-    """The emulated hosts and their network.
-
-    ``bandwidth``: bit/s that each host may send, None for no limit. ``host_bandwidth``: overrides
-    for single hosts. ``impairments``: latency, jitter and loss.
-    """
-
-    hosts: int = 4
-    bandwidth: float | None = 100e6
-    host_bandwidth: Mapping[int, float | None] = field(default_factory=dict)
-    impairments: Impairments = field(default_factory=Impairments)
-
-    def check(self) -> None:
-        """Raise ``ValueError`` for settings that cannot be emulated."""
-        check_int("hosts", self.hosts, 1)
-        check_hosts(self.hosts)
-        for host in self.host_bandwidth:
-            check_host(host, self.hosts)
-        for rate in self.rates():
-            if rate is not None:
-                check_rate(rate)
-        self.impairments.check(self.hosts)
-
-    def rates(self) -> list[float | None]:
-        """Return what each host may send, in bit/s."""
-        return [self.host_bandwidth.get(host, self.bandwidth) for host in range(self.hosts)]
 
 
 @dataclass(frozen=True)
@@ -174,28 +141,6 @@ class Watch(Protocol):
 
     def ended(self, ended: Ended) -> None:
         """The run has ended, possibly by an exception."""
-
-
-@contextlib.contextmanager
-def emulate(network: Network) -> Iterator[tuple[Cluster | Loopback, str | None]]:
-    """Yield the hosts and None, or without namespaces, a `Loopback` and the reason.
-
-    Raises ``OSError`` if jitter or loss cannot be emulated, or latency although namespaces can.
-    """
-    reason = None
-    cluster: Cluster | Loopback
-    try:
-        cluster = Cluster(
-            network.hosts,
-            bandwidth=network.bandwidth,
-            host_bandwidth=network.host_bandwidth,
-            impairments=network.impairments,
-        )
-    except NamespacesUnavailable as error:
-        network.impairments.check_throttled(str(error))
-        cluster, reason = Loopback(network.hosts), str(error)
-    with cluster:
-        yield cluster, reason
 
 
 def run(settings: Settings, watch: Watch) -> Ended:

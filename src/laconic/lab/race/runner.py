@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +19,7 @@ from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import check_quorum, has_quorum, in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import WITH_GROUPS
-from laconic.algorithms.round import Recipe, Round
-from laconic.algorithms.updates import DelayedNesterov, OuterStep
+from laconic.algorithms.round import Recipe
 from laconic.errors import check_float, check_int
 from laconic.lab.emulation.cluster import (
     Cluster,
@@ -35,6 +34,7 @@ from laconic.lab.emulation.impairments import Impairments
 from laconic.lab.emulation.jobs import Job, Outcome
 from laconic.lab.race import rivals, user_files, workloads
 from laconic.lab.race import timeline as timelines
+from laconic.lab.race.notes import advice, quorum_notes
 from laconic.lab.race.result import (
     FREE_NETWORK,
     NO_COMMUNICATION,
@@ -51,8 +51,6 @@ Watch = Callable[[str, Event], None]
 """Called with (recipe, event) while a row runs. Events are those of `worker`, and finally
 ``{"event": "done", "row": Row}``."""
 
-FEW_ROUNDS = 100
-"""With fewer outer rounds, DiLoCo's usual momentum of 0.9 may overshoot."""
 DIVERGED = 3.0
 """A loss this many times the initial loss counts as diverged."""
 RANK_TIMEOUT = 60.0
@@ -405,40 +403,12 @@ def _row_from(
     if isinstance(recipe, Auto):
         return replace(row, notes=tuple(last["choices"]))
     if _has_quorum(recipe):
-        return replace(row, notes=_quorum_notes(recipe, row.worker_steps, last["rosters"]))
-    return replace(row, notes=_advice(recipe, steps))
+        return replace(row, notes=quorum_notes(recipe, row.worker_steps, last["rosters"]))
+    return replace(row, notes=advice(recipe, steps))
 
 
 def _has_quorum(recipe: Recipe | Auto) -> bool:
     return not isinstance(recipe, Auto) and has_quorum(recipe)
-
-
-def _quorum_notes(
-    recipe: Recipe, steps: Sequence[int], rosters: Sequence[Sequence[int]]
-) -> tuple[str, ...]:
-    """Return notes on a run whose workers took different numbers of ``steps``, by rank."""
-    if not rosters:
-        return ("the run ended before its first round: give it more time",)
-    parts = [sum(rank in roster for roster in rosters) for rank in range(len(steps))]
-    took = f"workers took {_listed(steps)} steps, and part in {_listed(parts)} of {len(rosters)}"
-    notes = (f"{took} rounds",)
-    momenta = [r.update.momentum for r in recipe if isinstance(r.update, DelayedNesterov)]
-    return notes + _overshoot(max(momenta, default=0.0), sum(parts) // len(parts))
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    """Return numbers by rank as text."""
-    return ", ".join(f"{number:,}" for number in numbers[:-1]) + f" and {numbers[-1]:,}"
-
-
-def _overshoot(momentum: float, rounds: int) -> tuple[str, ...]:
-    """Return a note if ``rounds`` outer rounds are too few for this outer momentum."""
-    if momentum <= 0.6 or rounds >= FEW_ROUNDS:
-        return ()
-    return (
-        f"{rounds} outer rounds; below about {FEW_ROUNDS} an outer momentum of {momentum:g} may "
-        "overshoot: also try 0.3 to 0.6",
-    )
 
 
 def _no_row(name: str, status: Status, why: str, steps: int = 0) -> Row:
@@ -450,15 +420,3 @@ def _reason(outcome: Outcome | None) -> str:
         return "the run ended without a result"
     words = outcome.stderr.strip().splitlines()[-1:] if outcome.signal is None else []
     return ": ".join([str(outcome), *words])
-
-
-def _advice(recipe: Recipe, steps: int) -> tuple[str, ...]:
-    """Return notes on a recipe in a run this short."""
-    last = [r for r in recipe if isinstance(r, Round)][-1:]
-    if last and not any(last[0].when(step) for step in range(1, steps + 1)):
-        return ("the run ended before its first round: give it more time",)
-    for r in recipe:
-        if isinstance(r.update, OuterStep) and r.update.outer is None:
-            rounds = sum(r.when(step) for step in range(1, steps + 1))
-            return _overshoot(r.update.momentum, rounds)
-    return ()

@@ -11,19 +11,8 @@ from typing import Any, Protocol
 
 from laconic.errors import LinkError
 from laconic.links.calls import Call
-from laconic.links.elastic.relay import (
-    MOST_WAITING,
-    READY,
-    STATE,
-    Frame,
-    Record,
-    Refusal,
-    RelayError,
-    Snapshot,
-    Start,
-    StepSettings,
-    size_of,
-)
+from laconic.links.elastic.relay import MOST_WAITING, READY, STATE, RelayError, size_of
+from laconic.links.elastic.relay_frames import Frame, Record, Refusal, Snapshot, Start, StepSettings
 
 CHECK_SECONDS = 0.1
 

@@ -24,7 +24,8 @@ from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
 from laconic.links.elastic.reception import Reception
-from laconic.links.elastic.relay import Record, Relay, Snapshot, Start
+from laconic.links.elastic.relay import Relay
+from laconic.links.elastic.relay_frames import Record, Snapshot, Start
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.replay import Replay, like
 from laconic.links.elastic.units import Outcome, Units

@@ -9,7 +9,8 @@ from queue import SimpleQueue
 
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.members import Members
-from laconic.links.elastic.relay import Bequest, Relay, RelayError, Service, bequeath, call_donor
+from laconic.links.elastic.relay import Relay, RelayError, Service, bequeath, call_donor
+from laconic.links.elastic.relay_frames import Bequest
 from laconic.links.elastic.units import Units
 
 log = logging.getLogger("laconic")

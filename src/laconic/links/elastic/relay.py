@@ -19,7 +19,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from laconic.errors import LinkError
 from laconic.links import forks, handshake, secured
 from laconic.links.addresses import Address, connect
 from laconic.links.calls import Call
+from laconic.links.elastic.relay_frames import KINDS, Bequest, Frame, Refusal, Snapshot, Start
 from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
@@ -62,76 +62,6 @@ class RelayError(RuntimeError):
     """The connection between a donor and its newcomer has ended."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """All state of the donor after ``step`` steps, as plain data."""
-
-    step: int
-    state: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Record:
-    """What the collectives of a unit have brought, how many ``workers`` took part, and what they
-    have said of themselves (`Call.digest`)."""
-
-    call: Call
-    workers: int
-    outputs: Sequence[Tensor]
-    digests: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """The numbers in the optimizer's parameter groups, for the step after ``step`` steps."""
-
-    step: int
-    groups: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Start:
-    """The newcomer takes part from the unit ``serial`` on, which begins ``call``. ``groups``: the
-    numbers in the optimizer's parameter groups for its first step; ``others``: the state of the
-    user's objects then, by name; ``policy``: what the donor's policy hands over. ``digest``: of the
-    model and the optimizer then, where all workers have the same. ``present``: how many workers
-    take part, and the newcomer's rank."""
-
-    serial: int
-    call: Call
-    digest: int
-    groups: list[dict[str, Any]]
-    others: dict[str, Any]
-    policy: dict[str, Any] | None
-    present: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Bequest:
-    """State that only a worker ``held`` that has left. ``workers``: how many there were."""
-
-    held: dict[str, Any]
-    workers: int
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """The newcomer cannot take part, and ``why``. No other donor would help."""
-
-    why: str
-
-
-Frame = Snapshot | Record | StepSettings | Start | Bequest | Refusal
-_KINDS: dict[str, Any] = {
-    "bequest": Bequest,
-    "snapshot": Snapshot,
-    "record": Record,
-    "refusal": Refusal,
-    "settings": StepSettings,
-    "start": Start,
-}
-
-
 class Stream:
     """Frames over a connected socket."""
 
@@ -143,7 +73,7 @@ class Stream:
 
     def send(self, frame: Frame, turns: Turns | None = None) -> None:
         """Send ``frame``, in ``turns`` if they are given; raises `RelayError`."""
-        kind = next(name for name, cls in _KINDS.items() if cls is type(frame))
+        kind = next(name for name, cls in KINDS.items() if cls is type(frame))
         values = dict(vars(frame))
         if "call" in values:
             values["call"] = list(values["call"])
@@ -175,7 +105,7 @@ class Stream:
         data.seek(0)
         try:
             values: dict[str, Any] = torch.load(data, weights_only=True)
-            cls = _KINDS[values.pop("kind")]
+            cls = KINDS[values.pop("kind")]
             if "call" in values:
                 values["call"] = Call(*values["call"])
             frame: Frame = cls(**values)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from laconic.links.calls import Call
-from laconic.links.elastic.relay import Record, RelayError
+from laconic.links.elastic.relay import RelayError
+from laconic.links.elastic.relay_frames import Record
 from laconic.links.link import Parts, arrivals
 
 T = TypeVar("T")

@@ -17,7 +17,8 @@ from laconic.links.calls import Call
 from laconic.links.elastic.faults import Plan
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink
-from laconic.links.elastic.relay import Bequest, Frame, RelayError, Snapshot, Start
+from laconic.links.elastic.relay import RelayError
+from laconic.links.elastic.relay_frames import Bequest, Frame, Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.signs import Signs
 from laconic.links.elastic.units import Units

@@ -1,0 +1,82 @@
+"""What a donor and a newcomer send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from laconic.links.calls import Call
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All state of the donor after ``step`` steps, as plain data."""
+
+    step: int
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the collectives of a unit have brought, how many ``workers`` took part, and what they
+    have said of themselves (`Call.digest`)."""
+
+    call: Call
+    workers: int
+    outputs: Sequence[Tensor]
+    digests: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The numbers in the optimizer's parameter groups, for the step after ``step`` steps."""
+
+    step: int
+    groups: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """The newcomer takes part from the unit ``serial`` on, which begins ``call``. ``groups``: the
+    numbers in the optimizer's parameter groups for its first step; ``others``: the state of the
+    user's objects then, by name; ``policy``: what the donor's policy hands over. ``digest``: of the
+    model and the optimizer then, where all workers have the same. ``present``: how many workers
+    take part, and the newcomer's rank."""
+
+    serial: int
+    call: Call
+    digest: int
+    groups: list[dict[str, Any]]
+    others: dict[str, Any]
+    policy: dict[str, Any] | None
+    present: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Bequest:
+    """State that only a worker ``held`` that has left. ``workers``: how many there were."""
+
+    held: dict[str, Any]
+    workers: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The newcomer cannot take part, and ``why``. No other donor would help."""
+
+    why: str
+
+
+Frame = Snapshot | Record | StepSettings | Start | Bequest | Refusal
+KINDS: dict[str, Any] = {
+    "bequest": Bequest,
+    "snapshot": Snapshot,
+    "record": Record,
+    "refusal": Refusal,
+    "settings": StepSettings,
+    "start": Start,
+}
+"""By the name that a frame travels under."""
