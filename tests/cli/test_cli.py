@@ -63,8 +63,8 @@ def test_a_host_has_one_value(
 ) -> None:
     value = "1mbit" if option == "bandwidth-host" else "1ms"
     twice = [f"--{option}", f"host1={value}", f"--{option}", f"1={value}"]
-    assert main([command, *twice, "true" if command == "lab" else "ddp"]) == 2
-    assert f"--{option} has two values for host 1" in capsys.readouterr().err
+    exits([command, *twice, "true" if command == "lab" else "ddp"], 2)
+    assert f"--{option}: has two values for host 1" in capsys.readouterr().err
 
 
 @pytest.mark.fault("--latency was a round trip in lab and compare, and half of one elsewhere")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 class Command(NamedTuple):
     """What `overview` says about a command. The module of its name in this package has ``add``,
-    which adds its parser."""
+    which adds its description and options to a parser, and ``run``."""
 
     group: str
     help: str
@@ -34,9 +34,10 @@ COMMANDS = {
 
 
 class Once(argparse._StoreAction):
-    """An option with one value. A second one is an error: it would replace the first silently."""
+    """An option with one value. A second one is an error: it would replace the first silently.
 
-    given = False
+    The name of the option is added to ``given`` of the arguments.
+    """
 
     def __call__(
         self,
@@ -45,9 +46,10 @@ class Once(argparse._StoreAction):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        if self.given and option_string:
+        given = getattr(namespace, "given", ())
+        if option_string and self.dest in given:
             raise argparse.ArgumentError(self, "is given twice: leave out one of them")
-        self.given = True
+        namespace.given = (*given, self.dest)
         super().__call__(parser, namespace, values, option_string)
 
 
@@ -86,5 +88,7 @@ def parsers(names: Iterable[str]) -> tuple[Parser, dict[str, argparse.ArgumentPa
     parser = Parser(prog="laconic")
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", dest="command_name")
     for name in names:
-        import_module(f"laconic.cli.{name}").add(commands)
+        module = import_module(f"laconic.cli.{name}")
+        module.add(command := commands.add_parser(name))
+        command.set_defaults(run=module.run, given=())
     return parser, commands.choices

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic import NAMES_BY_MODULE
-from laconic.cli import impairments
-from laconic.cli.hosts import parse_factor, values_by_host
+from laconic.cli.options import NETWORK, NO_IMPAIRMENTS, declare, given, impairments_of
 from laconic.cli.streams import print_json
-from laconic.errors import check_int, install
-from laconic.units import parse_bandwidth
+from laconic.errors import check_int
 
 if TYPE_CHECKING:
     from laconic.lab.race.result import Result
@@ -33,103 +31,46 @@ TABLE_WIDTH = 80
 """The least columns of the table. In narrower terminals its lines break, but nothing is lost."""
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
+OPTIONS = """
+--hosts --per-host --group-size --bandwidth --bandwidth-host --slow-host
+--workload --data --rules
+--peer PEER  another library to race against, such as torch-ddp; repeatable
+--free RECIPE  a recipe on a free network: what the others can reach; repeatable
+--seed
+--repeat SEEDS  number of runs per recipe, or a list of seeds such as 3,7,11 (default: 1)
+--json --open --out
+"""
+LENGTH = """
+--seconds SECONDS  training time of each recipe (default: 30)
+--steps N  steps of each recipe, instead of --seconds
+"""
+
+
+def add(parser: Any) -> None:
+    """Add the description and the options of the command."""
     recipes = ", ".join(NAMES_BY_MODULE["laconic.algorithms.recipes"])
-    parser = commands.add_parser(
-        "compare",
-        description="Train the same model under each recipe on hosts connected by a slow network, "
-        "emulated on this machine, and show what each recipe costs and gains.",
-        epilog=f"Recipes: {recipes}. Write them as in Python, such as "
-        "'slowmo(local_sgd(12), period=48)'.",
+    parser.description = (
+        "Train the same model under each recipe on hosts connected by a slow network, emulated on "
+        "this machine, and show what each recipe costs and gains."
+    )
+    parser.epilog = (
+        f"Recipes: {recipes}. Write them as in Python, such as 'slowmo(local_sgd(12), period=48)'."
     )
     parser.add_argument(
         "recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(DEFAULT)}"
     )
-    parser.add_argument(
-        "--hosts", type=int, default=4, help="number of hosts (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--per-host",
-        type=int,
-        default=1,
-        help="processes per host, each one worker (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        metavar="N",
-        help="workers per group, for recipes such as hierarchical",
-    )
-    parser.add_argument(
-        "--bandwidth",
-        default="100mbit",
-        help="bandwidth per host, such as 20mbit (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--bandwidth-host",
-        action="append",
-        default=[],
-        metavar="HOST=RATE",
-        help="bandwidth of one host, such as 2=10mbit; repeatable",
-    )
-    parser.add_argument(
-        "--slow-host",
-        action="append",
-        default=[],
-        metavar="HOST=FACTOR",
-        help="make one host compute more slowly, such as 2=1.5; repeatable",
-    )
-    impairments.add(parser)
-    parser.add_argument(
-        "--workload",
-        default="text",
-        help="digits, text, text-small, or your own, such as my.py:make (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--data", metavar="FILE", help="training data of the text workload or your own"
-    )
-    parser.add_argument(
-        "--rules", metavar="FILE", help="file with your own recipes, such as my_rules.py"
-    )
-    parser.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="PEER",
-        help="another library to race against, such as torch-ddp; repeatable",
-    )
-    parser.add_argument(
-        "--free",
-        action="append",
-        default=[],
-        metavar="RECIPE",
-        help="a recipe on a free network: what the others can reach; repeatable",
-    )
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=float, help="training time of each recipe (default: 30)")
-    length.add_argument("--steps", type=int, help="steps of each recipe, instead of --seconds")
-    parser.add_argument("--seed", type=int, help="random seed (default: 0)")
-    parser.add_argument(
-        "--repeat",
-        metavar="SEEDS",
-        help="number of runs per recipe, or a list of seeds such as 3,7,11 (default: 1)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--open", action="store_true", help="show the report in a browser")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("laconic-compare"),
-        metavar="DIR",
-        help="directory for the results (default: %(default)s)",
-    )
-    parser.set_defaults(run=run)
+    network = {"hosts": 4, "per_host": 1, "bandwidth": "100mbit"}
+    declare(parser, OPTIONS, **network, workload="text", seed=0, out="laconic-compare")
+    declare(parser, NETWORK, **NO_IMPAIRMENTS)
+    declare(parser.add_mutually_exclusive_group(), LENGTH)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if every recipe finished, 1 if one failed or diverged."""
-    needs("compare")
+    # before a race of minutes
+    import matplotlib  # noqa: F401
+    import rich  # noqa: F401
+
     from laconic.lab.emulation.jobs import terminate_as_exit
     from laconic.lab.race import report, runner
 
@@ -140,19 +81,19 @@ def run(arguments: argparse.Namespace) -> int:
         recipes=tuple(arguments.recipes or DEFAULT),
         rivals=tuple(arguments.peer),
         free=tuple(arguments.free),
-        rules=arguments.rules and str(Path(arguments.rules)),
+        rules=arguments.rules,
         hosts=arguments.hosts,
         per_host=arguments.per_host,
         group_size=arguments.group_size,
-        bandwidth=parse_bandwidth(arguments.bandwidth),
-        host_bandwidth=values_by_host("bandwidth-host", arguments.bandwidth_host, parse_bandwidth),
-        impairments=impairments.impairments_of(arguments),
-        slow_hosts=values_by_host("slow-host", arguments.slow_host, parse_factor),
+        bandwidth=arguments.bandwidth,
+        host_bandwidth=arguments.bandwidth_host,
+        impairments=impairments_of(arguments),
+        slow_hosts=arguments.slow_host,
         workload=arguments.workload,
-        data=arguments.data and str(Path(arguments.data).resolve()),
+        data=arguments.data,
         seconds=seconds,
         steps=arguments.steps,
-        seeds=_seeds(arguments.seed, arguments.repeat),
+        seeds=_seeds(arguments),
     )
     settings.check()
     report.prepare(arguments.out)
@@ -174,23 +115,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(row.status in ("ok", "absent") for row in result.rows) else 1
 
 
-def needs(command: str) -> None:
-    """Raise ``ImportError`` if a package that the command requires is missing."""
-    try:
-        import matplotlib  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"laconic {command} needs {error.name}: {install('lab')}") from None
-
-
-def _seeds(first: int | None, repeat: str | None) -> tuple[int, ...]:
-    """Return the seeds of the runs: ``repeat`` seeds from ``first`` on, or those listed in it."""
-    start = 0 if first is None else first
+def _seeds(arguments: argparse.Namespace) -> tuple[int, ...]:
+    """Return the seeds: ``--repeat`` seeds from ``--seed`` on, or those listed in it."""
+    start, repeat = arguments.seed, arguments.repeat
     if repeat is None:
         return (start,)
-    texts = repeat.split(",")
     try:
-        numbers = tuple(int(text) for text in texts)
+        numbers = tuple(map(int, repeat.split(",")))
     except ValueError:
         raise ValueError(
             f"--repeat must be a number of runs or a list of seeds, such as 3 or 3,7,11, "
@@ -198,7 +129,7 @@ def _seeds(first: int | None, repeat: str | None) -> tuple[int, ...]:
         ) from None
     if len(numbers) == 1:
         return tuple(range(start, start + check_int("repeat", numbers[0], 1)))
-    if first is not None:
+    if given(arguments, ["seed"]):
         raise ValueError("--repeat with a list of seeds already sets the seeds: remove --seed")
     return numbers
 

@@ -87,16 +87,13 @@ VALUES = {
 """What may stand for a value with this name in the help. ``RECIPE`` is in `_values`."""
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "completion",
-        description="Print a script that lets a shell complete laconic's commands, options, "
-        "recipes and files.",
-        epilog="To use it, write: " + "; ".join(HOW.values()) + ".",
+def add(parser: Any) -> None:
+    """Add the description and the options of the command."""
+    parser.description = (
+        "Print a script that lets a shell complete laconic's commands, options, recipes and files."
     )
+    parser.epilog = "To use it, write: " + "; ".join(HOW.values()) + "."
     parser.add_argument("shell", choices=SCRIPTS, metavar="SHELL", help="bash, zsh or fish")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

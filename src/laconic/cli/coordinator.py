@@ -7,24 +7,25 @@ import signal
 import threading
 from typing import Any
 
+from laconic.cli.options import declare
 from laconic.errors import check_int
 
+OPTIONS = """
+--host HOST  the address to listen at
+--port N  a free one
+"""
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "coordinator",
-        description="Keeps who takes part in the runs whose workers come and go: "
+
+def add(parser: Any) -> None:
+    """Add the description and the options of the command."""
+    parser.description = (
+        "Keeps who takes part in the runs whose workers come and go: "
         'laconic.attach(..., elastic=laconic.Elastic("host:29400")). It carries no training data. '
         "While it is down, training goes on with the same workers; it can be started again at the "
         "same address. With the variables that `laconic keys` prints it uses TLS, and admits only "
-        "workers with a certificate of the same CA.",
+        "workers with a certificate of the same CA."
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="the address to listen at (default: %(default)s)"
-    )
-    parser.add_argument("--port", type=int, default=29400, help="default: %(default)s")
-    parser.set_defaults(run=run)
+    declare(parser, OPTIONS, host="127.0.0.1", port=29400)
 
 
 def run(arguments: argparse.Namespace) -> int:

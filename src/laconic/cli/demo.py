@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laconic.cli.options import declare, given
+
 if TYPE_CHECKING:
     from laconic.lab.race.result import Result, Row
     from laconic.lab.race.runner import Event, Settings
 
-SECONDS = 15.0
 WIDTH = 80
 """Columns of the text, or fewer in a narrower terminal."""
 
@@ -25,44 +26,33 @@ is better. One after the other, with start and validation, they take about {minu
 """
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "demo",
-        description="Train a small model in several ways on four emulated hosts with 100 Mbit/s, "
-        "and show in a picture and three sentences what each way costs and gains.",
-        epilog="laconic compare does the same with recipes, networks and models of your choice.",
+OPTIONS = """
+--kill  instead, kill one of four workers during a training, and replace it
+--seconds SECONDS  training time of each recipe
+"""
+
+
+def add(parser: Any) -> None:
+    """Add the description and the options of the command."""
+    parser.description = (
+        "Train a small model in several ways on four emulated hosts with 100 Mbit/s, and show in a "
+        "picture and three sentences what each way costs and gains."
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--kill",
-        action="store_true",
-        help="instead, kill one of four workers during a training, and replace it",
+    parser.epilog = (
+        "laconic compare does the same with recipes, networks and models of your choice."
     )
-    which.add_argument(
-        "--seconds",
-        type=float,
-        default=SECONDS,
-        help="training time of each recipe (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="directory for the picture and the report (default: laconic-demo)",
-    )
-    parser.set_defaults(run=run)
+    declare(parser.add_mutually_exclusive_group(), OPTIONS, seconds="15")
+    declare(parser, "--out DIR  directory for the picture and the report", out="laconic-demo")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if the demo has worked: all recipes finished, or with --kill, all workers."""
-    from laconic.cli.compare import needs
+    import matplotlib  # noqa: F401
+    import rich  # noqa: F401
 
-    needs("demo")
-    if arguments.kill and arguments.out is not None:
-        raise ValueError("--kill writes no report: leave out --out")
-    out = Path("laconic-demo") if arguments.out is None else arguments.out
     if arguments.kill:
+        if given(arguments, ["out"]):
+            raise ValueError("--kill writes no report: leave out --out")
         from laconic.lab.demo import kill
 
         return kill.run()
@@ -71,14 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = settings_of(arguments.seconds)
     settings.check()
-    report.prepare(out)
+    report.prepare(arguments.out)
     command = shlex.join(["laconic", *sys.argv[1:]])
     result = None
     with terminate_as_exit(), Display(settings) as display:
         for result in runner.run(settings, command, display.watch):
-            report.save(result, out)
+            report.save(result, arguments.out)
     assert result is not None, "a race has at least the row without communication"
-    show(result, out)
+    show(result, arguments.out)
     return 0 if all(row.status == "ok" for row in result.rows) else 1
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from laconic.cli.options import declare, given
 from laconic.cli.streams import print_json
-from laconic.units import parse_count, parse_duration
 
 if TYPE_CHECKING:
     from laconic.lab.doctor.finding import Finding, Level
@@ -19,37 +19,29 @@ if TYPE_CHECKING:
     from laconic.lab.doctor.outlook import Task
 
 WIDTH = 80
-WAIT_SECONDS = 60.0
 COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "doctor",
-        description="Check torch, the network, the machine and the kernel, and say what to do "
-        "about each problem. Run it on every host at about the same time, under torchrun or with "
-        "--master, --rank and --world, to also check connections, clocks, versions and speed "
-        "between hosts, and to see which recipe auto() would choose.",
+OPTIONS = """
+--master HOST:PORT  rank 0's host and a free port on it
+--rank N  number of this host, from 0
+--world N  number of hosts
+--timeout SECONDS  seconds to wait for the other hosts
+--params COUNT  parameters of your model, such as 125M: rank 0 says which recipe auto() would choose
+--step-time TIME  compute time of its step, such as 0.3s; with --params
+--json
+"""
+
+
+def add(parser: Any) -> None:
+    """Add the description and the options of the command."""
+    parser.description = (
+        "Check torch, the network, the machine and the kernel, and say what to do about each "
+        "problem. Run it on every host at about the same time, under torchrun or with --master, "
+        "--rank and --world, to also check connections, clocks, versions and speed between hosts, "
+        "and to see which recipe auto() would choose."
     )
-    parser.add_argument("--master", metavar="HOST:PORT", help="rank 0's host and a free port on it")
-    parser.add_argument("--rank", type=int, help="number of this host, from 0")
-    parser.add_argument("--world", type=int, metavar="N", help="number of hosts")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        help=f"seconds to wait for the other hosts (default: {WAIT_SECONDS:g})",
-    )
-    parser.add_argument(
-        "--params",
-        metavar="COUNT",
-        help="parameters of your model, such as 125M: rank 0 says which recipe auto() would choose",
-    )
-    parser.add_argument(
-        "--step-time", metavar="TIME", help="compute time of its step, such as 0.3s; with --params"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    declare(parser, OPTIONS, timeout="60")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,10 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.errors import check_float
     from laconic.lab.doctor import host_checks, network_checks
 
-    timeout = WAIT_SECONDS if arguments.timeout is None else arguments.timeout
-    check_float("timeout", timeout, 0.0, strict=True)
+    timeout = check_float("timeout", arguments.timeout, 0.0, strict=True)
     rendezvous, task = _rendezvous(arguments), _task(arguments)
-    if arguments.timeout is not None and (rendezvous is None or rendezvous.world == 1):
+    if given(arguments, ["timeout"]) and (rendezvous is None or rendezvous.world == 1):
         raise ValueError("--timeout is for several hosts: give --master, --rank and --world, too")
     if task is not None and (rendezvous is None or rendezvous.world == 1):
         raise ValueError(
@@ -110,7 +101,7 @@ def _task(arguments: argparse.Namespace) -> Task | None:
         raise ValueError("--params and --step-time belong together: give both")
     if arguments.params is None:
         return None
-    return Task(parse_count(arguments.params), parse_duration(arguments.step_time))
+    return Task(arguments.params, arguments.step_time)
 
 
 def report(findings: Iterable[Finding], *, color: bool = False) -> list[str]:

@@ -10,52 +10,38 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from laconic.errors import check_int, install
+from laconic.cli.options import declare
+from laconic.errors import check_int
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate
 
-DAYS = 365
-"""How long certificates are valid by default."""
 _SKEW = timedelta(hours=1)
 """Certificates become valid this long before they are made, because hosts' clocks differ."""
 CA, CA_KEY, CERTIFICATE, KEY, SECRET = "ca.pem", "ca-key.pem", "cert.pem", "key.pem", "secret"
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "keys",
-        description="Make the files with which the workers and the coordinator of one job encrypt "
-        "their connections and refuse strangers: a certificate authority (CA) for this job, a "
+OPTIONS = f"""
+--days N  days of validity
+--keep-ca  also write the CA's private key, {CA_KEY}, so that --ca can make more certificates; by
+    default, it is discarded, so that nobody can
+--ca OLD  make another certificate for the same job: sign it with the CA in the directory OLD, and
+    copy the secret from there; it expires no later than the CA
+--show  only print the variables again, with the path that the existing directory has on this host
+"""
+
+
+def add(parser: Any) -> None:
+    """Add the description and the options of the command."""
+    parser.description = (
+        "Make the files with which the workers and the coordinator of one job encrypt their "
+        "connections and refuse strangers: a certificate authority (CA) for this job, a "
         "certificate with its key, and a secret. Print the environment variables to set. Copy the "
-        "directory to every host.",
+        "directory to every host."
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write the files")
-    parser.add_argument(
-        "--days", type=int, default=DAYS, help="days of validity (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--keep-ca",
-        action="store_true",
-        help=f"also write the CA's private key, {CA_KEY}, so that --ca can make more certificates; "
-        "by default, it is discarded, so that nobody can",
-    )
-    parser.add_argument(
-        "--ca",
-        type=Path,
-        metavar="OLD",
-        help="make another certificate for the same job: sign it with the CA in the directory OLD, "
-        "and copy the secret from there; it expires no later than the CA",
-    )
-    parser.add_argument(
-        "--show",
-        action="store_true",
-        help="only print the variables again, with the path that the existing directory has on "
-        "this host",
-    )
-    parser.set_defaults(run=run)
+    declare(parser, OPTIONS, days=365)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,12 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
             _read(directory / name)
         print(text(directory.resolve(), kept=(directory / CA_KEY).exists()))
         return 0
-    try:
-        import cryptography  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"laconic keys needs the package cryptography: {install('tls')}"
-        ) from error
+    import cryptography  # noqa: F401
+
     check_int("--days", arguments.days, 1)
     if arguments.days > 36500:
         raise ValueError(f"--days must be at most 36500, not {arguments.days}")

@@ -7,13 +7,18 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.cli import impairments
-from laconic.cli.hosts import parse_host, values_by_host
-from laconic.errors import install
-from laconic.units import format_rate, parse_bandwidth, parse_duration
+from laconic.cli.options import (
+    NETWORK,
+    NO_IMPAIRMENTS,
+    declare,
+    given,
+    impairments_of,
+    names,
+    parse_host,
+)
+from laconic.units import format_rate, parse_duration
 
 if TYPE_CHECKING:
     from laconic.lab.emulation.faults import Plan
@@ -24,103 +29,69 @@ if TYPE_CHECKING:
 COLORS = ("cyan", "green", "yellow", "magenta", "blue")
 """Colors of the hosts' names on a terminal."""
 
-RESTART_SECONDS = 5.0
-"""When a program that a random kill has ended is started again, if --restart does not say."""
-
-OF_NETWORKS = ("hosts", "bandwidth", "bandwidth_host", *impairments.NAMES)
-OF_PROGRAMS = ("per_host", "out", "kill", "hang", "cut", "mtbf", "seed", "restart", "list_faults")
-"""Options that describe a network, and those about the program that runs on it."""
-
 HORIZON_SECONDS = 24 * 3600.0
 """How far random kills are planned."""
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "lab",
-        description="Run any program on hosts connected by a slow network, emulated on this "
-        "machine. The program is started as by torchrun; if it is torchrun, it runs on every host.",
-        epilog="laconic lab clean ends processes left behind by labs that were killed.",
-        usage="laconic lab [OPTIONS] [--] PROGRAM [ARGUMENTS]\n"
-        "       laconic lab [OPTIONS] --shell HOST\n"
-        "       laconic lab clean",
+NETWORKS = f"""
+--hosts
+--bandwidth LIMIT  bandwidth of each host, such as 20mbit, or unlimited
+--bandwidth-host HOST=LIMIT  bandwidth of one host, such as 2=10mbit; repeatable
+{NETWORK.strip()}
+"""
+SHELL = """
+--shell HOST  open a shell on a host: of the newest running lab, of the lab of a process
+    (HOST@PROCESS), or of a new lab if none runs or if other options describe one
+"""
+PROGRAMS = """
+--per-host N  processes per host (default: 1)
+--out DIR  store each rank's output and the rates in DIR
+"""
+FAULTS = """
+--kill HOST@TIME  kill a host's program; repeatable
+--hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
+--cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
+--mtbf TIME  kill a random host's program again and again, with this mean time in between
+--seed N  of the random kills
+--restart TIME  start a killed program again after this time, or never (default: never; with --mtbf
+    5s)
+--list-faults TIME  print the faults up to this time, and run nothing
+"""
+
+
+def add(parser: Any) -> None:
+    """Add the description and the options of the command."""
+    parser.description = (
+        "Run any program on hosts connected by a slow network, emulated on this machine. The "
+        "program is started as by torchrun; if it is torchrun, it runs on every host."
     )
-    parser.add_argument("--hosts", type=int, help="number of hosts (default: 4)")
-    parser.add_argument("--per-host", type=int, metavar="N", help="processes per host (default: 1)")
-    parser.add_argument(
-        "--bandwidth",
-        metavar="RATE",
-        help="bandwidth of each host, such as 20mbit, or unlimited (default: 100mbit)",
-    )
-    parser.add_argument(
-        "--bandwidth-host",
-        metavar="HOST=RATE",
-        action="append",
-        help="bandwidth of one host, such as 2=10mbit; repeatable",
-    )
-    impairments.add(parser)
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="store each rank's output and the rates in DIR"
-    )
+    parser.epilog = "laconic lab clean ends processes left behind by labs that were killed."
+    parser.usage = """laconic lab [OPTIONS] [--] PROGRAM [ARGUMENTS]
+       laconic lab [OPTIONS] --shell HOST
+       laconic lab clean"""
+    declare(parser, NETWORKS, hosts=4, bandwidth="100mbit", **NO_IMPAIRMENTS)
+    declare(parser, PROGRAMS)
     faults = parser.add_argument_group(
         "faults",
         "With any of them the lab runs a coordinator, and LACONIC_COORDINATOR names it to the "
         "program. The summary shows how many steps of an elastic program counted, and who was "
         "present. TIME counts from the start; HOST may be coordinator.",
     )
-    faults.add_argument(
-        "--kill", metavar="HOST@TIME", action="append", help="kill a host's program; repeatable"
-    )
-    faults.add_argument(
-        "--hang",
-        metavar="HOST@TIME[..TIME]",
-        action="append",
-        help="stop a host's program, and continue it at the end; repeatable",
-    )
-    faults.add_argument(
-        "--cut",
-        metavar="HOST[-HOST]@TIME..TIME",
-        action="append",
-        help="lose all packets between two hosts, or of one host; repeatable",
-    )
-    faults.add_argument(
-        "--mtbf",
-        metavar="TIME",
-        help="kill a random host's program again and again, with this mean time in between",
-    )
-    faults.add_argument("--seed", type=int, help="of the random kills (default: 0)")
-    faults.add_argument(
-        "--restart",
-        metavar="TIME",
-        help="start a killed program again after this time, or never (default: never; with --mtbf "
-        f"{RESTART_SECONDS:g}s)",
-    )
-    faults.add_argument(
-        "--list-faults", metavar="TIME", help="print the faults up to this time, and run nothing"
-    )
-    parser.add_argument(
-        "--shell",
-        metavar="HOST",
-        help="open a shell on a host: of the newest running lab, of the lab of a process "
-        "(HOST@PROCESS), or of a new lab if none runs or if other options describe one",
-    )
+    declare(faults, FAULTS, seed=0)
+    declare(parser, SHELL)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return the exit code of the first process that failed, or 0."""
     command: list[str] = arguments.command
     if command == ["clean"]:
-        _refuse(arguments, (*OF_NETWORKS, *OF_PROGRAMS, "shell"), "lab clean")
+        _refuse(arguments, NETWORKS + PROGRAMS + FAULTS + SHELL, "lab clean")
         return clean()
     if command[:1] == ["--"]:
         command = command[1:]
-    try:
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"laconic lab needs {error.name}: {install('lab')}") from None
+    import rich  # noqa: F401
+
     from laconic.lab.emulation import program
     from laconic.lab.emulation.jobs import terminate_as_exit
 
@@ -128,11 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.shell is not None:
         if command:
             raise ValueError("give a program or --shell, not both: use a second terminal for both")
-        _refuse(arguments, OF_PROGRAMS, "--shell")
+        _refuse(arguments, PROGRAMS + FAULTS, "--shell")
         return shell(arguments, network)
     faults = faults_of(arguments, network.hosts)
     if arguments.list_faults is not None:
-        return list_faults(faults, parse_duration(arguments.list_faults))
+        return list_faults(faults, arguments.list_faults)
     settings = program.Settings(
         tuple(command),
         network,
@@ -146,13 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if ended.first is None else ended.first.exit_code
 
 
-def _refuse(arguments: argparse.Namespace, names: Sequence[str], beside: str) -> None:
+def _refuse(arguments: argparse.Namespace, options: str, beside: str) -> None:
     """Raise ``ValueError`` if one of these options is given."""
-    for name in names:
-        if getattr(arguments, name) is not None:
-            raise ValueError(
-                f"--{name.replace('_', '-')} has no effect with {beside}: leave it out"
-            )
+    for name in given(arguments, names(options)):
+        raise ValueError(f"{name} has no effect with {beside}: leave it out")
 
 
 def network_of(arguments: argparse.Namespace) -> Network:
@@ -160,10 +128,10 @@ def network_of(arguments: argparse.Namespace) -> Network:
     from laconic.lab.emulation.network import Network
 
     network = Network(
-        hosts=4 if arguments.hosts is None else arguments.hosts,
-        bandwidth=bandwidth_of(arguments.bandwidth or "100mbit"),
-        host_bandwidth=values_by_host("bandwidth-host", arguments.bandwidth_host, bandwidth_of),
-        impairments=impairments.impairments_of(arguments),
+        arguments.hosts,
+        arguments.bandwidth,
+        arguments.bandwidth_host,
+        impairments_of(arguments),
     )
     network.check()
     return network
@@ -174,21 +142,20 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
     from laconic.lab.emulation import faults
 
     found: list[faults.Fault] = [
-        *map(faults.parse_kill, arguments.kill or ()),
-        *map(faults.parse_hang, arguments.hang or ()),
-        *map(faults.parse_cut, arguments.cut or ()),
+        *map(faults.parse_kill, arguments.kill),
+        *map(faults.parse_hang, arguments.hang),
+        *map(faults.parse_cut, arguments.cut),
     ]
     plans = [faults.Plan(tuple(found))]
     if arguments.mtbf is not None:
-        mtbf, seed = parse_duration(arguments.mtbf), arguments.seed or 0
-        plans.append(faults.random_kills(mtbf, hosts, seed, HORIZON_SECONDS))
-    elif arguments.seed is not None:
+        kills = faults.random_kills(arguments.mtbf, hosts, arguments.seed, HORIZON_SECONDS)
+        plans.append(kills)
+    elif given(arguments, ["seed"]):
         raise ValueError("--seed is the seed of random kills: give --mtbf, such as --mtbf 60s")
     plan = faults.combined(plans)
     plan.check(hosts)
     if arguments.mtbf is None and not found:
-        if arguments.restart is not None or arguments.list_faults is not None:
-            name = "--restart" if arguments.restart is not None else "--list-faults"
+        for name in given(arguments, ["restart", "list_faults"]):
             raise ValueError(f"{name} needs faults: give --kill, --hang, --cut or --mtbf")
         return None
     return plan
@@ -196,11 +163,8 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
 
 def restart_of(arguments: argparse.Namespace) -> float | None:
     """Return the seconds after which a killed program is started again, or None for never."""
-    if arguments.restart is None:
-        return None if arguments.mtbf is None else RESTART_SECONDS
-    if arguments.restart.strip().lower() == "never":
-        return None
-    return parse_duration(arguments.restart)
+    text = arguments.restart or ("never" if arguments.mtbf is None else "5s")
+    return None if text.strip().lower() == "never" else parse_duration(text)
 
 
 def list_faults(plan: Plan | None, until: float) -> int:
@@ -210,11 +174,6 @@ def list_faults(plan: Plan | None, until: float) -> int:
         if fault.at <= until:
             write(1, f"{fault}\n".encode())
     return 0
-
-
-def bandwidth_of(text: str) -> float | None:
-    """Return a rate in bit/s, or None for ``unlimited``."""
-    return None if text.strip().lower() == "unlimited" else parse_bandwidth(text)
 
 
 def shell(arguments: argparse.Namespace, network: Network) -> int:
@@ -227,12 +186,12 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
     text, at, launcher = arguments.shell.partition("@")
     host = parse_host(text)
     if at:
-        _refuse(arguments, OF_NETWORKS, "--shell HOST@PROCESS, whose lab runs already")
+        _refuse(arguments, NETWORKS, "--shell HOST@PROCESS, whose lab runs already")
     found = running()
     ours = [name for name in found if trusted(name)]
     # Our labs come last and win: another user may use the name of one of them, or a newer one.
     labs = {name.split("-")[2]: name for name in (*found, *ours)}
-    new_network = any(getattr(arguments, name) is not None for name in OF_NETWORKS)
+    new_network = given(arguments, names(NETWORKS))
     launchers = [] if new_network else [name.split("-")[2] for name in ours or found]
     if at:
         if launcher not in labs:

@@ -7,33 +7,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from laconic.cli.options import declare
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "report",
-        description="Rebuild the page, plots and tables from the results.json of a race, or "
-        "combine those of several races in one report.",
+OPTIONS = """
+--out DIR  default: the directory itself, or laconic-report for several
+--json --open
+"""
+
+
+def add(parser: Any) -> None:
+    """Add the description and the options of the command."""
+    parser.description = (
+        "Rebuild the page, plots and tables from the results.json of a race, or combine those of "
+        "several races in one report."
     )
     parser.add_argument(
         "directories", nargs="+", type=Path, metavar="DIR", help="output of laconic compare"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="default: the directory itself, or laconic-report for several",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--open", action="store_true", help="show the report in a browser")
-    parser.set_defaults(run=run)
+    declare(parser, OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the report and return 0."""
-    from laconic.cli.compare import needs, show
-
-    needs("report")
+    from laconic.cli.compare import show
     from laconic.lab.race import report
 
     directories: Sequence[Path] = arguments.directories

@@ -21,7 +21,11 @@ from laconic.errors import LinkError, install
 from laconic.units import finite
 
 TRACEBACK = "LACONIC_TRACEBACK"
-LAB_PACKAGES = ("matplotlib", "numpy", "pyroute2", "rich", "sklearn")
+EXTRAS = {
+    **dict.fromkeys(("matplotlib", "numpy", "pyroute2", "rich", "sklearn"), "lab"),
+    **{"cryptography": "tls", "optuna": "tune"},
+}
+"""The extra of laconic that installs a package."""
 ASCII = {"–": "-", "—": "-", "×": "x", "±": "+-", "…": "...", "→": "->", "†": "*", "‡": "**"}
 """What is written instead of characters that the terminal's encoding lacks; otherwise ``?``."""
 NEXT_STEPS = {
@@ -81,7 +85,7 @@ def error_line(error: Exception) -> str:
     text = "; ".join(filter(None, map(str.strip, str(error).splitlines())))
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        how = install("lab") if package in LAB_PACKAGES else f"install {package}"
+        how = install(EXTRAS[package]) if package in EXTRAS else f"install {package}"
         return f"the package {package} is missing: {how}"
     if isinstance(error, (ValueError, ImportError, OSError, LinkError)):
         return text or type(error).__name__

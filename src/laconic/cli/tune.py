@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.errors import check_float, check_int, install
-from laconic.units import parse_bandwidth, parse_duration, parse_latency
+from laconic.cli.options import declare
+from laconic.errors import check_float, check_int
+from laconic.units import parse_duration
 
 if TYPE_CHECKING:
     import optuna
@@ -21,18 +22,42 @@ if TYPE_CHECKING:
 
 TRIALS, STEPS = 20, 240
 """Defaults."""
+OPTIONS = """
+--param NAME=A,B,...  the values of a name, such as momentum=0,0.2,0.4; repeatable
+--workload --data --rules
+--workers N  number of workers
+--group-size
+--bandwidth RATE  bandwidth of each worker, such as 20mbit
+--latency
+--compute TIME  compute time of a step on your machines, such as 50ms, for predicted times (default:
+    measured here)
+--emulated  train on emulated hosts, as laconic compare does, and measure times
+--no-stop  train every setting to the end, good or bad
+--repeat N  train each setting with N seeds and use the mean loss
+--seed --out
+"""
+LENGTH = f"""
+--steps N  steps per trial (default: {STEPS})
+--seconds SECONDS  length of a trial as time predicted by the cost model
+--megabytes MEGABYTES  length of a trial as megabytes sent by each worker
+"""
+BUDGET = f"""
+--trials N  number of trials, including resumed ones (default: {TRIALS})
+--budget TIME  time for all trials on this machine, such as 10min
+"""
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "tune",
-        description="Train a workload under one setting of a recipe after another, with simulated "
-        "workers on this machine. Stop settings that fall behind early, and show quality against "
-        "speed. To resume an interrupted run, repeat the same command.",
-        epilog="Free names in the recipe are tuned, and so is lr: the learning rate of the local "
+def add(parser: Any) -> None:
+    """Add the description and the options of the command."""
+    parser.description = (
+        "Train a workload under one setting of a recipe after another, with simulated workers on "
+        "this machine. Stop settings that fall behind early, and show quality against speed. To "
+        "resume an interrupted run, repeat the same command."
+    )
+    parser.epilog = (
+        "Free names in the recipe are tuned, and so is lr: the learning rate of the local "
         "optimizer, as a multiple of the workload's. For example: laconic tune "
-        "'slowmo(local_sgd(12), period=outer, momentum=momentum)' --param outer=12,24,48",
+        "'slowmo(local_sgd(12), period=outer, momentum=momentum)' --param outer=12,24,48"
     )
     parser.add_argument(
         "recipe",
@@ -42,88 +67,17 @@ def add(commands: Any) -> None:
         help="slowmo (default), local_sgd, diloco, ddp, sgp, easgd or eamsgd with the parameters "
         "usually tuned, or a recipe with free names",
     )
-    parser.add_argument(
-        "--param",
-        action="append",
-        default=[],
-        metavar="NAME=A,B,...",
-        help="the values of a name, such as momentum=0,0.2,0.4; repeatable",
-    )
-    parser.add_argument(
-        "--workload",
-        default="digits",
-        help="digits, text, text-small, or your own, such as my.py:make (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--data", metavar="FILE", help="training data of the text workload or your own"
-    )
-    parser.add_argument(
-        "--rules", metavar="FILE", help="file with your own recipes, such as my_rules.py"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=4, help="number of workers (default: %(default)s)"
-    )
-    parser.add_argument("--group-size", type=int, metavar="N", help="workers per group")
-    parser.add_argument(
-        "--bandwidth",
-        default="100mbit",
-        help="bandwidth of each worker, such as 20mbit (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--latency",
-        default="0",
-        help="round-trip time of a packet and its answer (ping), such as 20ms (default: 0)",
-    )
-    parser.add_argument(
-        "--compute",
-        metavar="TIME",
-        help="compute time of a step on your machines, such as 50ms, for predicted times "
-        "(default: measured here)",
-    )
-    parser.add_argument(
-        "--emulated",
-        action="store_true",
-        help="train on emulated hosts, as laconic compare does, and measure times",
-    )
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, help=f"steps per trial (default: {STEPS})")
-    length.add_argument(
-        "--seconds", type=float, help="length of a trial as time predicted by the cost model"
-    )
-    length.add_argument(
-        "--megabytes", type=float, help="length of a trial as megabytes sent by each worker"
-    )
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument(
-        "--trials", type=int, help=f"number of trials, including resumed ones (default: {TRIALS})"
-    )
-    budget.add_argument(
-        "--budget", metavar="TIME", help="time for all trials on this machine, such as 10min"
-    )
-    parser.add_argument(
-        "--no-stop", action="store_true", help="train every setting to the end, good or bad"
-    )
-    parser.add_argument(
-        "--repeat",
-        type=int,
-        default=1,
-        metavar="N",
-        help="train each setting with N seeds and use the mean loss (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("laconic-tune"),
-        metavar="DIR",
-        help="directory for the results (default: %(default)s)",
-    )
-    parser.set_defaults(run=run)
+    network = {"workers": 4, "bandwidth": "100mbit", "latency": "0"}
+    declare(parser, OPTIONS, **network, workload="digits", repeat=1, seed=0, out="laconic-tune")
+    declare(parser.add_mutually_exclusive_group(), LENGTH)
+    declare(parser.add_mutually_exclusive_group(), BUDGET)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if a setting was found."""
-    _check_packages()
+    import matplotlib  # noqa: F401
+    import rich  # noqa: F401
+
     from laconic.advisor.tune import tuning
     from laconic.advisor.tune.journal import open_journal
     from laconic.advisor.tune.space import LR
@@ -152,21 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_packages() -> None:
-    """Raise ``ImportError`` if a package is missing."""
-    try:
-        import matplotlib  # noqa: F401
-        import optuna  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"laconic tune needs {error.name}: {install('tune')}") from None
-
-
 def _budget(arguments: argparse.Namespace) -> tuple[int | None, float]:
     """Return the maximum number of trials and seconds."""
     if arguments.budget is not None:
-        seconds = parse_duration(arguments.budget)
-        return None, check_float("budget", seconds, 0.0, strict=True)
+        return None, check_float("budget", arguments.budget, 0.0, strict=True)
     trials = TRIALS if arguments.trials is None else arguments.trials
     return check_int("trials", trials, 1), math.inf
 
@@ -200,10 +143,10 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
         hosts=workers if arguments.emulated else 1,
         per_host=1 if arguments.emulated else workers,
         group_size=arguments.group_size,
-        bandwidth=parse_bandwidth(arguments.bandwidth),
-        impairments=Impairments(latency=parse_latency(arguments.latency)),
+        bandwidth=arguments.bandwidth,
+        impairments=Impairments(latency=arguments.latency),
         workload=arguments.workload,
-        data=arguments.data and str(Path(arguments.data).resolve()),
+        data=arguments.data,
         seconds=length.amount if arguments.emulated and length.unit == "seconds" else None,
         steps=None if arguments.emulated and length.unit == "seconds" else STEPS,
         seeds=tuple(range(arguments.seed, arguments.seed + repeat)),

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.errors import after_step, install
+from laconic.cli.options import declare
+from laconic.errors import after_step
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,26 +35,22 @@ STARTS = {
 """Fields of a run's first record that are shown, with their types."""
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "watch",
-        description="Show what laconic.attach(..., metrics=) writes: progress, speed, bytes sent "
-        "and waiting time of a run. Follows the files until Ctrl-C.",
+def add(parser: Any) -> None:
+    """Add the description and the options of the command."""
+    parser.description = (
+        "Show what laconic.attach(..., metrics=) writes: progress, speed, bytes sent and waiting "
+        "time of a run. Follows the files until Ctrl-C."
     )
     parser.add_argument(
         "paths", nargs="+", metavar="PATH", type=Path, help="files, or a directory of files"
     )
-    parser.add_argument("--once", action="store_true", help="show the current state and exit")
-    parser.set_defaults(run=run)
+    declare(parser, "--once  show the current state and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Watch until interrupted and return 0."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise ImportError(f"laconic watch needs rich: {install('lab')}") from None
+    from rich.console import Console
+
     console = Console()
     watched = Watcher(arguments.paths)
     try:
