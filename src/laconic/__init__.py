@@ -102,61 +102,42 @@ if TYPE_CHECKING:  # an alias makes a name public
 
 
 NAMES_BY_MODULE = {
-    "laconic.advisor.show": ["Advice"],
-    "laconic.advisor.advise": ["advise"],
-    "laconic.algorithms.auto": ["auto"],
-    "laconic.algorithms.exchange": ["Arrival", "Exchange"],
-    "laconic.algorithms.recipes": [
-        "d_psgd",
-        "ddp",
-        "demo",
-        "des_loc",
-        "diloco",
-        "downpour",
-        "eamsgd",
-        "easgd",
-        "hierarchical",
-        "local_sgd",
-        "lsgd",
-        "muloco",
-        "noloco",
-        "outer_step",
-        "post_local_sgd",
-        "power_sgd",
-        "sgp",
-        "slowmo",
-        "sparse_loco",
-        "streaming_diloco",
-    ],
-    "laconic.algorithms.round": ["GradientRound", "Recipe", "Round"],
-    "laconic.algorithms.schedules": ["after", "any_of", "every", "until"],
-    "laconic.algorithms.update": ["Clock", "Update"],
-    "laconic.attach": ["attach", "init"],
-    "laconic.checkpoint": ["load", "save"],
-    "laconic.compat.comm_optimizer": ["CommOptimizer"],
-    "laconic.compat.dist_optimizer": ["DistOptimizer", "EASGD", "LSGD"],
-    "laconic.compat.fairscale": ["SlowMoDistributedDataParallel"],
-    "laconic.compat.gossip_graphs": [
-        "DynamicBipartiteExponentialGraph",
-        "DynamicBipartiteLinearGraph",
-        "DynamicDirectedExponentialGraph",
-        "DynamicDirectedLinearGraph",
-        "GraphManager",
-        "NPeerDynamicDirectedExponentialGraph",
-        "RingGraph",
-        "UniformMixing",
-    ],
-    "laconic.compat.slowmo_arguments": ["SlowMoBaseAlgorithm"],
-    "laconic.elastic": ["Elastic"],
-    "laconic.engine.recorder": ["Stats"],
-    "laconic.engine.synchronizer": ["Synchronizer", "WorkersView"],
-    "laconic.errors": ["LinkError"],
-    "laconic.links": ["simulate"],
-    "laconic.links.elastic.faults": ["Faults", "Trace"],
-    "laconic.links.quorum.port": ["Closing"],
-    "laconic.muon": ["muon"],
-    "laconic.metrics": ["JsonLines", "Metrics", "TensorBoard"],
-    "laconic.sampler": ["ElasticSampler"],
+    module: names.split()
+    for module, names in {
+        "laconic.advisor.show": "Advice",
+        "laconic.advisor.advise": "advise",
+        "laconic.algorithms.auto": "auto",
+        "laconic.algorithms.exchange": "Arrival Exchange",
+        "laconic.algorithms.recipes": (
+            "d_psgd ddp demo des_loc diloco downpour eamsgd easgd hierarchical local_sgd lsgd "
+            "muloco noloco outer_step post_local_sgd power_sgd sgp slowmo sparse_loco "
+            "streaming_diloco"
+        ),
+        "laconic.algorithms.round": "GradientRound Recipe Round",
+        "laconic.algorithms.schedules": "after any_of every until",
+        "laconic.algorithms.update": "Clock Update",
+        "laconic.attach": "attach init",
+        "laconic.checkpoint": "load save",
+        "laconic.compat.comm_optimizer": "CommOptimizer",
+        "laconic.compat.dist_optimizer": "DistOptimizer EASGD LSGD",
+        "laconic.compat.fairscale": "SlowMoDistributedDataParallel",
+        "laconic.compat.gossip_graphs": (
+            "DynamicBipartiteExponentialGraph DynamicBipartiteLinearGraph "
+            "DynamicDirectedExponentialGraph DynamicDirectedLinearGraph GraphManager "
+            "NPeerDynamicDirectedExponentialGraph RingGraph UniformMixing"
+        ),
+        "laconic.compat.slowmo_arguments": "SlowMoBaseAlgorithm",
+        "laconic.elastic": "Elastic",
+        "laconic.engine.recorder": "Stats",
+        "laconic.engine.synchronizer": "Synchronizer WorkersView",
+        "laconic.errors": "LinkError",
+        "laconic.links": "simulate",
+        "laconic.links.elastic.faults": "Faults Trace",
+        "laconic.links.quorum.port": "Closing",
+        "laconic.muon": "muon",
+        "laconic.metrics": "JsonLines Metrics TensorBoard",
+        "laconic.sampler": "ElasticSampler",
+    }.items()
 }
 _SUBMODULES = {
     "codecs": "laconic.codecs",

@@ -25,11 +25,9 @@ class Event(Protocol):
 
     def wait(self, stream: Any) -> None:
         """Have ``stream`` wait for it, and not this thread."""
-        ...
 
     def synchronize(self) -> None:
         """Have this thread wait for it."""
-        ...
 
 
 class Stream(Protocol):
@@ -37,7 +35,6 @@ class Stream(Protocol):
 
     def record_event(self) -> Event:
         """The point after all work so far."""
-        ...
 
 
 class Accelerator(Protocol):
@@ -47,70 +44,54 @@ class Accelerator(Protocol):
 
     def count(self) -> int:
         """How many of them this process sees; 0 where torch cannot use them."""
-        ...
 
     def can_communicate(self) -> bool:
         """Whether this torch has the ``backend``."""
-        ...
 
     def select(self, index: int) -> None:
         """Make one of them the current one."""
-        ...
 
     def current(self) -> int:
         """The index of the current one."""
-        ...
 
     def model_name(self, index: int) -> str:
         """What the manufacturer calls it."""
-        ...
 
     def current_stream(self, device: torch.device) -> Stream:
         """The stream that this thread's work on ``device`` goes to."""
-        ...
 
     def new_stream(self, device: torch.device) -> Stream:
         """Another one, whose work goes first where two streams have some."""
-        ...
 
     def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
         """A context in which this thread's work goes to ``stream``."""
-        ...
 
     def pinned(self, nbytes: int) -> Tensor:
         """Bytes in host memory. A copy from or to them with ``non_blocking=True`` is work of the
         current stream."""
-        ...
 
     def captures(self, device: torch.device) -> bool:
         """Whether this thread's work on ``device`` is being recorded, such as in a CUDA graph, to
         be repeated."""
-        ...
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until all work on ``device`` is done."""
-        ...
 
     def timing_event(self, device: torch.device) -> Any:
         """A point in the current stream of ``device``, with ``elapsed_time(later)`` in
         milliseconds."""
-        ...
 
     def peak_bytes(self, device: torch.device) -> int:
         """Most bytes of tensors so far."""
-        ...
 
     def in_use(self) -> bool:
         """Whether this process has used one of them."""
-        ...
 
     def random_state(self) -> Tensor:
         """The state of the current one's random generator."""
-        ...
 
     def set_random_state(self, state: Tensor) -> None:
         """Put it back."""
-        ...
 
 
 class Cuda:

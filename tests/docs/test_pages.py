@@ -67,7 +67,7 @@ def test_the_page_of_elastic_runs_names_their_recipes() -> None:
     (listed,) = re.findall(
         r"- \*\*Recipes\.\*\* (.*?) work\.", (DOCS / "elastic.md").read_text(), re.S
     )
-    assert re.findall(r"`(\w+)`", listed) == list(ELASTIC)
+    assert re.findall(r"`(\w+)`", listed) == ELASTIC.split(", ")
 
 
 def signature(recipe: Callable[..., object]) -> str:

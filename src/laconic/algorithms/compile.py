@@ -175,28 +175,13 @@ def replicated(recipe: Recipe) -> Recipe:
         try:
             rounds.append(replace(r, exchange=r.exchange.replicated()))
         except ValueError as error:
-            raise ValueError(
-                f"{r.name}: {error}. Recipes for elastic runs: {', '.join(ELASTIC)}"
-            ) from None
+            raise ValueError(f"{r.name}: {error}. Recipes for elastic runs: {ELASTIC}") from None
     return renamed(recipe, rounds)
 
 
 ELASTIC = (
-    "ddp",
-    "local_sgd",
-    "post_local_sgd",
-    "slowmo",
-    "diloco",
-    "streaming_diloco",
-    "muloco",
-    "outer_step",
-    "des_loc",
-    "sparse_loco",
-    "easgd",
-    "sgp",
-    "d_psgd",
-    "noloco",
-    "auto",
+    "ddp, local_sgd, post_local_sgd, slowmo, diloco, streaming_diloco, muloco, outer_step, "
+    "des_loc, sparse_loco, easgd, sgp, d_psgd, noloco, auto"
 )
 """The recipes for workers that come and go."""
 

@@ -19,13 +19,7 @@ from laconic.algorithms.diloco_recipes import (
 )
 from laconic.algorithms.elastic_recipes import downpour, eamsgd, easgd, lsgd
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import (
-    Alone,
-    FastComponents,
-    LowRank,
-    Mean,
-    Push,
-)
+from laconic.algorithms.exchanges import Alone, FastComponents, LowRank, Mean, Push
 from laconic.algorithms.exchanges.quorum import Pace, Weigh
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
@@ -40,13 +34,7 @@ from laconic.algorithms.recipe_parts import (
     quorum_mean,
     skip,
 )
-from laconic.algorithms.round import (
-    GradientRound,
-    OptimizerState,
-    Recipe,
-    Round,
-    workers_differ,
-)
+from laconic.algorithms.round import GradientRound, OptimizerState, Recipe, Round, workers_differ
 from laconic.algorithms.schedules import Every, Unless, after, every, until
 from laconic.algorithms.topology import Graph
 from laconic.algorithms.updates import (

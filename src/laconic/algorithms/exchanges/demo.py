@@ -64,6 +64,7 @@ class FastComponents(Exchange):
     """Shapes of the tensors in a message."""
 
     agrees = True
+    averages = True
     whole = True
     for_gradients = True
     slots: ClassVar[dict[str, Slot]] = {"momentum": "pooled"}
@@ -73,10 +74,6 @@ class FastComponents(Exchange):
         check_int("k", self.k, 1)
         if check_int("chunk", self.chunk, 1) > 2 ** (INDEX_BITS // 2):
             raise ValueError(f"chunk must be at most {2 ** (INDEX_BITS // 2)}, not {self.chunk}")
-
-    @property
-    def averages(self) -> bool:
-        return True
 
     def multiple(self, n: int) -> int:
         return 1

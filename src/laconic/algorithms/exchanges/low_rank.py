@@ -26,12 +26,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.algorithms.exchange import (
-    Arrival,
-    Collect,
-    Combine,
-    Exchange,
-)
+from laconic.algorithms.exchange import Arrival, Collect, Combine, Exchange
 from laconic.algorithms.exchanges.coded import CodedMean
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.update import Clock, Slot, State
@@ -85,6 +80,7 @@ class LowRank(Exchange):
     """Shapes of the tensors in a message."""
 
     agrees = True
+    averages = True
     whole = True
     for_gradients = True
     slots: ClassVar[dict[str, Slot]] = {"residual": "pooled", "basis": "everywhere"}
@@ -93,10 +89,6 @@ class LowRank(Exchange):
         check_int("rank", self.rank, 1)
         if self.codec is not None:
             check_repr(self.codec)
-
-    @property
-    def averages(self) -> bool:
-        return True
 
     def multiple(self, n: int) -> int:
         return 1

@@ -19,10 +19,7 @@ class Mean(Exchange):
     """All-reduce, after which every worker combines everything. Sends 2(n-1)/n of the message."""
 
     agrees = True
-
-    @property
-    def averages(self) -> bool:
-        return True
+    averages = True
 
     def replicated(self) -> Exchange:
         return self
