@@ -30,14 +30,13 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.exchanges.coding import (
-    NOT_FINITE,
     Coded,
+    Encoder,
     SlicedMean,
     add_decoded,
-    generator_for,
     nonfinite_rows,
-    offset_note,
     raise_if_nonfinite,
+    shifted,
 )
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.buckets import mean_in_rank_order, state_dtype
@@ -63,31 +62,13 @@ class CodedMean(SlicedMean):
     def owners(self, n: int) -> int | None:
         return n
 
-    def multiple(self, n: int) -> int:
-        return n * self.codec.grain
-
     def replicated(self) -> Exchange:
         return ReplicatedMean(self.codec, self.relative, self.feedback)
-
-    def init(self, x: Tensor, owned: slice) -> State:
-        state = super().init(x, owned)
-        if self.feedback:
-            state["lag"] = torch.zeros_like(x[owned])
-        return state
-
-    def rebase(self, x: Tensor, state: State) -> None:
-        super().rebase(x, state)
-        if self.relative and self.feedback:
-            state["lag"].zero_()
 
     def collect(self, state: State, owned: slice, n: int) -> None:
         if self.feedback:
             state["residual"][owned].add_(state["lag"], alpha=n)  # the mean divides it by n
             state["lag"].zero_()
-
-    def cost(self, length: int, itemsize: int, n: int) -> Cost:
-        size = self.codec.nbytes(length)
-        return cost.all_to_all(size, n) + cost.all_gather(size, n)
 
     async def run(
         self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
@@ -101,27 +82,16 @@ class CodedMean(SlicedMean):
             mean.add_(state["reference"][own])
         result = combine(mean)
         w = result if result is mean else result.clone()  # result may be the update's state
-        split = self.split(each, clock, w.device)
-        rows = torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=w.device)
-        generator, failure = generator_for(clock, w.device, 1), ""
-
-        def fill(_: int, part: slice, elements: slice) -> None:
-            nonlocal failure
-            less = state["reference"][own][elements] if self.relative else None
-            if failure:
-                rows[rank, part].fill_(NOT_FINITE)
-            else:
-                failure = self.code(w[elements], generator, less, None, rows[rank, part])
-                failure += offset_note(elements.start) if failure else ""
+        less = state["reference"][own] if self.relative else None
+        rows = self.rows(n, each, w.device)
 
         def save_residuals() -> None:
             if self.feedback:
                 state["residual"].copy_(residual)  # e <- v - q
                 state["lag"].copy_(w)  # o <- w - p
 
-        if not self.relative or len(split.ends) == 1:
-            await link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill))
-            raise_if_nonfinite(rows[:, split.end], failure)
+        if not self.relative or len(self.split(each, clock, w.device).ends) == 1:
+            await self.all_gather(link, w, rows, clock, less)
             save_residuals()
             if self.relative:
                 add_decoded(self.codec, rows.view(-1), state["reference"])
@@ -141,12 +111,11 @@ class CodedMean(SlicedMean):
                 add(r, part, elements)
 
         def add(r: int, part: slice, elements: slice) -> None:
-            at = slice(r * each + elements.start, r * each + elements.stop)
+            at = shifted(elements, r * each)
             add_decoded(self.codec, rows[r, part], state["reference"][at])
 
         try:
-            await link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill, use))
-            raise_if_nonfinite(rows[:, split.end], failure)
+            await self.all_gather(link, w, rows, clock, less, use)
             for r, part, elements in suspects:
                 add(r, part, elements)
         except BaseException:  # other ranks may have completed it: NaN makes this state unloadable
@@ -180,10 +149,10 @@ class GatheredMean(Coded):
         length = len(message)
         residual = message.to(state_dtype(message.dtype)).contiguous()
         payload = torch.empty(self.codec.nbytes(length), dtype=torch.uint8, device=residual.device)
-        less, plus = state.get("reference"), self._residual(state, slice(None))
-        failure = self.code(residual, generator_for(clock, residual.device), less, plus, payload)
+        encoder = Encoder(self, clock, residual, state.get("reference"), state.get("residual"))
+        encoder.code(slice(0, length), payload)
         rows = await link.gather(payload)
-        raise_if_nonfinite(rows, failure)
+        raise_if_nonfinite(rows, encoder.failure)
         mean = mean_in_rank_order(
             (self.codec.decode(row, length).to(residual.dtype) for row in rows), reuse=True
         )
@@ -216,27 +185,8 @@ class ReplicatedMean(SlicedMean):
 
     keeps_message: ClassVar[bool] = True
 
-    def multiple(self, n: int) -> int:
-        return n * self.codec.grain
-
     def replicated(self) -> Exchange:
         return self
-
-    def init(self, x: Tensor, owned: slice) -> State:
-        state = super().init(x, owned)
-        if self.feedback:
-            state["lag"] = torch.zeros_like(x)
-        return state
-
-    def rebase(self, x: Tensor, state: State) -> None:
-        super().rebase(x, state)
-        if self.relative and self.feedback:
-            state["lag"].zero_()
-
-    def cost(self, length: int, itemsize: int, n: int) -> Cost:
-        each = -(-length // self.multiple(n)) * self.codec.grain
-        size = n * self.codec.nbytes(each)
-        return cost.all_to_all(size, n) + cost.all_gather(size, n)
 
     async def run(
         self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
@@ -252,19 +202,8 @@ class ReplicatedMean(SlicedMean):
         if self.feedback:
             lag = state["lag"][mine]
             w[: len(lag)].add_(lag, alpha=self.feedback)
-        split = self.split(each, clock, w.device)
-        rows = torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=w.device)
-        generator, failure = generator_for(clock, w.device, 1), ""
-
-        def fill(_: int, part: slice, elements: slice) -> None:
-            nonlocal failure
-            if failure:
-                rows[rank, part].fill_(NOT_FINITE)
-            else:
-                failure = self.code(w[elements], generator, None, None, rows[rank, part])
-
-        await link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill))
-        raise_if_nonfinite(rows[:, split.end], failure)
+        rows = self.rows(n, each, w.device)
+        await self.all_gather(link, w, rows, clock)
         mean = self.codec.decode(rows.view(-1), n * each)[:length].to(residual.dtype)
         if self.feedback:
             state["residual"].copy_(residual[:length])  # e <- v - q

@@ -20,6 +20,8 @@ from laconic.buckets import state_dtype
 from laconic.codecs import Codec
 from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_bool, check_float
+from laconic.links import cost
+from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink, Parts, hops
 
 NOT_FINITE = 255
@@ -85,38 +87,64 @@ class Coded(Exchange):
         if self.relative:
             state["reference"].copy_(x)
 
-    def _residual(self, state: State, at: slice) -> Tensor | None:
-        """Return b*e for the elements ``at``."""
-        if "residual" not in state:
-            return None
-        residual = state["residual"][at]
-        return residual if self.feedback == 1 else self.feedback * residual
 
-    def code(
+class Encoder:
+    """Codes x - less + b*plus part after part; with feedback, leaves the coding errors in x."""
+
+    def __init__(
         self,
+        exchange: Coded,
+        clock: Clock,
         x: Tensor,
-        generator: torch.Generator,
         less: Tensor | None,
-        plus: Tensor | None,
-        out: Tensor,
-    ) -> str:
-        """Encode x - less + plus into ``out``. With feedback, leave the coding error in x.
+        plus: Tensor | None = None,
+        direction: int = 0,
+    ) -> None:
+        self.exchange, self.x, self.less, self.plus = exchange, x, less, plus
+        self.generator = generator_for(clock, x.device, direction)
+        self.failure = ""
+        """Why a part could not be coded. It and all later ones are then `NOT_FINITE`."""
 
-        If the codec cannot encode x, fill ``out`` with `NOT_FINITE` and return the reason.
-        Otherwise return the empty string.
-        """
-        subtract = bool(self.feedback)
+    def code(self, at: slice, out: Tensor) -> None:
+        """Code the elements ``at`` into ``out``."""
+        codec, feedback, plus = self.exchange.codec, self.exchange.feedback, self.plus
+        if self.failure:
+            out.fill_(NOT_FINITE)
+            return
+        less = None if self.less is None else self.less[at]
+        if plus is not None:
+            plus = plus[at] if feedback == 1 else feedback * plus[at]
+        x, subtract = self.x[at], bool(feedback)
         try:
-            self.codec.encode(x, generator, less=less, plus=plus, subtract=subtract, out=out)
+            codec.encode(x, self.generator, less=less, plus=plus, subtract=subtract, out=out)
         except NotFiniteError as error:
             out.fill_(NOT_FINITE)
-            return str(error) or f"{self.codec} could not encode it"
-        return ""
+            note = f", counting from element {at.start}" if at.start else ""
+            self.failure = (str(error) or f"{codec} could not encode it") + note
 
 
 @dataclass(frozen=True)
 class SlicedMean(Coded):
-    """A mean whose messages are coded by slices, one for each worker."""
+    """A mean whose messages are coded by slices, one for each worker. With ``lag``, o."""
+
+    def multiple(self, n: int) -> int:
+        return n * self.codec.grain
+
+    def init(self, x: Tensor, owned: slice) -> State:
+        state = super().init(x, owned)
+        if self.feedback:
+            state["lag"] = torch.zeros_like(x[owned])
+        return state
+
+    def rebase(self, x: Tensor, state: State) -> None:
+        super().rebase(x, state)
+        if self.relative and self.feedback:
+            state["lag"].zero_()
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        each = -(-length // self.multiple(n)) * self.codec.grain
+        size = n * self.codec.nbytes(each)
+        return cost.all_to_all(size, n) + cost.all_gather(size, n)
 
     def split(self, length: int, clock: Clock, device: torch.device) -> _Split:
         """Return how to split rows of ``length`` elements. Rows on an accelerator are not split."""
@@ -133,35 +161,21 @@ class SlicedMean(Coded):
         n, order = link.size, hops(link.rank, link.size)
         residual = message.to(state_dtype(message.dtype)).contiguous()
         each = residual.numel() // n
-        payload = torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=residual.device)
+        payload = self.rows(n, each, residual.device)
         rows, mean = torch.empty_like(payload), residual.new_empty(each)
         split = self.split(each, clock, residual.device)
-        generator, failure = generator_for(clock, residual.device, 0), ""
-
-        def code(start: int, stop: int, out: Tensor) -> None:
-            nonlocal failure
-            at = slice(start, stop)
-            less = state["reference"][at] if self.relative else None
-            if failure:
-                out.fill_(NOT_FINITE)
-            else:
-                failure = self.code(residual[at], generator, less, self._residual(state, at), out)
-                failure += offset_note(start) if failure else ""
+        encoder = Encoder(self, clock, residual, state.get("reference"), state.get("residual"))
 
         def fill(r: int, part: slice, elements: slice) -> None:
             if part != split.last:
-                code(r * each + elements.start, r * each + elements.stop, payload[r, part])
+                encoder.code(shifted(elements, r * each), payload[r, part])
             elif r == order[0]:  # encode all last parts before any is sent: a failure marks all
                 if part.start == 0:
-                    code(0, len(residual), payload.view(-1))
+                    encoder.code(slice(0, len(residual)), payload.view(-1))
                 else:
                     for row in order:
-                        code(
-                            row * each + elements.start,
-                            row * each + elements.stop,
-                            payload[row, part],
-                        )
-                if failure:
+                        encoder.code(shifted(elements, row * each), payload[row, part])
+                if encoder.failure:
                     payload[:, part].fill_(NOT_FINITE)
 
         suspects: list[tuple[slice, slice]] = []
@@ -174,10 +188,38 @@ class SlicedMean(Coded):
                     self.codec.decode_mean(rows[:, part], mean[elements])
 
         await link.all_to_all(payload, rows, split.parts(fill, use))
-        raise_if_nonfinite(rows[:, split.end], failure)
+        raise_if_nonfinite(rows[:, split.end], encoder.failure)
         for part, elements in suspects:
             self.codec.decode_mean(rows[:, part], mean[elements])
         return residual, mean
+
+    async def all_gather(
+        self,
+        link: AsyncLink,
+        w: Tensor,
+        rows: Tensor,
+        clock: Clock,
+        less: Tensor | None = None,
+        use: OnPart | None = None,
+    ) -> None:
+        """Code w - less as this rank's row of ``rows``, and gather all rows. Leaves w - less - p in
+        w. ``use``: what to do with parts that arrive."""
+        split = self.split(len(w), clock, w.device)
+        encoder = Encoder(self, clock, w, less, direction=1)
+
+        def fill(_: int, part: slice, elements: slice) -> None:
+            encoder.code(elements, rows[link.rank, part])
+
+        await link.all_gather(rows[link.rank], rows.view(-1), parts=split.parts(fill, use))
+        raise_if_nonfinite(rows[:, split.end], encoder.failure)
+
+    def rows(self, n: int, each: int, device: torch.device) -> Tensor:
+        """Return memory for the codes of n slices of ``each`` elements."""
+        return torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=device)
+
+
+def shifted(elements: slice, by: int) -> slice:
+    return slice(elements.start + by, elements.stop + by)
 
 
 def check_codable(codec: object, x: Tensor) -> None:
@@ -237,11 +279,11 @@ class _Split:
         """Return the bytes of the last grain, which belongs to the last part of any split."""
         return slice(-self.size, None)
 
-    def parts(self, fill: _OnPart, use: _OnPart | None = None) -> Parts:
+    def parts(self, fill: OnPart, use: OnPart | None = None) -> Parts:
         """Return `Parts` that call ``fill`` and ``use`` with a rank, the bytes of a part of its
         row, and the elements that those bytes code."""
 
-        def with_elements(call: _OnPart) -> Callable[[int, slice], None]:
+        def with_elements(call: OnPart) -> Callable[[int, slice], None]:
             return lambda r, part: call(r, part, self._elements(part))
 
         ends = [end * self.size for end in self.ends]
@@ -251,11 +293,7 @@ class _Split:
         return slice(part.start // self.size * self.grain, part.stop // self.size * self.grain)
 
 
-_OnPart = Callable[[int, slice, slice], None]
-
-
-def offset_note(start: int) -> str:
-    return f", counting from element {start}" if start else ""
+OnPart = Callable[[int, slice, slice], None]
 
 
 def nonfinite_rows(rows: Tensor) -> list[int]:
