@@ -11,7 +11,6 @@ import copy
 import importlib
 import importlib.util
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from laconic.errors import check_float, error_text
 from laconic.links.agreement import agree
 from laconic.links.link import Link
+from laconic.units import finite
 
 Record = Mapping[str, Any]
 
@@ -111,7 +111,7 @@ class JsonLines(Metrics):
             os.write(self._file, b"\n")  # the last line is incomplete: an earlier run was killed
 
     def write(self, record: Record) -> None:
-        line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
+        line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
         written = os.write(self._file, line)
         if written < len(line):
             raise OSError(f"{written} of {len(line)} bytes written: is the disk full?")
@@ -245,12 +245,3 @@ def agree_on_metrics(
             ranks = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
             raise ValueError(f"{which}: no such directory on {ranks}: create it first")
     return own
-
-
-def _finite(value: Any) -> Any:
-    """Return ``value`` with None in place of numbers that JSON does not support."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value

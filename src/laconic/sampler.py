@@ -19,8 +19,9 @@ from laconic.errors import check_bool, check_choice, check_int
 __all__ = ["ElasticSampler", "Progress"]
 
 _LOST = ("again", "counted")
-_COUNTS = ("frontier", "worker", "workers", "drawn", "contributed", "samples_lost")
-_KEYS = {"num_samples", "shuffle", "seed", "gaps", *_COUNTS}
+_SAME = ("num_samples", "shuffle", "seed")
+_PLACE = ("worker", "workers", "drawn", "contributed", "samples_lost")
+_KEYS = {*_SAME, "gaps", "frontier", *_PLACE}
 
 
 class Progress(NamedTuple):
@@ -144,11 +145,8 @@ class ElasticSampler(Sampler[int]):
         self._condition = threading.Condition(threading.RLock())
         self._frozen = False
         self._remaining = _Remaining([], 0)
-        self._worker = 0
-        self._workers = 1
-        self._drawn = 0
-        self._contributed = 0
-        self._samples_lost = 0
+        self._worker, self._workers = 0, 1
+        self._drawn = self._contributed = self._samples_lost = 0
         self._recorded: deque[Recorded] = deque()
         # A share is ascending, so it needs one epoch's order at a time.
         self._order: tuple[int, Tensor] | None = None
@@ -246,8 +244,7 @@ class ElasticSampler(Sampler[int]):
             for r, count in enumerate(counts):
                 self._check_share(f"drawn[{r}]", count, self._remaining, r, self._workers)
             self._remaining = self._remaining.after(counts)
-            self._worker = worker
-            self._workers = workers
+            self._worker, self._workers = worker, workers
             self._drawn = self._contributed = 0
             self._samples_lost += lost
             self._frozen = False
@@ -263,16 +260,10 @@ class ElasticSampler(Sampler[int]):
         """
         with self._condition:
             return {
-                "num_samples": self.num_samples,
-                "shuffle": self.shuffle,
-                "seed": self.seed,
+                **{name: getattr(self, name) for name in _SAME},
                 "gaps": list(self._remaining.gaps),
                 "frontier": self._remaining.frontier,
-                "worker": self._worker,
-                "workers": self._workers,
-                "drawn": self._drawn,
-                "contributed": self._contributed,
-                "samples_lost": self._samples_lost,
+                **{name: getattr(self, f"_{name}") for name in _PLACE},
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -298,7 +289,8 @@ class ElasticSampler(Sampler[int]):
                     f"the state was saved with {name}={value}, "
                     f"this ElasticSampler has {name}={getattr(self, name)}"
                 )
-        counts = {name: check_int(f"{name} in the state", state_dict[name], 0) for name in _COUNTS}
+        numbers = "frontier", *_PLACE
+        counts = {name: check_int(f"{name} in the state", state_dict[name], 0) for name in numbers}
         for low, high in (("worker", counts["workers"] - 1), ("contributed", counts["drawn"])):
             if counts[low] > high:
                 raise ValueError(f"{low} in the state must be at most {high}, not {counts[low]}")
@@ -322,11 +314,8 @@ class ElasticSampler(Sampler[int]):
         )
         with self._condition:
             self._remaining = remaining
-            self._worker = counts["worker"]
-            self._workers = counts["workers"]
-            self._drawn = counts["drawn"]
-            self._contributed = counts["contributed"]
-            self._samples_lost = counts["samples_lost"]
+            for name in _PLACE:
+                setattr(self, f"_{name}", counts[name])
 
     def _draw(self) -> int | None:
         """Count and return the next sample of this worker's share; None if there is none."""

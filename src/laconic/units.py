@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 __all__ = [
     "finite",
@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/%]*)\s*", re.ASCII)
-_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_RATES = _BITS | {f"{unit}/s": scale for unit, scale in _BITS.items()}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_SHARES = {"%": 0.01}
 _COUNT_FORMS = "a positive whole number, or one with K, M, B or T (1.3B, 125M, 865280)"
 _RATE_FORMS = "a positive number of bit/s, or one with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"
 _BANDWIDTH_FORMS = "a positive number with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"
@@ -46,10 +46,7 @@ def parse_rate(text: str) -> float:
 
     Raises ValueError for an unknown unit and for a value that is not positive and finite.
     """
-    rate = _parse(text, _RATES, suffix="/s")
-    if rate is None or not 0.0 < rate < math.inf:
-        raise ValueError(f"not a rate: {text!r}; give {_RATE_FORMS}")
-    return rate
+    return _read(text, "rate", _RATE_FORMS, _RATES, _positive)
 
 
 def parse_duration(text: str) -> float:
@@ -58,10 +55,7 @@ def parse_duration(text: str) -> float:
     Zero is a valid duration (no added latency). Raises ValueError for an unknown unit and for a
     value that is negative or not finite.
     """
-    seconds = _parse(text, _DURATIONS, suffix="")
-    if seconds is None or not 0.0 <= seconds < math.inf:
-        raise ValueError(f"not a duration: {text!r}; give {_DURATION_FORMS}")
-    return seconds
+    return _read(text, "duration", _DURATION_FORMS, _DURATIONS, _not_negative)
 
 
 def parse_bandwidth(text: str) -> float:
@@ -69,10 +63,7 @@ def parse_bandwidth(text: str) -> float:
 
     As `parse_rate`, but raises ValueError for a number without a unit, too.
     """
-    rate = _parse(text, _RATES, suffix="/s", bare=False)
-    if rate is None or not 0.0 < rate < math.inf:
-        raise ValueError(f"not a rate: {text!r}; give {_BANDWIDTH_FORMS}")
-    return rate
+    return _read(text, "rate", _BANDWIDTH_FORMS, _RATES, _positive, bare=False)
 
 
 def parse_latency(text: str) -> float:
@@ -80,10 +71,7 @@ def parse_latency(text: str) -> float:
 
     As `parse_duration`, but raises ValueError for a number without a unit, too, unless it is 0.
     """
-    seconds = _parse(text, _DURATIONS, suffix="", bare=False)
-    if seconds is None or not 0.0 <= seconds < math.inf:
-        raise ValueError(f"not a latency: {text!r}; give {_LATENCY_FORMS}")
-    return seconds
+    return _read(text, "latency", _LATENCY_FORMS, _DURATIONS, _not_negative, bare=False)
 
 
 def parse_share(text: str) -> float:
@@ -91,10 +79,7 @@ def parse_share(text: str) -> float:
 
     Raises ValueError for an unknown unit and for a value that is not from 0 to 1.
     """
-    share = _parse(text, _SHARES, suffix="")
-    if share is None or not 0.0 <= share <= 1.0:
-        raise ValueError(f"not a share: {text!r}; give {_SHARE_FORMS}")
-    return share
+    return _read(text, "share", _SHARE_FORMS, {"%": 0.01}, lambda share: 0.0 <= share <= 1.0)
 
 
 def parse_count(text: str) -> int:
@@ -102,10 +87,7 @@ def parse_count(text: str) -> int:
 
     Raises ValueError for an unknown unit and for a value that is not a positive integer.
     """
-    count = _parse(text, _COUNTS, suffix="")
-    if count is None or not 0.0 < count < math.inf or round(count) != round(count, 3):
-        raise ValueError(f"not a count: {text!r}; give {_COUNT_FORMS}")
-    return round(count)
+    return round(_read(text, "count", _COUNT_FORMS, _COUNTS, _whole))
 
 
 def three_digits(number: float) -> str:
@@ -160,23 +142,42 @@ def finite(value: object) -> object:
     """Return `value` with None in place of numbers that are not finite, for JSON."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: finite(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(v) for v in value]
     return value
 
 
-def _parse(text: str, units: Mapping[str, float], suffix: str, bare: bool = True) -> float | None:
-    """Return `text` in the base unit, or None if it has no number or an unknown unit.
+def _positive(value: float) -> bool:
+    return 0.0 < value < math.inf
+
+
+def _not_negative(value: float) -> bool:
+    return 0.0 <= value < math.inf
+
+
+def _whole(value: float) -> bool:
+    return _positive(value) and round(value) == round(value, 3)
+
+
+def _read(
+    text: str,
+    noun: str,
+    forms: str,
+    units: Mapping[str, float],
+    valid: Callable[[float], bool],
+    bare: bool = True,
+) -> float:
+    """Return `text` in the base unit. Raises ValueError, which says which ``forms`` a ``noun`` has,
+    for text without a number, an unknown unit and a value that is not ``valid``.
 
     ``bare``: whether a number other than 0 may have no unit.
     """
-    match = _NUMBER.fullmatch(text.lower())
-    if match is None:
-        return None
-    number, unit = match.groups()
-    scale = units.get(unit.replace("µ", "u").replace("μ", "u").removesuffix(suffix), None)
-    if unit == "" and (bare or float(number) == 0):
-        scale = 1.0
-    return None if scale is None else float(number) * scale
+    if match := _NUMBER.fullmatch(text.lower()):
+        number, unit = float(match[1]), match[2].replace("µ", "u").replace("μ", "u")
+        free = unit == "" and (bare or number == 0)
+        scale = 1.0 if free else units.get(unit)
+        if scale is not None and valid(number * scale):
+            return number * scale
+    raise ValueError(f"not a {noun}: {text!r}; give {forms}")
