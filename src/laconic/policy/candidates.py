@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.diloco_recipes import outer_step, streaming_diloco
-from laconic.algorithms.recipes import ddp, local_sgd
+from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import GradientRound, Recipe, Round, fragments_of
 from laconic.algorithms.updates.muon_step import operations, orthogonal
 from laconic.buckets import Fragment
@@ -54,18 +54,8 @@ would do for gradients, but the latency does not."""
 PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 512: 1.9}
 """Periods of `laconic.streaming_diloco` with Int4 and their steps: measured with a delay of 1 for
 periods up to 64, of which a run of 480 steps has a few, and extrapolated by 0.08 per doubling."""
-MUON = {
-    8: 0.91,
-    12: 0.98,
-    16: 1.06,
-    24: 1.2,
-    32: 1.31,
-    48: 1.45,
-    64: 1.55,
-    128: 1.7,
-    256: 1.8,
-    512: 1.9,
-}
+MUON = {8: 0.91, 12: 0.98, 16: 1.06, 24: 1.2, 32: 1.31, 48: 1.45, 64: 1.55}
+MUON |= {128: 1.7, 256: 1.8, 512: 1.9}
 """The same with ``outer="muon"``: measured with a delay of 2, interpolated for 12, 24 and 48."""
 SHORTEST = 8
 """The least period to choose. Period 4 takes 4% fewer steps, but loses more than that by a message
@@ -103,10 +93,8 @@ def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate
 
 def same_but_delay(recipe: Recipe, other: Recipe) -> bool:
     """Whether two recipes with rounds on parameters differ at most in their delay."""
-    rounds = [r for r in recipe if isinstance(r, Round)]
-    others = [r for r in other if isinstance(r, Round)]
-    alike = tuple(replace(r, delay=0) for r in rounds) == tuple(replace(r, delay=0) for r in others)
-    return alike and len(rounds) == len(recipe)
+    one, two = ([replace(r, delay=0) for r in x if isinstance(r, Round)] for x in (recipe, other))
+    return one == two and len(one) == len(recipe)
 
 
 def lateness(recipe: Recipe, facts: Facts) -> float:
@@ -136,23 +124,27 @@ def delay_for(period: int, facts: Facts, make: Maker | None = None) -> tuple[int
     return min(math.ceil(1.25 * seconds / facts.compute + HALF), period), seconds
 
 
+@lru_cache(maxsize=256)
+def spelled(text: str, steps: float) -> Candidate:
+    """The candidate whose recipe has this ``text``."""
+    recipe = parse_recipe(text)
+    assert isinstance(recipe, tuple), "never auto"
+    return Candidate(text, recipe, steps)
+
+
 def local(period: int, delay: int, steps: float) -> Candidate:
     """Averages of the parameters in Int4, `delay` steps late."""
-    recipe = local_sgd(period, delay=delay, codec="int4")
-    return Candidate(f"local_sgd({period}, delay={delay}, codec='int4')", recipe, steps)
+    return spelled(f"local_sgd({period}, delay={delay}, codec='int4')", steps)
 
 
 def streaming(period: int, delay: int, steps: float) -> Candidate:
     """Streaming DiLoCo with the defaults, with which `PERIODS` were measured."""
-    recipe = streaming_diloco(period, delay=delay)
-    return Candidate(f"streaming_diloco({period}, delay={delay})", recipe, steps)
+    return spelled(f"streaming_diloco({period}, delay={delay})", steps)
 
 
 def muon(period: int, delay: int, steps: float) -> Candidate:
     """`streaming` with outer steps in Muon's direction, as `MUON` was measured."""
-    recipe = streaming_diloco(period, delay=delay, outer="muon")
-    text = f"streaming_diloco({period}, delay={delay}, outer='muon')"
-    return Candidate(text, recipe, steps)
+    return spelled(f"streaming_diloco({period}, delay={delay}, outer='muon')", steps)
 
 
 DELAYED: Mapping[Maker, Mapping[int, float]] = {local: LOCAL, muon: MUON, streaming: PERIODS}
@@ -207,20 +199,18 @@ def made(recipe: Recipe) -> Candidate | None:
     if isinstance(recipe[0], GradientRound):
         return None
     period, delay = round(1 / often(recipe[0])), recipe[0].delay
-    spelled = (make(period, delay, 1.0) for make, steps in DELAYED.items() if period in steps)
-    return next((c for c in spelled if c.recipe == recipe), None)
+    alike = (make(period, delay, 1.0) for make, steps in DELAYED.items() if period in steps)
+    return next((c for c in alike if c.recipe == recipe), None)
 
 
 def _gradients(codec: str | None, steps: float) -> Candidate:
-    text = "ddp()" if codec is None else f"ddp(codec={codec!r})"
-    return Candidate(text, ddp(codec=codec), steps)
+    return spelled("ddp()" if codec is None else f"ddp(codec={codec!r})", steps)
 
 
 def _turned(codec: str | None, period: int, steps: float) -> Candidate:
     """`_gradients` with an outer step in Muon's direction, which sends nothing."""
     base = _gradients(codec, steps)
-    recipe = outer_step(base.recipe, period, outer="muon")
-    return Candidate(f"outer_step({base.text}, {period}, outer='muon')", recipe, steps)
+    return spelled(f"outer_step({base.text}, {period}, outer='muon')", steps)
 
 
 def start(workers: int, facts: Facts | None = None) -> Candidate:

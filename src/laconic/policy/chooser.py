@@ -24,17 +24,16 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.auto import Auto
-from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe, Round, workers_differ
 from laconic.engine.comparison import BufferWatch
 from laconic.engine.session import Choice, Session
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
 from laconic.policy.candidates import (
-    Candidate,
     candidates,
     largest_fragment,
     made,
+    spelled,
     start,
     takes_muon,
     turning,
@@ -164,11 +163,12 @@ class Chooser:
         kind = self._session.settings.buffers
         if self._buffers is None and kind != "keep":
             self._buffers = BufferWatch(self._session.model, every=kind == "broadcast")
-        if self._steps > (WARMUP if self.choices else self._first[0]):
+        warmup = WARMUP if self.choices else self._first[0]
+        if self._steps > warmup:
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
         if self._steps == WARMUP:  # without the messages of a change of recipe
             self._traffic = self._sent()
-        if self._steps == (WARMUP if self.choices else self._first[0]):
+        if self._steps == warmup:
             self._before = self._session.usage()
         before = self.now
         self._review(step)
@@ -348,20 +348,18 @@ class Chooser:
     def state_dict(self) -> dict[str, Any]:
         """The choices so far and the facts behind them, as plain data."""
         choices = [{**asdict(c), "facts": _saved(c.facts)} for c in self.choices]
-        return {
-            "choices": choices,
-            "text": self.now.text,
-            "facts": None if self._facts is None else _saved(self._facts),
-        }
+        facts = None if self._facts is None else _saved(self._facts)
+        return {"choices": choices, "text": self.now.text, "facts": facts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict`, with its `recipe`. Step times are measured again, because the
         machine may be a different one."""
         choices = [Choice(**{**c, "facts": _facts(c["facts"])}) for c in state["choices"]]
         if choices or self._link.size > 1:
-            recipe = parse_recipe(state["text"])
-            assert isinstance(recipe, tuple), "chosen from recipes"
-            self.now = Candidate(_respelled(state["text"], recipe), recipe, 1.0)
+            saved = spelled(state["text"], 1.0)  # older versions saved all arguments
+            self.now = (
+                made(saved.recipe) or saved
+            )  # an unchanged choice is not to look like a change
         self._facts = None if state["facts"] is None else _facts(state["facts"])
         self.choices, self._steps, self._baseline, self._extra = choices, 0, [], {}
         self._paces, self._spans, self._facts_loaded = None, [], True
@@ -392,14 +390,6 @@ class Chooser:
     def undo(self) -> Callable[[], None]:
         """A function that restores the present state after a `load_state_dict`."""
         return partial(vars(self).update, dict(vars(self)))
-
-
-def _respelled(text: str, recipe: Recipe) -> str:
-    """The text of the candidate that equals ``recipe``, if there is one; else ``text``. Older
-    versions saved all arguments. With one text per recipe, an unchanged choice does not look like a
-    change."""
-    same = made(recipe)
-    return text if same is None else same.text
 
 
 def _busiest(rows: Tensor) -> tuple[float, float]:

@@ -198,10 +198,10 @@ def _buffer_loads(recipe: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load
         load, amount = Load(0.0, 0.0, 0.0, 0.0, 0.0), cost.gather(8, n)
         if facts.changing:
             amount += cost.gather(16 * len(facts.buffers), n)
-            load = _parameters(r, of_buffers(facts, facts.changing))
-        if facts.changing and facts.broadcast:
-            amount += cost.broadcast(facts.changing, n)
-            load = Load(0.0, 0.0, 0.0, 0.0, 0.0)
+            if facts.broadcast:
+                amount += cost.broadcast(facts.changing, n)
+            else:
+                load = _parameters(r, of_buffers(facts, facts.changing))
         names = (r.over, "workers")
         seconds = facts.travel(names, amount, n, 1) + load.network
         sending = amount.seconds(facts.net(*names).rate, 0.0) + load.sending
