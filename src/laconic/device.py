@@ -1,9 +1,9 @@
 """Accelerators: the only module, beside their links and kernels, that calls `torch.cuda`.
 
-Each kind is one `Accelerator`, in `ACCELERATORS` by its device type. To add a kind, write such a
-class and add its row. Its tensors then travel by way of host memory; for collectives of its own see
-`laconic.links.torch_link`. A function given a device without an accelerator, such as the CPU, does
-nothing.
+Each kind is one `Accelerator`, in `ACCELERATORS` by its device type. To add a kind, write a
+subclass and add its row. Its tensors then travel by way of host memory; for collectives of its own
+see `laconic.links.torch_link`. A function given a device without an accelerator, such as the CPU,
+does nothing.
 """
 
 from __future__ import annotations
@@ -37,121 +37,84 @@ class Stream(Protocol):
         """The point after all work so far."""
 
 
-class Accelerator(Protocol):
-    """What laconic needs of one kind of accelerator. ``backend``: torch's process group for it."""
-
-    backend: str
-
-    def count(self) -> int:
-        """How many of them this process sees; 0 where torch cannot use them."""
-
-    def can_communicate(self) -> bool:
-        """Whether this torch has the ``backend``."""
-
-    def select(self, index: int) -> None:
-        """Make one of them the current one."""
-
-    def current(self) -> int:
-        """The index of the current one."""
-
-    def model_name(self, index: int) -> str:
-        """What the manufacturer calls it."""
-
-    def current_stream(self, device: torch.device) -> Stream:
-        """The stream that this thread's work on ``device`` goes to."""
-
-    def new_stream(self, device: torch.device) -> Stream:
-        """Another one, whose work goes first where two streams have some."""
-
-    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
-        """A context in which this thread's work goes to ``stream``."""
-
-    def pinned(self, nbytes: int) -> Tensor:
-        """Bytes in host memory. A copy from or to them with ``non_blocking=True`` is work of the
-        current stream."""
-
-    def captures(self, device: torch.device) -> bool:
-        """Whether this thread's work on ``device`` is being recorded, such as in a CUDA graph, to
-        be repeated."""
-
-    def synchronize(self, device: torch.device) -> None:
-        """Wait until all work on ``device`` is done."""
-
-    def timing_event(self, device: torch.device) -> Any:
-        """A point in the current stream of ``device``, with ``elapsed_time(later)`` in
-        milliseconds."""
-
-    def peak_bytes(self, device: torch.device) -> int:
-        """Most bytes of tensors so far."""
-
-    def in_use(self) -> bool:
-        """Whether this process has used one of them."""
-
-    def random_state(self) -> Tensor:
-        """The state of the current one's random generator."""
-
-    def set_random_state(self, state: Tensor) -> None:
-        """Put it back."""
-
-
-class Cuda:
-    """NVIDIA GPUs."""
+class Accelerator:
+    """What laconic needs of one kind of accelerator, here of NVIDIA's GPUs; others are subclasses.
+    ``backend``: torch's process group for it."""
 
     backend = "nccl"
 
     def count(self) -> int:
+        """How many of them this process sees; 0 where torch cannot use them."""
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def can_communicate(self) -> bool:
+        """Whether this torch has the ``backend``."""
         return dist.is_nccl_available()
 
     def select(self, index: int) -> None:
+        """Make one of them the current one."""
         torch.cuda.set_device(index)
 
     def current(self) -> int:
+        """The index of the current one."""
         return torch.cuda.current_device()
 
     def model_name(self, index: int) -> str:
+        """What the manufacturer calls it."""
         return torch.cuda.get_device_name(index)
 
     def current_stream(self, device: torch.device) -> Stream:
+        """The stream that this thread's work on ``device`` goes to."""
         return torch.cuda.current_stream(device)
 
     def new_stream(self, device: torch.device) -> Stream:
+        """Another one, whose work goes first where two streams have some."""
         return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which this thread's work goes to ``stream``."""
         return torch.cuda.stream(stream)
 
     def pinned(self, nbytes: int) -> Tensor:
+        """Bytes in host memory. A copy from or to them with ``non_blocking=True`` is work of the
+        current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def captures(self, device: torch.device) -> bool:
+        """Whether this thread's work on ``device`` is being recorded, such as in a CUDA graph, to
+        be repeated."""
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self, device: torch.device) -> None:
+        """Wait until all work on ``device`` is done."""
         torch.cuda.synchronize(device)
 
     def timing_event(self, device: torch.device) -> Any:
+        """A point in the current stream of ``device``, with ``elapsed_time(later)`` in
+        milliseconds."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 
     def peak_bytes(self, device: torch.device) -> int:
+        """Most bytes of tensors so far."""
         return torch.cuda.max_memory_allocated(device)
 
     def in_use(self) -> bool:
+        """Whether this process has used one of them."""
         return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
 
     def random_state(self) -> Tensor:
+        """The state of the current one's random generator."""
         return torch.cuda.get_rng_state()
 
     def set_random_state(self, state: Tensor) -> None:
+        """Put it back."""
         torch.cuda.set_rng_state(state)
 
 
-ACCELERATORS: dict[str, Accelerator] = {"cuda": Cuda()}
+ACCELERATORS: dict[str, Accelerator] = {"cuda": Accelerator()}
 """By the type of `torch.device`."""
 
 

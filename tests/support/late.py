@@ -35,7 +35,7 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-from laconic.device import ACCELERATORS
+from laconic.device import ACCELERATORS, Accelerator
 from laconic.links.comm_thread import CommThread
 
 _lock = threading.RLock()
@@ -256,7 +256,7 @@ class LateTime:
         return 1000 * (later.seconds - self.seconds)
 
 
-class LateAccelerator:
+class LateAccelerator(Accelerator):
     """The device "late", for `laconic.device.ACCELERATORS`."""
 
     backend = "none"
