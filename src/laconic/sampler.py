@@ -16,8 +16,6 @@ from torch.utils.data import Sampler
 
 from laconic.errors import check_bool, check_choice, check_int
 
-__all__ = ["ElasticSampler", "Progress"]
-
 _LOST = ("again", "counted")
 _SAME = ("num_samples", "shuffle", "seed")
 _PLACE = ("worker", "workers", "drawn", "contributed", "samples_lost")

@@ -13,21 +13,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-__all__ = [
-    "finite",
-    "format_bytes",
-    "format_rate",
-    "format_seconds",
-    "format_share",
-    "parse_bandwidth",
-    "parse_count",
-    "parse_duration",
-    "parse_latency",
-    "parse_rate",
-    "parse_share",
-    "three_digits",
-]
-
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/%]*)\s*", re.ASCII)
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RATES = _BITS | {f"{unit}/s": scale for unit, scale in _BITS.items()}
