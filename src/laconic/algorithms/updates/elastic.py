@@ -12,6 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from laconic.algorithms.update import Clock, Slot, State, Update
+from laconic.algorithms.updates.anchored_average import AnchoredAverage
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,12 @@ class Elastic(Update):
 
 
 @dataclass(frozen=True)
-class Downpour(Update):
+class Downpour(AnchoredAverage):
     """``a <- a + sum(x_i - a) ;  x <- a``: a sum rather than a mean, as in DOWNPOUR.
 
     Dean et al., NeurIPS 2012; Zhang et al. 2015, section 5. Has no parameters. ``a`` has the shape
     and unit of x.
     """
-
-    slots: ClassVar[dict[str, Slot]] = {"anchor": "owner"}
-    anchor = "anchor"
-    replaces = True
-
-    def init(self, x: Tensor) -> State:
-        return {"anchor": x}
 
     def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
         a = state["anchor"]
