@@ -65,8 +65,8 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 ROOMS = (
-    "version errors units native processor tensors buckets device sampler muon < codecs < links < "
-    "algorithms elastic metrics < engine < policy < "
+    "version errors units native processor tensors buckets parts device sampler muon < codecs < "
+    "links < algorithms elastic metrics < engine < policy < "
     "attach compat checkpoints checkpoint integrations < lab advisor cli __init__ __main__"
 )
 """From the bottom to the top: what is in a room imports nothing above it."""

@@ -28,7 +28,6 @@ from laconic.algorithms.compile import (
 )
 from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe, renamed
-from laconic.buckets import is_sharded, reshard
 from laconic.device import accelerator, select_own
 from laconic.elastic import Elastic
 from laconic.engine import attached, elastic_runs
@@ -51,6 +50,7 @@ from laconic.links.torch_link import CHOICES, Choice
 from laconic.metrics import MetricsArgument, agree_on_metrics, check_metrics
 from laconic.policy.candidates import start
 from laconic.policy.chooser import Chooser
+from laconic.tensors import is_sharded, reshard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,7 +1,8 @@
 """What a tensor of a model is made of: its plain parts, their bytes, and which numbers have a mean.
 
 Most tensors are plain: strided elements in memory. A sparse tensor, or a wrapper subclass such as a
-quantized weight of torchao, consists of several plain ones.
+quantized weight of torchao, consists of several plain ones. Of a sharded tensor (FSDP's DTensor), a
+rank has its `local` shard.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -105,9 +107,8 @@ def copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
 
 
 def _copy(plain: Tensor) -> Tensor:
-    return (
-        as_bytes(plain).clone().view(plain.dtype).squeeze(-1)
-    )  # torch cannot clone 4-bit integers
+    # torch cannot clone 4-bit integers
+    return as_bytes(plain).clone().view(plain.dtype).squeeze(-1)
 
 
 def restore(saved: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> None:
@@ -150,3 +151,90 @@ def plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(plain(item) for item in value)
     return value
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether each rank has a shard of ``tensor`` (a DTensor, which FSDP makes of parameters)."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor  # slow to import, seldom needed
+
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's elements of ``tensor``, detached: a DTensor's local shard, else all of them."""
+    detached = tensor.detach()
+    return detached.to_local() if is_sharded(tensor) else detached  # type: ignore[attr-defined]
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP free the parameters that it has gathered, so that the next forward pass gathers the
+    shards anew. FSDP keeps those of the outermost module from a forward pass to its backward pass.
+    """
+    if "torch.distributed.fsdp" in sys.modules:  # slow to import, seldom needed
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def itemsize_of(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of an element, averaged over the elements of all ``tensors``."""
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    return round(sum(sizes) / max(sum(t.numel() for t in tensors), 1)) or 1
+
+
+def on_mesh_of(value: Any, like: Tensor) -> Any:
+    """Return ``value`` (dicts, lists and tuples) with its DTensors on the mesh of ``like``. A saved
+    mesh names the ranks of its own run, and torch treats it as another mesh."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor), "only sharded models have a mesh"
+    if isinstance(value, DTensor):
+        shape, stride = value.shape, value.stride()
+        mesh, placements = like.device_mesh, value.placements
+        return DTensor.from_local(value.to_local(), mesh, placements, shape=shape, stride=stride)
+    if isinstance(value, dict):
+        placed = copy(value)  # with its attributes: a state_dict has its modules' versions
+        placed.update({key: on_mesh_of(item, like) for key, item in value.items()})
+        return placed
+    if type(value) in (list, tuple):
+        return type(value)(on_mesh_of(item, like) for item in value)
+    return value
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and outer state: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def sums(tensors: Sequence[Tensor]) -> Tensor:
+    """The sums of all elements and of their absolute values, in float64, to compare tensors. Adds
+    up a piece at a time, so that no large tensor is copied."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for t in (part for tensor in tensors for part in parts(tensor).values()):
+        real = torch.view_as_real(t) if t.is_complex() else t
+        for piece in torch.split(real.reshape(-1), 2**16):
+            both = piece.sum(dtype=torch.float64), piece.abs().sum(dtype=torch.float64)
+            total += torch.stack(both).cpu()
+    return total
+
+
+def mean_in_rank_order(
+    tensors: Iterable[Tensor], *, reuse: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """``(x_0 + x_1 + ... ) / n``, added in this order as the tensors arrive, in at least float32.
+    With ``reuse`` the sum overwrites ``x_0``; the mean is in ``out``. Both only if dtypes match."""
+    rest = iter(tensors)
+    first = next(rest)
+    total = first.to(state_dtype(first.dtype), copy=not reuse)
+    count = 1
+    for x in rest:
+        total += x
+        count += 1
+    fits = out is not None and out.dtype == total.dtype
+    # by a tensor: accelerators multiply by the rounded inverse of a Python number
+    n = torch.full((), count, dtype=total.dtype, device=total.device)
+    return torch.div(total, n, out=out if fits else total)

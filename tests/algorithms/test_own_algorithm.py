@@ -15,8 +15,8 @@ import laconic as la
 from laconic.algorithms.exchanges import CodedMean, Mean, Push
 from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.algorithms.updates import Average, MuonStep, OuterStep
-from laconic.buckets import Fragment
 from laconic.codecs import Int4
+from laconic.parts import Fragment
 
 from tests.support.own_updates import half
 from tests.support.training import Job, same_bits, simulated

@@ -19,11 +19,11 @@ from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import CodedMean, GatheredMean, coding
 from laconic.algorithms.exchanges.coded import coded as mean_of
 from laconic.algorithms.update import Clock, State
-from laconic.buckets import optimizer_state
 from laconic.codecs import Cast, Codec, Int2, Int4, Int8, TopK
 from laconic.errors import NotFiniteError
 from laconic.links import Link
 from laconic.links.simulated import current_link
+from laconic.parts import optimizer_state
 
 from tests.support import gloo
 from tests.support.exchanges import sent_by
@@ -286,7 +286,7 @@ def test_fragments_hold_everything_once() -> None:
     model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30), nn.Linear(30, 2))
     groups = [[p for p in model.parameters() if (p.dim() > 1) == wide] for wide in (True, False)]
     for count in (1, 2, 3, 8, 40):
-        parts = [la.buckets.Fragment(k, count).segments(model, groups) for k in range(count)]
+        parts = [la.parts.Fragment(k, count).segments(model, groups) for k in range(count)]
         for index, held in enumerate(groups):
             sizes = [sum(s.stop - s.start for s in part[index]) for part in parts]
             assert sum(sizes) == sum(p.numel() for p in held)
@@ -297,7 +297,7 @@ def test_fragments_hold_everything_once() -> None:
                 assert min(sizes) > 0 and max(sizes) <= 2 * -(-sum(sizes) // count)
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(6)))
     for k in range(3):
-        (whole,) = la.buckets.Fragment(k, 3, "layers").segments(blocks, [list(blocks.parameters())])
+        (whole,) = la.parts.Fragment(k, 3, "layers").segments(blocks, [list(blocks.parameters())])
         layers = [id(p) for block in list(blocks)[2 * k : 2 * k + 2] for p in block.parameters()]
         assert [id(s.tensor) for s in whole] == layers
 

@@ -30,11 +30,11 @@ from torch.utils.data import DataLoader
 import laconic
 from laconic.algorithms.recipes import RECIPES
 from laconic.attach import attach
-from laconic.buckets import parameters
 from laconic.cli import COMMANDS
 from laconic.cli.commands import parsers
 from laconic.engine.attached import synchronizer_of
 from laconic.lab.emulation.cluster import Cluster
+from laconic.parts import parameters
 
 from tests.support import gloo
 

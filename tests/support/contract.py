@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import laconic as la
-from laconic.buckets import Fragment, Moments
+from laconic.parts import Fragment, Moments
 
 from tests.references import problem
 from tests.support import gloo, training

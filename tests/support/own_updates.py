@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.algorithms.update import Clock, Slot, State, Update
-from laconic.buckets import parameters
+from laconic.parts import parameters
 
 from tests.references import problem
 from tests.references.problem import Params, Rates, Worker

@@ -17,13 +17,13 @@ from laconic.advisor.choices import PLAIN, rehearsed
 from laconic.advisor.measure import Measured, measure, trained
 from laconic.advisor.show import Advice
 from laconic.algorithms.round import Recipe, describe
-from laconic.buckets import is_sharded
 from laconic.engine.attached import check_free
 from laconic.engine.model_checks import check_unwrapped
 from laconic.errors import TIMEOUT, check_int
 from laconic.links.agreement import on_all_ranks
 from laconic.links.link import Link
 from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
+from laconic.tensors import is_sharded
 
 
 def advise(

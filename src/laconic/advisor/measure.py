@@ -27,7 +27,6 @@ from laconic.advisor.fit import Sample, fit
 from laconic.advisor.rehearse import now, rehearsals, rehearse
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Recipe
-from laconic.buckets import itemsize_of
 from laconic.device import accelerator, seconds_between, time_mark
 from laconic.engine.comparison import BufferWatch
 from laconic.errors import LinkError
@@ -38,6 +37,7 @@ from laconic.links.link import Link, Sent
 from laconic.policy.candidates import largest_fragment, takes_muon
 from laconic.policy.facts import BACKWARD, Facts, Net
 from laconic.policy.probe import own_rates, speeds, unequal_hosts, unequal_workers
+from laconic.tensors import itemsize_of
 
 WARMUP = 3
 """Steps that are not measured, because the first ones are slow."""

@@ -21,7 +21,7 @@ from laconic.algorithms.round import (
 from laconic.algorithms.schedules import Every, Schedule, Unless, any_of, every
 from laconic.algorithms.update import abilities
 from laconic.algorithms.updates import Average, Mix, Replace
-from laconic.buckets import Fragment, is_of_optimizer, module_buffers, optimizer_state
+from laconic.parts import Fragment, is_of_optimizer, module_buffers, optimizer_state
 
 
 def parameter_rounds(recipe: Recipe, *, buffers: bool) -> list[Round]:

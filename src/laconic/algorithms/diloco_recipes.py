@@ -32,9 +32,9 @@ from laconic.algorithms.round import OptimizerState, Recipe, Round, workers_diff
 from laconic.algorithms.schedules import Every, every
 from laconic.algorithms.updates import Average, DelayedNesterov, OuterStep
 from laconic.algorithms.updates.outer_step import Merge
-from laconic.buckets import Fragment, Moments, parameters
 from laconic.codecs import Int2, TopK, codec_of
 from laconic.errors import check_choice, check_float, check_int
+from laconic.parts import Fragment, Moments, parameters
 
 
 @named

@@ -14,8 +14,8 @@ from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.identity import plain
 from laconic.algorithms.schedules import Schedule, every
 from laconic.algorithms.update import Update, abilities
-from laconic.buckets import Fragment, Selector, is_of_optimizer, parameters
 from laconic.errors import check_choice, check_int
+from laconic.parts import Fragment, Selector, is_of_optimizer, parameters
 
 OptimizerState = Literal["keep", "average", "reset"]
 SETS = ("world", "workers", "group", "replica")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.buckets import local
+from laconic.tensors import local
 
 DECAY = 0.9
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from laconic.buckets import is_sharded, on_mesh_of
 from laconic.checkpoints.all_ranks import AllRanks
 from laconic.checkpoints.manifest import Manifest, newest, read_manifest
 from laconic.checkpoints.plan import Plan, make_plan, received_files
@@ -19,6 +18,7 @@ from laconic.checkpoints.random_state import check_random_state, load_random_sta
 from laconic.checkpoints.rank_file import read_rank_file
 from laconic.checkpoints.training_state import Stateful, TrainingState, parameters
 from laconic.sampler import ElasticSampler
+from laconic.tensors import is_sharded, on_mesh_of
 
 log = logging.getLogger("laconic")
 

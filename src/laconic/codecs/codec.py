@@ -10,8 +10,8 @@ from typing import ClassVar, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from laconic.buckets import mean_in_rank_order
 from laconic.errors import NotFiniteError, check_int
+from laconic.tensors import mean_in_rank_order
 
 PIECE = 2**18
 """Elements that tensor operations code at a time on a CPU.

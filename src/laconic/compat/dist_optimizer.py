@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from laconic.algorithms import elastic_recipes, recipes
 from laconic.algorithms.round import Recipe, Round, unchanged
 from laconic.algorithms.schedules import every
-from laconic.buckets import is_sharded, local, sums
 from laconic.engine.attached import check_free, claim
 from laconic.engine.driver import Driver
 from laconic.engine.model_checks import check_devices, check_tensors, check_unwrapped
@@ -28,7 +27,7 @@ from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_float, check_int
 from laconic.links import Link
 from laconic.links.rank_sets import agreed_link, layout_of, refused_by_all, sets_of
-from laconic.tensors import copies, restore
+from laconic.tensors import copies, is_sharded, local, restore, sums
 
 FRESH_START: dict[str, Any] = {"counter": 0, "sync": None}
 NO_STATS = Stats(0, 0, 0, 0, {}, {}, 0.0)

@@ -19,7 +19,6 @@ from laconic.algorithms.round import NamedRecipe, Recipe, Round
 from laconic.algorithms.schedules import every
 from laconic.algorithms.topology import Graph
 from laconic.algorithms.updates import Average, Mix, PushSum, Replace, RoundedAverage
-from laconic.buckets import is_sharded, module_buffers
 from laconic.compat.gossip_graphs import (
     GraphManager,
     NPeerDynamicDirectedExponentialGraph,
@@ -29,6 +28,8 @@ from laconic.engine.model_checks import check_devices, check_tensors, check_unwr
 from laconic.engine.saved_state import WRAPPER
 from laconic.errors import check_bool, check_float, check_int
 from laconic.links import Link
+from laconic.parts import module_buffers
+from laconic.tensors import is_sharded
 
 SLOW, SHARDS, LOCAL = 48, 32, 3
 """The defaults of slowmo_frequency, slowmo_num_shards and localsgd_frequency."""

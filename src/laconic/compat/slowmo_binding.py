@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from laconic.buckets import sums
 from laconic.compat.slowmo_arguments import HALF
 from laconic.engine.attached import check_free, claim, release
 from laconic.engine.recipe_run import check_alike
 from laconic.engine.synchronizer import Synchronizer
 from laconic.links.agreement import agree
+from laconic.tensors import sums
 
 FP32 = Tensor | Sequence[Tensor] | Mapping[Any, Any] | None
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laconic.buckets import local
+from laconic.tensors import local
 
 CHUNK = 2**20
 """Elements summed at a time, so that no copy of a large gradient is made."""

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from laconic.algorithms.round import Round
 from laconic.algorithms.update import AfterStep, BeforeStep, Slot, State
-from laconic.buckets import Fragment, Segment, parameters, state_dtype
+from laconic.buckets import Segment
 from laconic.engine.channel import Channel, is_owned, open_channels
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.offload import HostState
 from laconic.errors import check_choice
 from laconic.links.link import Link
+from laconic.parts import Fragment, parameters
+from laconic.tensors import state_dtype
 
 Tensors = Sequence[Sequence[Tensor | Segment]]
 """By parameter group."""

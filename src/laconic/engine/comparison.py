@@ -9,10 +9,10 @@ from hashlib import blake2b
 import torch
 from torch import Tensor, nn
 
-from laconic.buckets import local, module_buffers
 from laconic.links.frames import crc32
 from laconic.links.link import Link
-from laconic.tensors import as_bytes, describe, parts
+from laconic.parts import module_buffers
+from laconic.tensors import as_bytes, describe, local, parts
 
 PIECE = 2**24
 """The bytes that `_on_accelerator` sums up at a time."""

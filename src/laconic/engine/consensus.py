@@ -14,13 +14,13 @@ from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.round import Round, workers_differ
 from laconic.algorithms.schedules import every
 from laconic.algorithms.updates import Average
-from laconic.buckets import is_sharded, local, optimizer_state, reshard, sums
 from laconic.engine.modes import evaluation, in_training, modal, training_weights
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.session import Session
 from laconic.errors import check_bool
-from laconic.tensors import copies, restore, with_mean
+from laconic.parts import optimizer_state
+from laconic.tensors import copies, is_sharded, local, reshard, restore, sums, with_mean
 
 
 @torch.no_grad()

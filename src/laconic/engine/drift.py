@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.buckets import is_sharded, local
 from laconic.engine.channel import Channel
 from laconic.engine.comparison import digest
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.links.comm_thread import Pending
 from laconic.links.link import Link
+from laconic.tensors import is_sharded, local
 
 PART, PARTS = 2**14, 256
 """The least number of elements in a part, and the most parts. Gradients carry the digest of one

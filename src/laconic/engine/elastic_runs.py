@@ -15,7 +15,6 @@ from torch import Tensor
 
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, describe, recipe_text
-from laconic.buckets import is_sharded
 from laconic.elastic import COORDINATOR_VARIABLE, Elastic
 from laconic.engine.donor import Donor, Stateful, plain_copy
 from laconic.engine.driver import Driver
@@ -29,6 +28,7 @@ from laconic.links.elastic.simulated import SimulatedElasticLink, current_part
 from laconic.links.elastic.start import start
 from laconic.links.simulated import current_link
 from laconic.sampler import ElasticSampler
+from laconic.tensors import is_sharded
 from laconic.version import __version__
 
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Recipe, Round, workers_differ
 from laconic.algorithms.schedules import Schedule
-from laconic.buckets import is_of_optimizer, parameters
 from laconic.links import forks
 from laconic.links.comm_thread import CommThread
 from laconic.links.simulation import at_end
+from laconic.parts import is_of_optimizer, parameters
 
 log = logging.getLogger("laconic")
 

@@ -7,7 +7,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from laconic.buckets import Bucket, Segment, is_sharded, local
+from laconic.buckets import Bucket, Segment
+from laconic.tensors import is_sharded, local
 
 _SAMPLES = 8
 """Elements of a gradient that are tested first for being nonzero."""

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Collect, Exchange
 from laconic.algorithms.update import State
-from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize, local, state_dtype
+from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize
 from laconic.engine.channel import Channel
 from laconic.engine.flat_gradients import sample_positions
 from laconic.links.link import Link
+from laconic.tensors import local, state_dtype
 
 FIRST_BYTES = 2**20
 """The first bucket is small, so that sending starts early in the backward pass."""

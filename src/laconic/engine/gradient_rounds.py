@@ -26,11 +26,7 @@ from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.update import Clock, State
-from laconic.buckets import (
-    RESHAPED,
-    bucketize,
-    local,
-)
+from laconic.buckets import RESHAPED, bucketize
 from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.channel import Channel
 from laconic.engine.flat_gradients import FlatGradients, nonzero
@@ -40,6 +36,7 @@ from laconic.engine.overlap import Overlapping, Result, collectives, turns_at_on
 from laconic.errors import LinkError, NotFiniteError
 from laconic.links.comm_thread import CommThread, coroutine
 from laconic.links.link import Link
+from laconic.tensors import local
 
 REENTRANT = (
     "checkpointing needs use_reentrant=False; put no_sync() around a pass with other passes in it, "

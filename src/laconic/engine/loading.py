@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.buckets import local, module_buffers
 from laconic.engine import regroup, saved_state
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.joint_optimizer import JointOptimizer
@@ -20,7 +19,8 @@ from laconic.engine.saved_state import Others, Saved, Source
 from laconic.engine.session import Policy, Session
 from laconic.engine.switching import successor
 from laconic.links.agreement import agree
-from laconic.tensors import copies, overwrite, restore
+from laconic.parts import module_buffers
+from laconic.tensors import copies, local, overwrite, restore
 
 State = Mapping[str, Any]
 LoadModel = Callable[[int | None], None]

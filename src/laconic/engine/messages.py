@@ -12,13 +12,14 @@ from laconic.algorithms.exchange import Arrival, Gossip, Scored
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import of_worker
 from laconic.algorithms.update import Clock, State, Tensors, returned
-from laconic.buckets import Bucket, is_sharded, state_dtype
+from laconic.buckets import Bucket
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.overlap import collectives
 from laconic.engine.sharded_tensors import ShardedTensors
 from laconic.errors import NotFiniteError
 from laconic.links.link import Link
+from laconic.tensors import is_sharded, state_dtype
 
 
 class Messenger:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.buckets import local
-from laconic.tensors import check_values, parts
+from laconic.tensors import check_values, local, parts
 
 
 def check_unwrapped(model: nn.Module) -> None:

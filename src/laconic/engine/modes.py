@@ -10,8 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.buckets import local
 from laconic.engine.joint_optimizer import members
+from laconic.tensors import local
 
 
 @runtime_checkable

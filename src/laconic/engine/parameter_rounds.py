@@ -20,7 +20,7 @@ from laconic.algorithms.update import (
     State,
     returned,
 )
-from laconic.buckets import Bucket, Fragment, module_buffers
+from laconic.buckets import Bucket
 from laconic.engine.channel import Channel, by_tensor, is_owned
 from laconic.engine.channel_set import ChannelSet
 from laconic.engine.comparison import held_by_all
@@ -31,6 +31,7 @@ from laconic.errors import after_step
 from laconic.links.comm_thread import Pending, coroutine
 from laconic.links.link import Link
 from laconic.links.simulated import single_link
+from laconic.parts import Fragment, module_buffers
 from laconic.tensors import overwrite
 
 

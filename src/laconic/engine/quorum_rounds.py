@@ -16,7 +16,6 @@ from torch import Tensor
 from laconic.algorithms.exchanges.quorum import Contribution, QuorumMean
 from laconic.algorithms.schedules import Every, own_pace
 from laconic.algorithms.update import Clock
-from laconic.buckets import state_dtype
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
@@ -35,6 +34,7 @@ from laconic.links.quorum.port import (
 )
 from laconic.links.quorum.start import open_port
 from laconic.links.quorum.syncer import Syncer
+from laconic.tensors import state_dtype
 
 MOST_CODES = 16
 """The most rounds that a worker can have missed to receive their codes."""

@@ -25,7 +25,6 @@ from laconic.algorithms.round import (
 )
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock
-from laconic.buckets import is_sharded, module_buffers
 from laconic.engine.drift import DriftCheck, RoundCheck
 from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
@@ -35,7 +34,9 @@ from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.quorum_rounds import QuorumRounds
 from laconic.engine.session import Session
 from laconic.links.calls import GRADIENTS, Call
+from laconic.parts import module_buffers
 from laconic.tensors import describe as describe_tensor
+from laconic.tensors import is_sharded
 
 
 class RecipeRun:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.update import Quiesce
-from laconic.buckets import local
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.saved_state import Saved, load_round, round_state
 from laconic.links.simulated import idle_link
+from laconic.tensors import local
 
 
 @dataclass(frozen=True)

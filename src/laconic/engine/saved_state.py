@@ -19,12 +19,12 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival, Exchange
 from laconic.algorithms.update import Slot, State
-from laconic.buckets import Bucket, local
+from laconic.buckets import Bucket
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.in_flight import InFlightBucket, InFlightRound
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.links.comm_thread import Pending
-from laconic.tensors import as_bytes
+from laconic.tensors import as_bytes, local
 from laconic.tensors import parts as plain_parts
 
 VERSION, OLDER = 4, 3

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.round import Recipe
-from laconic.buckets import bucketize, is_sharded, itemsize_of, local, reshard
+from laconic.buckets import bucketize
 from laconic.engine.batch_check import check_first_gradients, fingerprint
 from laconic.engine.comparison import held_by_all
 from laconic.engine.nonfinite import NonfiniteCheck
@@ -29,7 +29,7 @@ from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
 from laconic.processor import Usage
-from laconic.tensors import as_bytes, parts, read_only
+from laconic.tensors import as_bytes, is_sharded, itemsize_of, local, parts, read_only, reshard
 
 PROBLEM = 2**64 - 1
 """The `Call.digest` of a rank that cannot make the call. Digests of values are smaller."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from laconic.buckets import is_sharded, sums
 from laconic.device import not_compiled
+from laconic.tensors import is_sharded, sums
 
 Hook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__

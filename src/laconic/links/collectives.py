@@ -16,10 +16,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from laconic.buckets import Scratch, mean_in_rank_order
+from laconic.buckets import Scratch
 from laconic.links.connections import Connections
 from laconic.links.link import AsyncLink, Blocking, Job, Parts, Sent, arrivals, complete, hops, sent
 from laconic.links.wire import Transfer
+from laconic.tensors import mean_in_rank_order
 
 MEAN_PARTS, LEAST_PART = 16, 2**17
 """The most parts that a slice of a mean is cut into, and the least bytes of each: one part is

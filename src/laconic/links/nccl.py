@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.buckets import Scratch, mean_in_rank_order, state_dtype
+from laconic.buckets import Scratch
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
 from laconic.links.link import Link, Parts, Sent, arrivals, hops
 from laconic.links.tcp import gather_over, takes_cpu
+from laconic.tensors import mean_in_rank_order, state_dtype
 
 
 class NcclLink:

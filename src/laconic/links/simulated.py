@@ -21,10 +21,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from laconic.buckets import mean_in_rank_order
 from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.link import Link, Parts, Sent, arrivals, hops
+from laconic.tensors import mean_in_rank_order
 
 T = TypeVar("T")
 Compute = Callable[[list[Tensor]], Tensor]

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import GradientRound, Recipe, Round, fragments_of
 from laconic.algorithms.updates.muon_step import operations, orthogonal
-from laconic.buckets import Fragment
 from laconic.device import synchronize
+from laconic.parts import Fragment
 from laconic.policy.facts import Facts
 from laconic.policy.predict import often, travel
 

@@ -90,11 +90,12 @@ from laconic.algorithms.round import (
 )
 from laconic.algorithms.schedules import After, Every, Schedule, every, own_pace
 from laconic.algorithms.updates import Replace
-from laconic.buckets import BUCKET_BYTES, module_buffers
+from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_channels import bucket_sizes
 from laconic.engine.overlap import AHEAD, turns_at_once
 from laconic.links import cost
 from laconic.links.cost import Cost
+from laconic.parts import module_buffers
 from laconic.policy.facts import Facts
 
 UTILIZATION = 0.7

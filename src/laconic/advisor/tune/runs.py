@@ -21,7 +21,6 @@ import laconic
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
-from laconic.buckets import itemsize_of
 from laconic.engine.comparison import BufferWatch
 from laconic.errors import check_int
 from laconic.lab.race import plan, runner, user_files, workloads
@@ -30,6 +29,7 @@ from laconic.links.simulated import current_link
 from laconic.policy.candidates import takes_muon
 from laconic.policy.facts import Facts
 from laconic.policy.predict import Prediction, predict
+from laconic.tensors import itemsize_of
 
 VALIDATIONS = 8
 """Validations in a run, the last one at its end."""

@@ -39,11 +39,11 @@ from laconic.algorithms.exchanges.coding import (
     shifted,
 )
 from laconic.algorithms.update import Clock, Slot, State
-from laconic.buckets import mean_in_rank_order, state_dtype
 from laconic.codecs import Codec, codec_of
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink
+from laconic.tensors import mean_in_rank_order, state_dtype
 
 
 @dataclass(frozen=True)

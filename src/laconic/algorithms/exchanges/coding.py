@@ -16,13 +16,13 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.update import Clock, Slot, State
-from laconic.buckets import state_dtype
 from laconic.codecs import Codec
 from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_bool, check_float
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink, Parts, hops
+from laconic.tensors import state_dtype
 
 NOT_FINITE = 255
 """Marks a message that its codec could not encode. The sender fills the last part of every row with

@@ -25,7 +25,6 @@ from torch import Tensor
 from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.exchanges.coding import check_codable
 from laconic.algorithms.update import Clock, Slot, State
-from laconic.buckets import state_dtype
 from laconic.codecs import TopK
 from laconic.codecs.dct import Tiling
 from laconic.codecs.topk import INDEX_BITS, index_bytes, unpack_indices
@@ -33,6 +32,7 @@ from laconic.errors import NotFiniteError, check_float, check_int
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink
+from laconic.tensors import state_dtype
 
 BySize = dict[int, Tensor]
 """Coefficients, (tiles, elements of a tile), by tile size. Tiles of one size are coded together."""

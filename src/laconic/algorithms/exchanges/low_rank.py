@@ -30,12 +30,12 @@ from laconic.algorithms.exchange import Arrival, Collect, Combine, Exchange
 from laconic.algorithms.exchanges.coded import CodedMean
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.update import Clock, Slot, State
-from laconic.buckets import state_dtype
 from laconic.codecs import Codec
 from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_int
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink
+from laconic.tensors import state_dtype
 
 SEED = 1905_13727
 """Seed of the first Q, which is the same on all workers."""

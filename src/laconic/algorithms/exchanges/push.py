@@ -10,10 +10,10 @@ from torch import Tensor
 from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.topology import Graph
 from laconic.algorithms.update import Clock, State
-from laconic.buckets import state_dtype
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink
+from laconic.tensors import state_dtype
 
 
 @dataclass(frozen=True)

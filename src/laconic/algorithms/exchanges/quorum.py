@@ -20,13 +20,13 @@ from laconic.algorithms.exchanges.coding import (
 )
 from laconic.algorithms.exchanges.radial import normalize, stretch
 from laconic.algorithms.update import Clock, Slot, State
-from laconic.buckets import mean_in_rank_order, state_dtype
 from laconic.codecs import CODECS, Codec, Int8
 from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_choice, check_float, check_int
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink
 from laconic.links.quorum.port import Result
+from laconic.tensors import mean_in_rank_order, state_dtype
 
 Pace = Literal["equal", "own"]
 Weigh = Literal["alike", "steps"]

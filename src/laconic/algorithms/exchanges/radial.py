@@ -26,12 +26,12 @@ from laconic.algorithms.exchanges.coded import ReplicatedMean
 from laconic.algorithms.exchanges.coding import check_codable
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.update import Clock, Slot, State
-from laconic.buckets import state_dtype
 from laconic.codecs import CODECS, Codec
 from laconic.errors import NotFiniteError
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink
+from laconic.tensors import state_dtype
 
 LENGTH_BYTES = 4
 """Lengths are sent in float32 or wider."""
