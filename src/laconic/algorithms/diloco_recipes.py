@@ -111,11 +111,10 @@ def diloco(
     check_merge(merge, mix, delay)
     if callable(outer):
         check_effect("with a function as outer=", lr=lr != 0.7, momentum=momentum != 0.9)
-    update = outer_update(lr, momentum, outer, merge, mix)
-    if some is not None:
-        late = update if outer is not None else DelayedNesterov(lr, momentum)
-        return (Round(every(period), late, some),)
-    exchange = pseudo_gradients(update, codec, average, sharded=sharded)
+    update: OuterStep | DelayedNesterov = outer_update(lr, momentum, outer, merge, mix)
+    if some is not None and outer is None:
+        update = DelayedNesterov(lr, momentum)
+    exchange = some or pseudo_gradients(update, codec, average, sharded=sharded)
     check_delay(delay, period)
     return (Round(every(period), update, exchange, delay=delay),)
 

@@ -55,17 +55,14 @@ class Round:
         check_int("delay", self.delay, 0)
         check_choice("optimizer_state", self.optimizer_state, ("keep", "average", "reset"))
         check_choice("over", self.over, SETS)
+        update, exchange = type(self.update).__name__, type(self.exchange).__name__
         if self.exchange.for_gradients:
-            raise ValueError(
-                f"{type(self.exchange).__name__} is for rounds on gradients: use GradientRound"
-            )
+            raise ValueError(f"{exchange} is for rounds on gradients: use GradientRound")
         if self.update.models > 1 and self.exchange.slots:
             raise ValueError(
-                f"{type(self.exchange).__name__} keeps state for messages as long as the "
-                f"parameters, and those of {type(self.update).__name__} are "
-                f"{self.update.models} times as long"
+                f"{exchange} keeps state for messages as long as the parameters, and those of "
+                f"{update} are {self.update.models} times as long"
             )
-        update, exchange = type(self.update).__name__, type(self.exchange).__name__
         if self.update.sends_changes and self.exchange.relative_to_last:
             raise ValueError(
                 f"{update} sends changes of the parameters, which {exchange} would take relative "
