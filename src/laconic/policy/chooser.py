@@ -204,8 +204,9 @@ class Chooser:
 
     def _due_for_review(self) -> bool:
         """Whether steps are to be compared: each time over whole intervals between rounds."""
-        first = WARMUP + max(WINDOW, self._cycle)
-        later = self._steps > first and self._steps % max(REVIEW, self._cycle) == 0
+        cycle = cycle_of(self.now.recipe)
+        first = WARMUP + max(WINDOW, cycle)
+        later = self._steps > first and self._steps % max(REVIEW, cycle) == 0
         return self._steps == first or later
 
     def _announce(self, name: str) -> None:
@@ -222,14 +223,8 @@ class Chooser:
         sent, seconds = (now - then for now, then in zip(traffic, self._traffic, strict=True))
         if sent >= LEAST_TRAFFIC:
             self._traffic, each = traffic, seconds / sent
-        wall, compute = usual(spans, self._cycle)
+        wall, compute = usual(spans, cycle_of(self.now.recipe))
         return [wall, each, compute]
-
-    @property
-    def _cycle(self) -> int:
-        """Steps between two rounds of the current recipe, of whatever fragment."""
-        rounds = sum(often(r) for r in self.now.recipe if isinstance(r, Round))
-        return round(1 / rounds) if rounds else 1
 
     def _used(self, *, again: bool = False) -> tuple[float, float]:
         """What messages take of the processors: `Usage.carry` and `Usage.contention`, or those
@@ -306,24 +301,16 @@ class Chooser:
         spans = self._spans
         if len(spans) <= FIRST_WINDOW:  # a single slow one would be half of the median
             spans = sorted(spans)[:1]
-        wall, compute = usual(spans, self._cycle)
+        wall, compute = usual(spans, cycle_of(self.now.recipe))
         used = self._used()  # without the probes
         self._announce(MEASURE)
         found = self._probed or self._comm.call(self._probe, MEASURE)
         shapes, itemsize = self._session.shapes()
         elements = sum(map(math.prod, shapes))
-        optimizer = self._session.optimizer
-        whole = [p.shape for p in self._session.params()]  # of FSDP's, too
-        muon = self.auto.outer and takes_muon(optimizer, whole)
-        turns = largest = 0.0
-        if muon:
-            share = self._ranks if self._session.sharded else 1  # of a worker's ranks
-            turns = turning(whole, self._device) / share
-            largest = largest_fragment(self._session.model, self._session.groups())
-        slowest = [compute, -found.rate, found.latency, wall, elements, -elements, -float(muon)]
+        muon = muon_costs(self._session, self._ranks) if self.auto.outer else (0.0, 0.0, 0.0)
         sizes, changing = ((), 0) if self._buffers is None else self._buffers.sizes()
-        slowest += [turns, largest, itemsize, changing]
-        rest = [found.packets, found.again, *used, *found.speeds]
+        slowest = [compute, -found.rate, found.latency, wall, elements, -elements]
+        rest = [*muon, itemsize, changing, found.packets, found.again, *used, *found.speeds]
         own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
@@ -369,12 +356,11 @@ class Chooser:
     def handover(self) -> dict[str, Any]:
         """See `Policy.handover`."""
         paces = self._paces
-        known = paces is not None and paces.done()
         return {
             **self.state_dict(),
             **{name: getattr(self, f"_{name}") for name in _PLACE},
             "comparing": paces is not None,
-            "outputs": {PACE: paces.wait()} if paces is not None and known else {},
+            "outputs": {PACE: paces.wait()} if paces is not None and paces.done() else {},
         }
 
     def take_over(self, state: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
@@ -390,6 +376,24 @@ class Chooser:
     def undo(self) -> Callable[[], None]:
         """A function that restores the present state after a `load_state_dict`."""
         return partial(vars(self).update, dict(vars(self)))
+
+
+def cycle_of(recipe: Recipe) -> int:
+    """Steps between two rounds of ``recipe`` on parameters, of whatever fragment."""
+    rounds = sum(often(r) for r in recipe if isinstance(r, Round))
+    return round(1 / rounds) if rounds else 1
+
+
+def muon_costs(session: Session, ranks: int) -> tuple[float, float, float]:
+    """-1 where outer steps in Muon's direction may be chosen, else 0; and `Facts.turning` and
+    `Facts.largest`. ``ranks``: of a worker."""
+    whole = [p.shape for p in session.params()]  # of FSDP's, too
+    if not takes_muon(session.optimizer, whole):
+        return 0.0, 0.0, 0.0
+    turns = turning(whole, session.device)
+    if session.sharded:  # the ranks of a worker share the matrices
+        turns /= ranks
+    return -1.0, turns, largest_fragment(session.model, session.groups())
 
 
 def _busiest(rows: Tensor) -> tuple[float, float]:
