@@ -4,6 +4,7 @@ cluster.py   what is described: sites, workers, links, failures, prices
 fields.py    reading that from YAML, JSON or options, with errors that name the field
 times.py     step times at random, and failures
 rounds.py    what a recipe's rounds cost on the workers that are present
+run.py        what both kinds of simulations share: clocks, failures, a log, the last checkpoint
 together.py  the simulation of rounds that wait for all workers
 quorum.py    the simulation of rounds that close with a quorum
 simulate.py  one run, and its result

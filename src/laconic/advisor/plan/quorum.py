@@ -1,7 +1,7 @@
 """The simulation of rounds that close with a quorum: events in the order of their times.
 
 It follows the rules of `laconic.links.quorum.syncer`, which keeps all workers of a round in one
-list; here a round costs time in proportion to the workers that take part.
+list; here a round costs time in proportion to the workers that take part, and at own pace, to all.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from bisect import bisect_left, insort
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from laconic.advisor.plan.rounds import Rounds, message_bytes
-from laconic.advisor.plan.times import Lives, Slices, StepTimes
-from laconic.advisor.plan.together import LEAST, MARKS, Log, check_tries
+from laconic.advisor.plan.run import MARKS, Log, Run
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import AnyRound
 from laconic.algorithms.schedules import Every, own_pace
@@ -85,17 +84,6 @@ class _Kind:
         return max(step + 1 + (offset - step - 1) % period, offset)
 
 
-@dataclass(frozen=True)
-class Closed:
-    """A round that has closed: see `laconic.links.quorum.port.Closing`."""
-
-    kind: int
-    number: int
-    roster: tuple[int, ...]
-    paces: tuple[int, ...]
-    time: float
-
-
 @dataclass
 class _UnderWay:
     """What a worker does from one of its rounds to the next: seconds of ``receiving``, of
@@ -113,69 +101,17 @@ class _UnderWay:
         return min(max(self.end + later - at, 0.0), seconds)
 
 
-class _Ordered:
-    """Numbers by worker that rarely change, in order."""
+class Quorum(Run):
+    """A run whose rounds close with a quorum."""
 
-    def __init__(self) -> None:
-        self._of: dict[int, float] = {}
-        self._sorted: list[float] = []
-
-    def set(self, worker: int, value: float) -> None:
-        old = self._of.get(worker)
-        if old == value:
-            return
-        if old is not None:
-            del self._sorted[bisect_left(self._sorted, old)]
-        self._of[worker] = value
-        insort(self._sorted, value)
-
-    def get(self, worker: int, otherwise: float) -> float:
-        return self._of.get(worker, otherwise)
-
-    def median_low(self) -> float:
-        return self._sorted[(len(self._sorted) - 1) // 2] if self._sorted else 0.0
-
-
-class _Largest:
-    """The largest of numbers by worker, which change."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, float] = {}
-        self._heap: list[tuple[float, int]] = []
-
-    def set(self, worker: int, value: float) -> None:
-        self._of[worker] = value
-        heapq.heappush(self._heap, (-value, worker))
-
-    def get(self, worker: int, otherwise: float) -> float:
-        return self._of.get(worker, otherwise)
-
-    def largest(self) -> float:
-        while self._heap and self._of[self._heap[0][1]] != -self._heap[0][0]:
-            heapq.heappop(self._heap)  # that worker has another number now
-        return -self._heap[0][0] if self._heap else 0.0
-
-
-class Quorum:
-    """A run whose rounds close with a quorum. ``record``: whether to keep the ``closings``."""
-
-    def __init__(
-        self,
-        rounds: Rounds,
-        generator: torch.Generator,
-        *,
-        send: Sequence[float] | None = None,
-        record: bool = False,
-    ) -> None:
-        cluster = self.cluster = rounds.cluster
-        n = self._n = cluster.workers
-        self._times = StepTimes(cluster.steps, cluster.spread, cluster.distribution, generator)
-        self._constant = self._times.constant
+    def __init__(self, rounds: Rounds, generator: torch.Generator) -> None:
+        self._jitter = random.Random(int(torch.randint(2**31, (), generator=generator)))
+        super().__init__(rounds, generator)
+        n = self._n = self.cluster.workers
         self._rows: dict[int, tuple[Tensor, int]] = {}
-        self._facts = rounds.facts(cluster.everybody)
+        self._facts = rounds.facts(self.cluster.everybody)
         self._latency = self._facts.net("workers").one_way
         self._results: dict[tuple[int, int], list[float]] = {}
-        self._given = send
         self.kinds: list[_Kind] = []
         for r in rounds.all:
             assert isinstance(r.exchange, QuorumMean) and isinstance(r.when, Every), "checked"
@@ -189,13 +125,9 @@ class Quorum:
         for kind in self.kinds:
             there = [quorum_travel(r, self._facts)[0] for r in kind.rounds]
             kind.send = [sum(each) for each in zip(*there, strict=True)]
-            if send is not None:
-                kind.send = list(send)
             kind.work = sum(self._facts.work.get(work_key(r), 0.0) for r in kind.rounds)
-        self.log = Log()
-        self.closings: list[Closed] = []
-        self._record = record
-        self._speeds, self._sendings = _Largest(), _Ordered()
+        self._speeds: dict[int, float] = {}
+        self._sendings: dict[int, float] = {}
         self._there: dict[int, float] = {}
         self._arrivals: list[tuple[float, int, int]] = []
         self._step = [0] * n
@@ -203,15 +135,6 @@ class Quorum:
         self._worked = [0.0] * n
         self._sent_until = 0.0
         self._under_way = [_UnderWay() for _ in range(n)]
-        self._saved = 0.0, 0.0, 0.0
-        """Steps that count, their seconds, and those of computing, at the last checkpoint."""
-        self._jitter = random.Random(int(torch.randint(2**31, (), generator=generator)))
-        self._tries = 0
-        fails = cluster.failures
-        slices = fails.happen and cluster.slices > 1
-        self._slices = Slices(cluster, generator) if slices else None
-        self._lives = Lives(cluster, generator) if fails.happen and not slices else None
-        self.now = torch.zeros(n, dtype=torch.float64)
 
     # -- the run ----
 
@@ -231,7 +154,7 @@ class Quorum:
                 continue
             if closing is not None and closing[0] < arrival:
                 time = closing[0]
-                self._close(closing[1], time)
+                self.close(closing[1], time)
                 if every is not None and self.log.counted >= self._saved[0] + every * self._n:
                     self._save()
             else:
@@ -244,8 +167,7 @@ class Quorum:
 
     def _save(self) -> None:
         """All workers write a checkpoint."""
-        self._saved = self.log.counted, self.log.useful, self.log.spent["compute"]
-        self._tries = 0
+        self._checkpoint()
         seconds = self.cluster.failures.save
         self._arrivals = [(at + seconds, worker, kind) for at, worker, kind in self._arrivals]
         for _, worker, _ in self._arrivals:
@@ -263,7 +185,7 @@ class Quorum:
 
     def _seconds(self, worker: int, steps: int) -> float:
         """Return the seconds of this worker's next ``steps`` steps."""
-        if self._constant:
+        if self._times.constant:
             return self.cluster.steps[worker] * steps
         total = 0.0
         while steps:
@@ -325,8 +247,8 @@ class Quorum:
         steps = self._step[worker] - kind.since[worker]
         seconds = self._worked[worker] - self._began[index][worker]
         if kind.exchange.pace == "own" and seconds > 0 and steps > 0:
-            self._speeds.set(worker, steps / seconds)
-            self._sendings.set(worker, kind.send[worker])
+            self._speeds[worker] = steps / seconds
+            self._sendings[worker] = kind.send[worker]
         self._there[worker] = now
         kind.mine.append(worker)
         for each in self.kinds:
@@ -356,7 +278,8 @@ class Quorum:
                 return self._there[worker]
         return -math.inf
 
-    def _close(self, index: int, until: float) -> None:
+    def close(self, index: int, until: float) -> None:
+        """Close a round of the kind ``index`` with the workers that are there."""
         kind = self.kinds[index]
         roster = sorted(kind.mine)
         kind.mine = []
@@ -370,9 +293,6 @@ class Quorum:
         for each in self.kinds:
             each.reached = None
         self.log.rounds += 1
-        if self._record:
-            taken = tuple(steps for steps, _ in paces)
-            self.closings.append(Closed(index, kind.number, tuple(roster), taken, until))
         remote = len(roster) - (roster[0] == 0)
         receive = self._result_seconds(index, remote)
         behind = max(self._sent_until - until, 0.0)  # other results that rank 0 still sends
@@ -399,7 +319,8 @@ class Quorum:
         exchange = kind.exchange
         if exchange.pace == "equal":
             return [(0, 1)] * len(roster)
-        fastest, usual = self._speeds.largest(), self._sendings.median_low()
+        fastest = max(self._speeds.values(), default=0.0)
+        usual = statistics.median_low(self._sendings.values()) if self._sendings else 0.0
         skip = exchange.workers is not None and exchange.workers < self._n
         return [
             own_pace(
@@ -416,7 +337,7 @@ class Quorum:
     def _result_seconds(self, index: int, remote: int) -> list[float]:
         """Return the seconds of a result, by worker, if ``remote`` workers other than rank 0 get
         one."""
-        if self._given is not None or not remote:
+        if not remote:
             return [0.0] * self._n
         if (index, remote) not in self._results:
             rounds = self.kinds[index].rounds
@@ -449,19 +370,8 @@ class Quorum:
 
     def _restart(self, worker: int, at: float) -> float:
         """A lost worker is an error on all others: they start again from the checkpoint."""
-        assert self._lives is not None, "somebody has failed"
-        self._tries += 1
         self._undo(at)
-        counted, useful, computed = self._saved
-        check_tries(self._tries, counted / self._n)
-        fails = self.cluster.failures
-        detection = LEAST if fails.detection is None else fails.detection
-        back = float(self._lives.repairs(1)[0])
-        resumed = at + max(detection, back) + fails.restart
-        self._lives.renew(torch.arange(self._n), torch.tensor(resumed, dtype=torch.float64))
-        self.log.redone += self.log.spent["compute"] - computed
-        self._saved = counted, useful, self.log.spent["compute"]
-        self.log.counted, self.log.useful = counted, useful
+        resumed = self._start_again(worker, at, self._saved[0] / self._n)
         for index, kind in enumerate(self.kinds):
             for each in self._there:
                 kind.leaves(each)
@@ -470,9 +380,6 @@ class Quorum:
             self._began[index] = list(self._worked)
         self._there.clear()
         self._arrivals.clear()
-        self.log.failures += 1
-        self.log.restarts += 1
-        self.log.events.append((at, worker, "lost"))
         self._sent_until = resumed
         for each in range(self._n):
             self._go_on(each, resumed, -1)

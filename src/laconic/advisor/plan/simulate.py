@@ -10,7 +10,7 @@ from laconic.advisor.advice import memory
 from laconic.advisor.plan.cluster import Cluster
 from laconic.advisor.plan.quorum import Quorum
 from laconic.advisor.plan.rounds import Rounds
-from laconic.advisor.plan.together import Together, shares_of
+from laconic.advisor.plan.together import Together
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import check_quorum, has_quorum, in_groups
 from laconic.algorithms.parse import parse_recipe
@@ -23,7 +23,7 @@ class Result:
     """What a simulated run took.
 
     ``seconds``: until every step was taken. ``shares``: of all workers' time, by what it was spent
-    on (`laconic.advisor.plan.together.CAUSES`, and failures). ``goodput``: the share of it in steps
+    on (`laconic.advisor.plan.run.CAUSES`, and failures). ``goodput``: the share of it in steps
     that count in the model; ``utilization``: the share in any steps. ``bytes``: sent by a worker on
     average; ``crossed``: by all workers to other sites. ``memory``: bytes that rounds keep on
     a worker. ``money``: of all workers' hours and of what left the sites. ``rounds``; ``failures``,
@@ -106,7 +106,7 @@ def simulate_plan(
         seconds=seconds,
         steps=steps,
         workers=n,
-        shares=shares_of(log, total),
+        shares=log.shares(total),
         goodput=log.useful / total,
         utilization=log.spent["compute"] / total,
         bytes=log.sent / n,
