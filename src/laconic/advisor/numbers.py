@@ -65,11 +65,10 @@ def facts_from(
     nets = {}
     if ranks > 1:
         shared = Net(bandwidth / ranks, one_way)
-        local = Net(local_bandwidth or float("inf"), 0.0)
         external = (nodes - 1) * ranks / (nodes * ranks - 1)  # the rest stays in the node
         direct = Net(bandwidth / ranks / external, one_way)
-        nets = {"workers": shared, "direct": direct, "replica": local}
-        nets["world"] = Net(bandwidth, one_way)
+        nets = {"workers": shared, "direct": direct, "world": Net(bandwidth, one_way)}
+        nets["replica"] = Net(local_bandwidth or float("inf"), 0.0)
     squares, rest = divmod(params, SIDE * SIDE)
     rows, rest = divmod(rest, SIDE)
     shapes = ((SIDE, SIDE),) * squares + ((rows, SIDE),) * bool(rows) + ((rest,),) * bool(rest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -73,14 +73,7 @@ def simulate(
         >>> laconic.simulate(worker, workers=4)
         [2, 2, 2, 2]
     """
-    if faults is None:
-        count = check_int("workers", 8 if workers is None else workers, 1)
-    elif link is not None or workers not in (None, faults.workers):
-        raise ValueError(
-            f"faults= says that there are {faults.workers} workers: leave out workers= and link="
-        )
-    else:
-        count = faults.workers
+    count = _count(workers, faults, link is not None)
     stage = Stage(
         count,
         _seconds("step_seconds", step_seconds, count, strict=True),
@@ -124,20 +117,30 @@ def simulate(
     before.restore()
     if errors:
         raise errors[0]
-    options = {
-        "step_seconds": step_seconds,
-        "message_seconds": message_seconds,
-        "closings": closings,
-    }
-    given = [name for name, value in options.items() if value is not None]
-    if given and not stage.when_idle:
+    if not stage.when_idle:
+        times = {"step_seconds": step_seconds, "message_seconds": message_seconds}
+        _check_unused({**times, "closings": closings})
+    for call in calls:
+        call()
+    return [results.get(rank) for rank in range(count)]  # type: ignore[misc]
+
+
+def _count(workers: int | None, faults: Plan | None, wrapped: bool) -> int:
+    if faults is None:
+        return check_int("workers", 8 if workers is None else workers, 1)
+    if wrapped or workers not in (None, faults.workers):
+        raise ValueError(
+            f"faults= says that there are {faults.workers} workers: leave out workers= and link="
+        )
+    return faults.workers
+
+
+def _check_unused(options: Mapping[str, object]) -> None:
+    if given := [name for name, value in options.items() if value is not None]:
         raise ValueError(
             f"{', '.join(given)} had no effect, because no rounds close with a quorum: leave out, "
             "or give the recipe a quorum, such as diloco(8, quorum=2)"
         )
-    for call in calls:
-        call()
-    return [results.get(rank) for rank in range(count)]  # type: ignore[misc]
 
 
 def _seconds(
