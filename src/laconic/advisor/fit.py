@@ -30,11 +30,13 @@ FASTEST = 1e13
 
 
 class Sample(NamedTuple):
-    """A timed collective: ``bytes`` sent by a rank in ``messages``, one after the other."""
+    """A timed collective: ``bytes`` sent by a rank in ``messages``, one after the other; the
+    ``seconds`` of the slowest rank, and the processor seconds ``used`` by a rank on average."""
 
     bytes: int
     messages: int
     seconds: float
+    used: float = 0.0
 
 
 def fit(samples: Sequence[Sample]) -> Net:

@@ -54,13 +54,17 @@ class Spec:
         return json.dumps(asdict(self))
 
 
+def workload_of(name: str, data: str | None) -> Workload:
+    """Load a workload by its name, or from a user's file."""
+    load = user_files.workload if user_files.is_workload(name) else workloads.load
+    return load(name, data=None if data is None else Path(data))
+
+
 class Training:
     """A workload's model and optimizer on this rank."""
 
     def __init__(self, spec: Spec) -> None:
-        data = None if spec.data is None else Path(spec.data)
-        load = user_files.workload if user_files.is_workload(spec.workload) else workloads.load
-        self.workload: Workload = load(spec.workload, data=data)
+        self.workload = workload_of(spec.workload, spec.data)
         torch.manual_seed(spec.seed)
         self.model: nn.Module = self.workload.model()
         self.optimizer: Optimizer = self.workload.optimizer(self.model)

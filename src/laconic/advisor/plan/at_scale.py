@@ -6,15 +6,14 @@ of the algorithm runs, as in training, on threads of one process.
 
 from __future__ import annotations
 
-import resource
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from laconic.advisor.measure import peak_bytes
 from laconic.algorithms.compile import check_quorum, in_groups
 from laconic.algorithms.round import Recipe
 from laconic.errors import check_int
@@ -91,8 +90,7 @@ def learn(recipe: Recipe, workers: int, steps: int = 200, seed: int = 0) -> Lear
     seconds = time.perf_counter() - begin
     ends = torch.stack([flat for _, flat in results])
     distance = float((ends - ends.mean(0)).square().mean().sqrt())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    memory = peak if sys.platform == "darwin" else peak * 1024
+    memory = peak_bytes(torch.device("cpu"))
     return Learned(workers, steps, tuple(results[0][0]), distance, seconds, memory)
 
 

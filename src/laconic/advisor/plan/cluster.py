@@ -318,8 +318,7 @@ def uniform(
         raise ValueError(f"sites must be at most the number of workers, {workers}, not {sites}")
     inside = latency if sites == 1 else 0.0
     counts = [workers // sites + (k < workers % sites) for k in range(sites)]
-    names = [f"site{k + 1}" for k in range(sites)]
     return tuple(
-        Site(name, count, rate, uplink, inside, price=price, download=download)
-        for name, count in zip(names, counts, strict=True)
+        Site(f"site{k}", count, rate, uplink, inside, price=price, download=download)
+        for k, count in enumerate(counts, 1)
     )

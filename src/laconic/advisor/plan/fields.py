@@ -98,13 +98,15 @@ def of(values: Any, name: str = "cluster", lines: Mapping[str, int] | None = Non
     fails = top.section("failures")
     sites = tuple(_site(each, hour) for each in top.sections("sites"))
     names = [site.name for site in sites]
-    cluster = top.make(
+    gigabyte = prices.take("gigabyte", _price, 0.0)
+    prices.end()
+    return top.make(
         Cluster,
         parameters=top.need("parameters", parse_count),
         sites=sites,
         links=tuple(_link(each, names) for each in top.sections("links", needed=False)),
         failures=_failures(fails),
-        gigabyte=prices.take("gigabyte", _price, 0.0),
+        gigabyte=gigabyte,
         **top.given(
             step=parse_duration,
             dtype=str,
@@ -119,13 +121,10 @@ def of(values: Any, name: str = "cluster", lines: Mapping[str, int] | None = Non
             slices=parse_count,
         ),
     )
-    for each in (prices, top):
-        each.end()
-    return cluster
 
 
 def _site(fields: _Fields, hour: float) -> Site:
-    site = fields.make(
+    return fields.make(
         Site,
         name=fields.need("name", str),
         workers=fields.need("workers", parse_count),
@@ -138,18 +137,14 @@ def _site(fields: _Fields, hour: float) -> Site:
             step=parse_duration,
         ),
     )
-    fields.end()
-    return site
 
 
 def _link(fields: _Fields, names: Sequence[str]) -> Path:
-    link = fields.make(
+    return fields.make(
         Path,
         between=fields.need("between", _Pair(names)),
         **fields.given(latency=parse_duration, rate=parse_rate),
     )
-    fields.end()
-    return link
 
 
 def _failures(fields: _Fields) -> Failures:
@@ -168,7 +163,6 @@ def _failures(fields: _Fields) -> Failures:
             reconfigure=parse_duration,
         ),
     )
-    fields.end()
     fields.check_with("mtbf", "the mean time between two failures of one chip, such as 30d")
     return found
 
@@ -240,14 +234,17 @@ class _Fields:
             raise self._error(key, str(error)) from None
 
     def make(self, kind: Callable[..., T], **fields: Any) -> T:
-        """Return a ``kind`` of these fields; its errors begin with a field's name."""
+        """Return a ``kind`` of these fields, which are all; its errors begin with a field's
+        name."""
         try:
-            return kind(**fields)
+            made = kind(**fields)
         except ValueError as error:
             key, _, rest = str(error).partition(" ")
             if re.split(r"[.[]", key)[0] not in self._values:
                 key, rest = "", str(error)
             raise self._error(key, rest) from None
+        self.end()
+        return made
 
     def check_with(self, key: str, what: str) -> None:
         """Raise ``ValueError`` if there are fields, and ``key``, which says ``what``, is not."""

@@ -54,21 +54,13 @@ class _Kind:
     send: list[float] = field(default_factory=list)
     work: float = 0.0
 
-    def leaves(self, worker: int) -> None:
-        """The worker is not there anymore."""
+    def moves(self, worker: int, change: int) -> None:
+        """The worker has left (``change`` is 1) or come (-1)."""
         first = self.expected[worker]
         if first <= self.number + 1:
-            self.absent += 1
+            self.absent += change
         else:
-            self.later[first] += 1
-
-    def comes(self, worker: int) -> None:
-        """The worker is there."""
-        first = self.expected[worker]
-        if first <= self.number + 1:
-            self.absent -= 1
-        else:
-            self.later[first] -= 1
+            self.later[first] += change
 
     def advance(self) -> None:
         """A round has closed."""
@@ -252,7 +244,7 @@ class Quorum(Run):
         self._there[worker] = now
         kind.mine.append(worker)
         for each in self.kinds:
-            each.comes(worker)
+            each.moves(worker, -1)
 
     def _next_closing(self) -> tuple[float, int] | None:
         found = [
@@ -289,7 +281,7 @@ class Quorum(Run):
             # it was there, so it is counted nowhere
             kind.expected[worker] = kind.number + rounds
             for each in self.kinds:
-                each.leaves(worker)
+                each.moves(worker, 1)
         for each in self.kinds:
             each.reached = None
         self.log.rounds += 1
@@ -374,7 +366,7 @@ class Quorum(Run):
         resumed = self._start_again(worker, at, self._saved[0] / self._n)
         for index, kind in enumerate(self.kinds):
             for each in self._there:
-                kind.leaves(each)
+                kind.moves(each, 1)
             kind.mine, kind.reached = [], None
             kind.since = list(self._step)
             self._began[index] = list(self._worked)

@@ -182,13 +182,11 @@ def plan(
         rows = (replace(rows[0], loss=continued(curve, steps)),)
     if recipes:
         best = min(rows, key=_progress)
-        reason = "It makes the most progress per second of the given recipes."
-        reason = reason if len(rows) > 1 else ""
+        most = "It makes the most progress per second of the given recipes."
+        reason = most if len(rows) > 1 else ""
     else:
         best, reason = _recommended(wanted, rows, facts)
-    found: tuple[Change, ...] = ()
-    if changes:
-        found = tuple(_changes(best, cluster, compared, steps))
+    found = tuple(_changes(best, cluster, compared, steps)) if changes else ()
     return Plan(cluster, steps, rows, best, reason, limit(best, cluster), found, len(compared))
 
 

@@ -57,19 +57,16 @@ class Price:
     last rank has joined. ``sent``: bytes of each worker. ``transfers``: None if
     all wait for a connection that they share, or for one worker."""
 
-    exposed: float
-    network: float
-    sending: float
-    work: float
-    stretch: float
-    idle: float
-    sent: float
+    exposed: float = 0.0
+    network: float = 0.0
+    sending: float = 0.0
+    work: float = 0.0
+    stretch: float = 0.0
+    idle: float = 0.0
+    sent: float = 0.0
     messages: int = 0
     units: int = 1
     transfers: Transfers | None = None
-
-
-FREE = Price(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Rounds:
@@ -108,7 +105,7 @@ class Rounds:
 
     def _price(self, k: int, r: AnyRound, facts: Facts) -> Price:
         if k not in self.communicating or facts.workers == 1:
-            return FREE
+            return Price()
         load = load_of(r, facts)
         net = facts.net("peers" if isinstance(r.exchange, Gossip) else r.over, "workers")
         work = facts.work.get(work_key(r), 0.0)

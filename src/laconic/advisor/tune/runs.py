@@ -12,18 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 import laconic
+from laconic.advisor.worker import workload_of
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.engine.comparison import BufferWatch
 from laconic.errors import check_int
-from laconic.lab.race import plan, runner, user_files, workloads
+from laconic.lab.race import plan, runner
 from laconic.lab.race.workloads import Workload, lr_factor
 from laconic.links.simulated import current_link
 from laconic.policy.candidates import takes_muon
@@ -93,9 +93,7 @@ class Task:
     @cached_property
     def workload(self) -> Workload:
         """The workload, loaded once."""
-        data = None if self.race.data is None else Path(self.race.data)
-        load = user_files.workload if user_files.is_workload(self.race.workload) else workloads.load
-        return load(self.race.workload, data=data)
+        return workload_of(self.race.workload, self.race.data)
 
     def recipe(self, text: str) -> Recipe:
         """Parse ``text``."""
