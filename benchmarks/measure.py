@@ -29,7 +29,7 @@ from laconic.cli.keys import CA, CERTIFICATE, KEY
 from laconic.engine import gradient_rounds
 from laconic.lab.race import workloads
 from laconic.links import tls
-from laconic.links.elastic.registry import serve
+from laconic.links.elastic.coordinator import Coordinator
 from laconic.links.tcp import TcpLink
 
 PAIRS = 40
@@ -250,7 +250,7 @@ def elastic(text: str) -> None:
     recipe = parse_recipe(text)
     assert isinstance(recipe, tuple), "auto is not supported here"
     host, port, rank = os.environ["MASTER_ADDR"], 29411, int(os.environ["RANK"])
-    store = serve(host, port) if rank == 0 else None
+    server = Coordinator(host, port) if rank == 0 else None
     dist.barrier()
     static, other = Training(), Training()
     laconic.attach(static.model, static.optimizer, recipe)
@@ -270,7 +270,8 @@ def elastic(text: str) -> None:
     emit(Figure(f"{text}, bytes", bytes_ratio, None, None, 1, 1.01))
     sync.finish()
     dist.barrier()
-    del store
+    if server is not None:
+        server.close()
 
 
 def slow() -> None:

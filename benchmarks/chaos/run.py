@@ -18,7 +18,7 @@ from benchmarks.chaos import network, worker
 from benchmarks.chaos.plan import WORKERS, Fault, Plan
 from benchmarks.chaos.shared import DONE, MOST_WORKERS, READY, Slot, make
 from laconic.engine.donor import LEFT
-from laconic.links.elastic.registry import serve
+from laconic.links.elastic.coordinator import Coordinator
 
 LIMIT = 40.0
 """Seconds after which a run that does not recover is lost."""
@@ -124,8 +124,8 @@ class Run:
                 signal.signal(number, signal.SIG_DFL)
             if self.network is not None:
                 self.network.enter(WORKERS)
-            store = serve(self.host, self.port)
-            while store is not None:
+            coordinator = Coordinator(self.host, self.port)
+            while coordinator is not None:
                 time.sleep(1000)
         self.coordinator = pid
         self.tell(f"coordinator {pid}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from laconic.errors import check_float, check_int
-from laconic.links.elastic.registry import parse_address
+from laconic.links.elastic.coordinator import parse_address
 
 COORDINATOR_VARIABLE = "LACONIC_COORDINATOR"
 """Names the coordinator where ``coordinator`` is not given."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import laconic
-from laconic.links import talks
+from laconic.links import strangers
 
 from tests.links.test_secured import Between
 from tests.support import gloo, job_keys
@@ -29,7 +29,7 @@ Start = Callable[[], Coordinator]
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts a coordinator with the settings of now."""
     job_keys.turn_off(monkeypatch)
-    monkeypatch.setattr(talks, "_reasons", set())
+    monkeypatch.setattr(strangers, "_reasons", set())
     with ExitStack() as ending:
 
         def start() -> Coordinator:
@@ -83,7 +83,7 @@ def test_joining_after_many_sends_as_much_as_after_few(start: Start) -> None:
 
 def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, which says what to start."""
-    monkeypatch.setattr("laconic.links.elastic.registry.CALL_SECONDS", 0.5)
+    monkeypatch.setattr("laconic.links.elastic.client.CALL_SECONDS", 0.5)
     port = gloo.free_port()
     said = refused(port, job="other", wait=0.5)
     assert f"answers at 127.0.0.1:{port}: start one by `laconic coordinator" in said
@@ -133,7 +133,7 @@ def test_strangers_read_nothing_and_delay_nobody(
 def test_what_travels_is_encrypted(
     start: Start, monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
 ) -> None:
-    """A man in the middle reads neither the secret nor who takes part."""
+    """A man in the middle reads neither the salt nor who takes part."""
     for secure in (False, True):
         if secure:
             job_keys.turn_on(monkeypatch, jobs.one)
@@ -141,9 +141,7 @@ def test_what_travels_is_encrypted(
         attached(between.port, job="a name to read").detach()
         between.close()
         assert len(between.passed) > 1000
-        assert [w in between.passed for w in (b"a name", b"secret", b"127.0.0.1")] == [
-            not secure
-        ] * 3
+        assert [w in between.passed for w in (b"a name", b"salt", b"127.0.0.1")] == [not secure] * 3
 
 
 # -- processes that end ----

@@ -60,7 +60,7 @@ def test_a_worker_of_another_job(monkeypatch: pytest.MonkeyPatch, jobs: job_keys
         said = [worker.errors.splitlines()[-1] for worker in other if worker.end() == 1]
         assert "the run does not take in this worker" in said[0]
         assert "at 127.0.0.77 does not answer" in said[0]
-        assert "this worker has another secret in LACONIC_SECRET_FILE than the first" in said[1]
+        assert "has another secret in LACONIC_SECRET_FILE than this worker" in said[1]
         assert "has a certificate that this worker does not trust" in said[2]
         run.check_same(2, *other)
 

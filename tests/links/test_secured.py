@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laconic.links import handshake, talks, tls
+from laconic.links import handshake, strangers, tls
 from laconic.links.addresses import Address
 from laconic.links.handshake import RefusedError
 from laconic.links.wire import ChangedError, Wire
@@ -29,7 +29,7 @@ SECRET = bytes(range(32))
 @pytest.fixture
 def job(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     turn_on(monkeypatch, jobs.one)
-    monkeypatch.setattr(talks, "_reasons", set())
+    monkeypatch.setattr(strangers, "_reasons", set())
     return jobs
 
 

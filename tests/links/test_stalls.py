@@ -20,7 +20,7 @@ import torch
 import laconic
 from laconic.links import handshake, health
 from laconic.links.addresses import connect, listen
-from laconic.links.elastic.registry import serve
+from laconic.links.elastic.coordinator import Coordinator
 from laconic.links.sockets import borrowed
 from laconic.links.talks import Talks
 from laconic.links.wire import Wire
@@ -186,35 +186,32 @@ def test_an_elastic_run_goes_on_with_the_same_workers(
 def test_the_system_watches_every_socket(
     secure: bool, jobs: job_keys.Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of the coordinator's store; but a full buffer does not end a connection for messages."""
+    """Also of the coordinator; but a full buffer does not end a connection for messages."""
     if secure:
         job_keys.turn_on(monkeypatch, jobs.one)
     before, port = set(os.listdir("/proc/self/fd")), gloo.free_port()
-    beacon, store = health.Beacon(forgetful.HERE), serve(forgetful.HERE, port)
+    beacon, server = health.Beacon(forgetful.HERE), Coordinator(forgetful.HERE, port)
     wires = [Wire(rank, forgetful.HERE, 10, range(2)) for rank in range(2)]
     addresses, secret = [wire.address for wire in wires], bytes(32)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda wire: wire.connect(addresses, secret, lambda: None), wires))
     calls, answers = Talks(), Talks()
-    server, _ = listen(forgetful.HERE)
+    listening, _ = listen(forgetful.HERE)
     answer = handshake.answer(b"", lambda key: secret, lambda *_: b"")
-    answers.serve(server, lambda: answer, 5, print)
+    answers.serve(listening, lambda: answer, 5, print)
     exchange = handshake.call(secret, b"", bytes(8), 0, b"")
-    calls.call(forgetful.HERE, server.getsockname()[1], exchange, 5, print)
-    with server, connect(forgetful.HERE, port, 5):  # as relays do, and clients of the store
+    calls.call(forgetful.HERE, listening.getsockname()[1], exchange, 5, print)
+    with listening, connect(forgetful.HERE, port, 5):  # as relays do, and workers
         answers.turn(1)
         messages = {fd for wire in wires for fd in wire.connections.values()}
         count = 0
         for fd in map(int, set(os.listdir("/proc/self/fd")) - before):
             with contextlib.suppress(OSError), borrowed(fd) as end:
-                if end.family == socket.AF_INET6 and end.getpeername()[1] == port:
-                    continue  # torch's own client
                 limit = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
                 assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), end
                 assert limit == (0 if fd in messages else 30_000), end
                 count += 1
         assert count >= 7 and len(messages) == 2
     parties: list[Talks | health.Beacon | Wire] = [calls, answers, beacon, *wires]
-    for party in parties:
+    for party in (*parties, server):
         party.close()
-    del store

@@ -17,7 +17,8 @@ import psutil
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from laconic.links import handshake, talks, tls
+from laconic.links import handshake, tls
+from laconic.links.strangers import _MOST_REASONS
 
 from tests.support import job_keys
 
@@ -212,7 +213,7 @@ def check_lines(lines: Sequence[str], *parts: str) -> None:
     """Each reason is in the log once, and these ``parts`` are among them."""
     assert all(line.startswith("refused a caller at 127.0.0.1: ") for line in lines), lines
     kinds = [re.sub(r"\d+", "", line) for line in lines]
-    assert len(set(kinds)) == len(kinds) <= talks._MOST_REASONS
+    assert len(set(kinds)) == len(kinds) <= _MOST_REASONS
     for part in parts:
         assert any(part in line for line in lines), (part, lines)
 

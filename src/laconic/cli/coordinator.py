@@ -31,13 +31,13 @@ def add(parser: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     from laconic.links import tls
-    from laconic.links.elastic.registry import serve  # imports torch
+    from laconic.links.elastic.coordinator import Coordinator
 
     check_int("--port", arguments.port, 1)
     if arguments.port >= 2**16:
         raise ValueError(f"--port must be below {2**16}, not {arguments.port}")
     try:
-        store = serve(arguments.host, arguments.port)
+        coordinator = Coordinator(arguments.host, arguments.port)
     except OSError as error:
         raise ValueError(
             f"cannot listen at {arguments.host}:{arguments.port}: {error.strerror}; give an "
@@ -51,5 +51,5 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         ended.wait()
     finally:
-        del store
+        coordinator.close()
     return 0

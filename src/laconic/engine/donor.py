@@ -204,7 +204,7 @@ class Donor:
         self._reports.finish(mean=mean)
         self._send_state()
         for relay in self._link.relays:
-            relay.flush(self._link.members.rules.limit)
+            relay.flush(self._link.members.limit)
 
     def _send_state(self) -> None:
         """Newcomers repeat rounds only: they begin again with the state that `finish` or a change

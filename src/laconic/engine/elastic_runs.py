@@ -22,8 +22,8 @@ from laconic.engine.newcomers import Newcomer
 from laconic.engine.reports import Reports
 from laconic.links import Link
 from laconic.links.elastic.faults import Recording, Trace
+from laconic.links.elastic.leases import Need
 from laconic.links.elastic.link import ElasticLink
-from laconic.links.elastic.members import Rules
 from laconic.links.elastic.simulated import SimulatedElasticLink, current_part
 from laconic.links.elastic.start import start
 from laconic.links.simulated import current_link
@@ -44,7 +44,7 @@ class Joined:
     @property
     def number(self) -> int | None:
         """Of a newcomer's metrics file; None: the rank."""
-        return self.link.members.registry.number - 1 if self.link.replaying else None
+        return self.link.members.number - 1 if self.link.replaying else None
 
     def take_part(self, driver: Driver) -> None:
         """Take part in the rounds of ``driver``: at once, or as a newcomer from its first step on.
@@ -155,7 +155,8 @@ def join(
         "list of others": ", ".join(sorted(others)) or "none",
         **{f"sampler ({name})": sampler.about() for name, sampler in sorted(samplers.items())},
     }
-    rules = Rules(elastic.min_workers, elastic.workers, elastic.wait, timeout)
+    need = Need(elastic.workers or elastic.min_workers or 2, elastic.workers, elastic.min_workers)
+    within = elastic.wait, timeout
     trace = elastic.trace_directory()
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
@@ -164,5 +165,5 @@ def join(
         return (lambda event: None) if trace is None else Recording(trace / f"{id}.jsonl").add
 
     return Joined(
-        start(elastic.address(), elastic.job, about, rules, reports, record), reports, rest
+        start(elastic.address(), elastic.job, about, need, *within, reports, record), reports, rest
     )

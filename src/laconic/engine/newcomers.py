@@ -134,10 +134,10 @@ class Newcomer:
         """Have ``work`` take in what a donor sends after its state. If that donor is lost, again
         with the next one."""
         try:
-            end = time.monotonic() + self._link.members.rules.wait
+            end = time.monotonic() + self._link.members.wait
             while not self._try_donor(work, end):
                 if self._feed is not None:  # it had sent its state
-                    end = time.monotonic() + self._link.members.rules.wait
+                    end = time.monotonic() + self._link.members.wait
                 self._close_feed()
                 time.sleep(RETRY_SECONDS)
         except BaseException:
@@ -145,7 +145,7 @@ class Newcomer:
             raise
 
     def _try_donor(self, work: Callable[[Feed], None], end: float) -> bool:
-        reception, wait = self._link.reception, self._link.members.rules.wait
+        reception, wait = self._link.reception, self._link.members.wait
         try:
             if self._feed is None:
                 feed = reception.call_donor(next(self._donors), self._link.replay.awake)
@@ -213,7 +213,6 @@ class Newcomer:
         if not self._said_ready and (feed.idle() or feed.waiting * self._pace <= NEAR_SECONDS):
             self._said_ready = True
             feed.say_ready()
-            self._link.members.expect()
         return feed.peek()
 
     def _load(self, state: dict[str, Any]) -> None:

@@ -293,7 +293,7 @@ class Synchronizer:
         link = session.elastic
         active, me = link.units.active or link.members.view.ids, link.units.me
         workers = tuple(active if me in active else [*active, me])  # it takes part in the next step
-        return WorkersView(link.members.view.epoch, workers, workers.index(me))
+        return WorkersView(link.members.view.number, workers, workers.index(me))
 
     def on_change(self, callback: Callable[[WorkersView], None]) -> None:
         """Have ``callback`` called with the new `view`, after the step in which workers have come

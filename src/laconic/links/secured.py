@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from laconic.links import forks, tls
+from laconic.links.handshake import Exchange
 
 T = TypeVar("T")
 
@@ -115,6 +116,29 @@ class SharedSocket:
 
 
 Stream = socket.socket | SharedSocket
+
+
+def converse(connection: Stream, exchange: Exchange, seconds: float) -> bytes:
+    """Carry out a handshake over a blocking connection, in at most so many ``seconds``; returns the
+    other side's text. Raises `OSError` and `laconic.links.handshake.RefusedError`."""
+    end, data = time.monotonic() + seconds, b""
+    try:
+        out, wanted = next(exchange)
+        while True:
+            connection.settimeout(max(end - time.monotonic(), 0.001))
+            connection.sendall(out)
+            data = b""
+            while len(data) < wanted:
+                connection.settimeout(max(end - time.monotonic(), 0.001))
+                piece = connection.recv(wanted - len(data))
+                if not piece:
+                    raise ConnectionResetError("the other side has closed the connection")
+                data += piece
+            out, wanted = exchange.send(data)
+    except StopIteration as stop:
+        connection.settimeout(None)
+        text: bytes = stop.value
+        return text
 
 
 def secure(connection: socket.socket, *, server: bool, seconds: float) -> Stream:

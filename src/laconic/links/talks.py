@@ -6,33 +6,22 @@ handshake."""
 from __future__ import annotations
 
 import errno
-import logging
 import os
-import re
 import select
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable
 
-from laconic.links import forks, secured, tls
+from laconic.links import forks, tls
 from laconic.links.handshake import Exchange, RefusedError
 from laconic.links.sockets import watch
+from laconic.links.strangers import MOST_STRANGERS, log_refused, superfluous
 
-log = logging.getLogger("laconic")
-
-MOST_STRANGERS = 128
-"""The most callers at a time that have not proved who they are. The next one replaces the
-oldest."""
 _ACCEPTS = 32
 """The most callers accepted at once, before other conversations continue."""
 _PAUSE = 0.1
 """Seconds without new callers after the process has run out of file descriptors."""
-_MOST_REASONS = 20
-_reasons: set[str] = set()
-"""Why callers were refused. Each reason is logged once, so that strangers cannot fill a log."""
-_logging = threading.Lock()
 
 
 class EndedError(ConnectionError):
@@ -169,6 +158,7 @@ class Talks:
             forks.close_in_child(connection)
         watch(connection)
         connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         number = connection.connect_ex((host, port))
         if number not in (0, errno.EINPROGRESS):
             connection.close()
@@ -211,9 +201,11 @@ class Talks:
                 self._paused_until = time.monotonic() + _PAUSE
                 return
             connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._strangers >= self._most:
-                oldest = next(talk for talk in self._talks.values() if talk.inbound)
-                self._end(oldest, TimeoutError("made room for another caller"))
+                callers = {talk: talk.caller for talk in self._talks.values() if talk.inbound}
+                error = TimeoutError("made room for another caller")
+                self._end(superfluous(callers), error)
             deadline = time.monotonic() + seconds
             context = None if self._contexts is None else self._contexts.server
             caller = str(address[0])
@@ -257,14 +249,3 @@ class Talks:
             talk.connection.close()
         self._talks.clear()
         self._strangers = 0
-
-
-def log_refused(caller: str, error: Exception) -> None:
-    """Log that the caller at an address was refused, once for each reason."""
-    why = secured.reason(error) if isinstance(error, ssl.SSLError) else str(error)
-    kind = re.sub(r"\d+", "", why)
-    with _logging:
-        if kind in _reasons or len(_reasons) >= _MOST_REASONS:
-            return
-        _reasons.add(kind)
-    log.warning("refused a caller at %s: %s (further ones are not logged)", caller, why)

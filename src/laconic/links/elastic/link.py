@@ -133,7 +133,7 @@ class ElasticLink:
             # a worker sends for a unit when it has what others have sent for the one before
             self.members.signs.in_touch, self._began_before = self._began_before, began
             self._send_record()
-        self.members.ended = units.call.name == FINISH
+        self.members.finished(units.call.name == FINISH)
         return result
 
     def _attempts(self, job: Callable[[], T]) -> T:

@@ -67,7 +67,7 @@ class Reception:
         """Ask a worker of the run for its state; ``number`` counts the attempts. ``awake``: see
         `Feed`. Raises `laconic.links.elastic.relay.RelayError`."""
         members = self._members
-        latest = (members.registry.latest() or members.view).members
+        latest = members.view.members
         donor = latest[number % len(latest)]
 
         def check() -> None:

@@ -147,30 +147,6 @@ class Stream:
         self._connection.close()
 
 
-def _converse(connection: secured.Stream, exchange: handshake.Exchange) -> bytes:
-    """Carry out a handshake over a blocking socket; returns the other side's text."""
-    end, data = time.monotonic() + HANDSHAKE_SECONDS, b""
-    try:
-        out, wanted = next(exchange)
-        while True:
-            connection.settimeout(max(end - time.monotonic(), 0.001))
-            connection.sendall(out)
-            data = b""
-            while len(data) < wanted:
-                connection.settimeout(max(end - time.monotonic(), 0.001))
-                piece = connection.recv(wanted - len(data))
-                if not piece:
-                    raise RelayError("the other worker has closed the connection")
-                data += piece
-            out, wanted = exchange.send(data)
-    except StopIteration as stop:
-        connection.settimeout(None)
-        text: bytes = stop.value
-        return text
-    except (OSError, handshake.RefusedError) as error:
-        raise RelayError(str(error)) from error
-
-
 def call_donor(donor: Member, secret: bytes, newcomer: Member) -> Stream:
     """Ask ``donor`` for the state of the run; raises `RelayError`."""
     return _call(donor, secret, View(1, (newcomer,)))
@@ -195,10 +171,11 @@ def _call(worker: Member, secret: bytes, hello: View) -> Stream:
     except OSError as error:
         raise RelayError(str(error)) from error
     try:
-        _converse(connection, handshake.call(secret, PURPOSE, KEY, 0, hello.pack().encode()))
-    except RelayError:
+        exchange = handshake.call(secret, PURPOSE, KEY, 0, hello.pack().encode())
+        secured.converse(connection, exchange, HANDSHAKE_SECONDS)
+    except (OSError, handshake.RefusedError) as error:
         stream.close()
-        raise
+        raise RelayError(str(error)) from error
     return stream
 
 

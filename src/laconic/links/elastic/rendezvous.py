@@ -80,6 +80,14 @@ class Rendezvous:
         self.link: Everyone | None = None
         """To the workers of the unit under way."""
         self._reports = reports
+        members.moved = self._moved
+
+    def _moved(self, id: str) -> int:
+        """How many bytes have come from the member ``id`` over the present connections. In another
+        thread."""
+        mesh = self._mesh
+        place = None if mesh is None else mesh.view.place(id)
+        return 0 if mesh is None or place is None else mesh.connections.moved(place, True)
 
     @property
     def ids(self) -> list[str]:
@@ -138,7 +146,7 @@ class Rendezvous:
         while True:
             view = self._members.next(self._epoch)
             self._epoch = view.epoch
-            mesh = Mesh(view, self._members.me, self._members.rules.limit)
+            mesh = Mesh(view, self._members.me, self._members.limit)
             try:
                 check = partial(self._check_latest, view)
                 members = self._members

@@ -160,6 +160,7 @@ class _Stream:
     moved = math.inf
 
     def __init__(self, frames: Sequence[Frame]) -> None:
+        self._takes_part = any(isinstance(frame, Start) for frame in frames)
         self._frames = iter(frames)
 
     def receive(self) -> Frame:
@@ -170,7 +171,9 @@ class _Stream:
         return frame
 
     def say(self, word: bytes) -> None:
-        """Do nothing."""
+        """Do nothing; but the run has ended if the plan never has this worker take part."""
+        if not self._takes_part:
+            raise EndedError
 
     def close(self) -> None:
         """Do nothing."""
@@ -232,16 +235,18 @@ def _members(me: int) -> Any:
 
     return SimpleNamespace(
         me=SimpleNamespace(id=str(me)),
-        view=SimpleNamespace(epoch=1, ids=[]),
-        rules=SimpleNamespace(wait=0.0, limit=0.0),
-        registry=SimpleNamespace(number=me + 1),
+        view=SimpleNamespace(number=1, epoch=1, ids=[]),
+        wait=0.0,
+        limit=0.0,
+        number=me + 1,
         signs=Signs(math.inf),
         record=LinkRecord(),
         is_at=nothing,
         status=nothing,
-        expect=nothing,
         leave=nothing,
         idle=nothing,
+        finished=nothing,
+        ended=False,
         close=nothing,
         silence=nothing,
     )
@@ -255,7 +260,6 @@ class SimulatedElasticLink(ElasticLink):
         parts: Any = _Rendezvous(cast, me, units), _Reception(cast, me, units), reports
         super().__init__(_members(me), units, *parts, threaded=False)
         self._cast = cast
-        self.members.expect = self._expect  # type: ignore[method-assign]
         cast.reporting[me] = reports
         deals = cast.plan.deals(me)
         self._deals = deals is None
@@ -268,11 +272,6 @@ class SimulatedElasticLink(ElasticLink):
             start = next(frame for frame in cast.feeds[me] if isinstance(frame, Start))
             present = cast.plan.present(start.serial, start.call)
             self._deal(present, start.serial, newcomer=True)
-
-    def _expect(self) -> None:
-        """In place of `Members.expect`: the run has ended if the plan never has it take part."""
-        if not any(isinstance(frame, Start) for frame in self._cast.feeds[int(self.units.me)]):
-            raise EndedError
 
     def _deal(self, workers: Sequence[int], serial: int, *, newcomer: bool = False) -> None:
         if self._deals:

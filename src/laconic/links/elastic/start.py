@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -12,17 +13,27 @@ from typing import Any
 
 from laconic.errors import LinkError
 from laconic.links.addresses import Address, address_of, address_toward, listen, own_address
-from laconic.links.elastic.founding import RestoredError, agreed, found
+from laconic.links.elastic.client import (
+    RETRY_SECONDS,
+    SAY_SECONDS,
+    Client,
+    CoordinatorError,
+    OtherRunError,
+    UntrustedError,
+)
+from laconic.links.elastic.coordinator import parse_address
+from laconic.links.elastic.leases import Need
 from laconic.links.elastic.link import ElasticLink, end_at_exit
-from laconic.links.elastic.members import Members, Rules
+from laconic.links.elastic.members import Members
 from laconic.links.elastic.reception import Reception
-from laconic.links.elastic.registry import Registry
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, new_id
 from laconic.links.handshake import KEY_BYTES
 from laconic.links.health import Beacon, key_of
 from laconic.links.texts import clean
+
+log = logging.getLogger("laconic")
 
 NO_KEY = "00" * KEY_BYTES
 
@@ -31,75 +42,87 @@ def start(
     address: str,
     job: str,
     about: dict[str, str],
-    rules: Rules,
+    need: Need,
+    wait: float,
+    limit: float,
     reports: Reporting,
     recording: Callable[[str], Callable[[dict[str, Any]], None]],
 ) -> ElasticLink:
     """Find the other workers of ``job`` by the coordinator at ``address``, and connect to them.
-    ``about``: what must be the same on all workers, by name. ``reports``: what this worker tells
+    ``about``: what must be the same on all workers, by name. ``wait``: seconds to wait for enough
+    workers; ``limit``: the longest silence in seconds. ``reports``: what this worker tells
     the others besides. ``recording(id)``: called with each of this worker's events. The link of a
     newcomer to a run under way is not connected yet. Raises ``ValueError`` where the others are
     about something else."""
-    registry = Registry(address, job)
-    registry.connect(time.monotonic() + rules.wait)
+    host, port = parse_address(address)
+    while True:
+        with ExitStack() as on_error:
+            own = _host_toward(host)
+            beacon = Beacon(own)
+            on_error.callback(beacon.close)
+            health = beacon.enroll()
+            (mesh, at_mesh), (service, at_service) = _listen(on_error, own), _listen(on_error, own)
+            member = Member(new_id(), at_mesh, at_service, health)
+            client = Client(host, port, job, member, json.dumps(about), need)
+            said = _join(client, wait)
+            if said:
+                raise _different(said, about, job, client.at)
+            members = Members(client, member, need, wait, limit)
+            members.record = beacon.links[key_of(health)]
+            members.record.secret = members.secret
+            members.note, reports.heard = reports.note, members.signs.notes
+            members.status, members.silence = beacon.set, beacon.close
+            units = Units(member.id)
+            units.note = reports.record = recording(member.id)
+            rendezvous = Rendezvous(members, mesh, units, reports)
+            reception = Reception(members, service, units)
+            link = ElasticLink(members, units, rendezvous, reception, reports)
+            on_error.callback(link.close)
+            try:
+                view, under_way = members.found()
+            except OtherRunError:
+                continue
+            if not under_way:
+                link.begin(view.ids)
+            end_at_exit(link)
+            on_error.pop_all()
+        return link
+
+
+def _join(client: Client, wait: float) -> str:
+    """Join the job as soon as its coordinator answers; returns what else it is about, if so."""
+    now = time.monotonic()
+    until, say = now + wait, now + SAY_SECONDS
     while True:
         try:
-            return _begin(registry, job, about, rules, reports, recording)
-        except RestoredError:
-            continue
+            return client.connect(None)
+        except UntrustedError:
+            raise
+        except CoordinatorError as error:
+            now = time.monotonic()
+            if now >= until:
+                raise
+            if now >= say:
+                log.warning("%s; trying again for %.0f s", error, until - now)
+                say = until
+        time.sleep(RETRY_SECONDS)
 
 
-def _begin(
-    registry: Registry,
-    job: str,
-    about: dict[str, str],
-    rules: Rules,
-    reports: Reporting,
-    recording: Callable[[str], Callable[[dict[str, Any]], None]],
-) -> ElasticLink:
-    secret, text = registry.secret(), json.dumps(about)
-    _check_same(agreed(registry, secret, text), about, job, f"{registry.host}:{registry.port}")
-    host = _host_toward(registry.host)
-    with ExitStack() as on_error:
-        beacon = Beacon(host)
-        on_error.callback(beacon.close)
-        health = beacon.enroll(secret)
-        (mesh, at_mesh), (service, at_service) = _listen(on_error, host), _listen(on_error, host)
-        member = Member(new_id(), at_mesh, at_service, health)
-        members = Members(registry, member, secret, text, rules)
-        members.record = beacon.links[key_of(health)]
-        members.record.note = members.farewell = reports.note
-        reports.heard = members.signs.notes
-        members.status, members.silence = beacon.set, beacon.close
-        units = Units(member.id)
-        units.note = reports.record = recording(member.id)
-        rendezvous = Rendezvous(members, mesh, units, reports)
-        reception = Reception(members, service, units)
-        link = ElasticLink(members, units, rendezvous, reception, reports)
-        on_error.callback(link.close)
-        need = rules.workers or rules.min_workers or 2
-        at = registry, member, secret
-        view, under_way = found(*at, need=need, expected=rules.workers, wait=rules.wait)
-        members.start(view)
-        if not under_way:
-            link.begin(view.ids)
-        end_at_exit(link)
-        on_error.pop_all()
-    return link
-
-
-def _check_same(said: str, about: dict[str, str], job: str, address: str) -> None:
+def _different(said: str, about: dict[str, str], job: str, address: str) -> Exception:
+    """The error of a worker that is ``about`` something else than what the job is ``said`` to be
+    about."""
     try:
         others = dict(json.loads(said))
     except (ValueError, TypeError):
-        raise LinkError(f"what is at {clean(address)} is no coordinator of laconic's") from None
+        others = {}
     for name, own in about.items():
         if others.get(name) != own:
             there = clean(str(others.get(name)))[:200]
-            raise ValueError(
+            return ValueError(
                 f"the job {job!r} at {address} has another {name}: {there}, and this worker has "
                 f"{own}: start the same program everywhere, or give this one another job="
             )
+    return LinkError(f"what is at {clean(address)} is no coordinator of laconic's")
 
 
 def _host_toward(coordinator: str) -> str:

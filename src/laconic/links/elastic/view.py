@@ -15,6 +15,9 @@ from laconic.links.texts import clean
 ID_CHARACTERS = 12
 _ID = re.compile(f"[0-9a-f]{{{ID_CHARACTERS}}}")
 MOST_MEMBERS = 4096
+NONCE_BITS = 20
+"""The last bits of an epoch are those of the coordinator that has decided it: two coordinators
+decide no view of one epoch."""
 MOST_WHY = 1000
 
 
@@ -36,15 +39,20 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """``epoch`` counts the views of a run from 1. A member's place in ``members`` is its rank.
+    """``epoch``: grows with every view of a run. A member's place in ``members`` is its rank.
     Newcomers are at the end; they are active from the next step on."""
 
     epoch: int
     members: tuple[Member, ...]
     why: str = ""
     """What has changed, for messages."""
-    farewell: tuple[str, str] | None = None
-    """The id of the worker that has left by itself, and its last note."""
+    farewells: tuple[tuple[str, str], ...] = ()
+    """The ids of the workers of the view before that are gone, and what they said last."""
+
+    @property
+    def number(self) -> int:
+        """Counts the views of a run from 1."""
+        return self.epoch >> NONCE_BITS
 
     @property
     def ids(self) -> list[str]:
@@ -56,27 +64,27 @@ class View:
         return self.ids.index(id) if id in self.ids else None
 
     def after(self, lost: Mapping[str, str], newcomers: Sequence[Member]) -> View:
-        """The next view, without the ``lost`` members (by id, and why) and with ``newcomers`` at
-        its end."""
+        """The next view, but for its epoch: without the ``lost`` members (by id, and why) and with
+        ``newcomers`` at its end."""
         members = [m for m in self.members if m.id not in lost]
         new = [m for m in newcomers if self.place(m.id) is None][: MOST_MEMBERS - len(members)]
         why = [f"{m.name} {lost[m.id]}" for m in self.members if m.id in lost]
         why += [f"{m.name} joins" for m in new]
         text = "; ".join(why) or "the connections are made again"
-        return View(self.epoch + 1, (*members, *new), text[:MOST_WHY])
+        return View(self.epoch, (*members, *new), text[:MOST_WHY])
 
     def pack(self) -> str:
         """As text."""
         members = [list(member) for member in self.members]
-        return json.dumps([self.epoch, members, self.why, self.farewell])
+        return json.dumps([self.epoch, members, self.why, self.farewells])
 
     @classmethod
     def unpack(cls, text: str) -> View:
         """From any text; raises ``ValueError``."""
         try:
-            epoch, members, why, farewell = json.loads(text)
+            epoch, members, why, farewells = json.loads(text)
             known = tuple(unpack_member(m) for m in members)
-            said = None if farewell is None else (str(farewell[0]), clean(str(farewell[1])))
+            said = tuple((str(id), clean(str(note))) for id, note in farewells)
             view = cls(_count(epoch, 2**62), known, clean(str(why))[:MOST_WHY], said)
         except (TypeError, ValueError, LookupError, RecursionError) as error:
             raise ValueError(f"not a view of laconic's: {error}") from None

@@ -1,0 +1,258 @@
+"""A worker's connection to the coordinator (`laconic.links.elastic.coordinator`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from laconic.errors import LinkError
+from laconic.links import handshake, job_secret, secured, tls
+from laconic.links.addresses import connect
+from laconic.links.elastic.coordinator import KEY, MOST_LINE, PURPOSE, secret_of_callers
+from laconic.links.elastic.leases import Beat, Need
+from laconic.links.elastic.view import Member, View
+from laconic.links.texts import clean
+
+log = logging.getLogger("laconic")
+
+CALL_SECONDS = 5.0
+"""How long the coordinator may say nothing. A process that was stopped never answers."""
+LOOK_SECONDS = 0.5
+RETRY_SECONDS = 0.5
+SAY_SECONDS = 5.0
+"""After so long a worker that waits says what for."""
+
+
+class CoordinatorError(LinkError):
+    """The coordinator can't be reached."""
+
+
+class UntrustedError(CoordinatorError):
+    """What is at the coordinator's address and this worker do not trust each other. To try again is
+    of no use."""
+
+
+class OtherRunError(LinkError):
+    """A run that is older than this worker goes on with the coordinator: begin again."""
+
+
+class RemovedError(LinkError):
+    """The run goes on without this worker."""
+
+
+class Client:
+    """The connection of the worker ``member`` of ``job``, which is ``about`` this and has this
+    ``need``, to the coordinator at ``host`` and ``port``. `connect` makes it, also again."""
+
+    def __init__(
+        self, host: str, port: int, job: str, member: Member, about: str, need: Need
+    ) -> None:
+        self.at = f"{host}:{port}"
+        self._host, self._port = host, port
+        self._said = {"job": job, "member": list(member), "about": about}
+        self._need = [need.start, need.expected, need.least]
+        self._contexts, self._secret = tls.contexts(), secret_of_callers()
+        self._job, self._shared = job, job_secret.read()
+        self.number, self._salt = 0, ""
+        """This worker's number, from 1, once it has joined."""
+        self._stream: secured.Stream | None = None
+        self._sending = threading.Lock()
+        self._text = b""
+
+    @property
+    def secret(self) -> bytes:
+        """What the workers of the run share."""
+        salt = bytes.fromhex(self._salt)
+        if self._shared is None:
+            return salt
+        return job_secret.derive(self._shared, "elastic run", self._job, salt)
+
+    def connect(self, view: View | None) -> str:
+        """Connect, and join. ``view``: the latest that this worker knows, once it follows a run.
+        Returns what the job is about if that is something else, else "". Raises `CoordinatorError`,
+        `OtherRunError` and `RemovedError`."""
+        self.close()
+        self._text = b""
+        stream = self._open()
+        try:
+            known = None if view is None else view.pack()
+            more = {"need": self._need, "number": self.number, "salt": self._salt, "view": known}
+            stream.sendall(json.dumps({**self._said, **more}).encode() + b"\n")
+            self._stream = stream
+            answer = self.receive(CALL_SECONDS)
+        except BaseException:
+            stream.close()
+            self._stream = None
+            raise
+        match answer:
+            case {"salt": str(salt), "number": int(number)}:
+                if self._salt and salt != self._salt:
+                    raise OtherRunError("another run has begun")
+                self._salt, self.number = salt, number
+                return ""
+            case {"refused": str(), "about": str(about)} if about:
+                return about
+            case {"refused": str(text), "removed": True}:
+                raise RemovedError(clean(text))
+            case {"refused": str(text)}:
+                raise CoordinatorError(f"the coordinator at {self.at}: {clean(text)}")
+        raise CoordinatorError(f"what is at {self.at} is no coordinator of laconic's")
+
+    def _open(self) -> secured.Stream:
+        """A connection, after the handshake."""
+        try:
+            plain = connect(self._host, self._port, CALL_SECONDS)
+        except OSError as error:
+            raise CoordinatorError(
+                f"no coordinator answers at {self.at}: start one by `laconic coordinator --port "
+                f"{self._port}` on that host, or correct the address ({_reason(error)})"
+            ) from error
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream = secured.secure(plain, server=False, seconds=CALL_SECONDS)
+        except OSError as error:
+            plain.close()
+            raise self._untrusted(error) from error
+        try:
+            exchange = handshake.call(self._secret, PURPOSE, KEY, 0, b"")
+            secured.converse(stream, exchange, CALL_SECONDS)
+        except (OSError, handshake.RefusedError) as error:
+            stream.close()
+            raise self._untrusted(error) from error
+        return stream
+
+    def _untrusted(self, error: Exception) -> CoordinatorError:
+        """What the failure of a handshake means."""
+        who = f"the coordinator at {self.at}"
+        if isinstance(error, TimeoutError):
+            return CoordinatorError(f"{who} does not answer")
+        if isinstance(error, handshake.RefusedError):
+            return UntrustedError(
+                f"{who} has another secret in {job_secret.VARIABLE} than this worker, or is "
+                "another program: give both the same file, or none"
+            )
+        if self._contexts is None and speaks_tls(self._host, self._port):
+            return UntrustedError(
+                f"{who} uses TLS, and this worker does not: set the variables that `laconic keys` "
+                "prints"
+            )
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return UntrustedError(
+                f"{who} has a certificate that this worker does not trust: the coordinator and all "
+                f"workers need certificates of one CA ({error.verify_message})"
+            )
+        if secured.about_certificates(error):
+            return UntrustedError(
+                f"{who} refuses this worker's certificate: the coordinator and all workers need "
+                f"certificates of one CA ({secured.reason(error)})"
+            )
+        if self._contexts is not None and self._is_plain():
+            return UntrustedError(
+                f"{who} has no TLS, and this worker uses it: set the variables that `laconic keys` "
+                "prints there too"
+            )
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            return UntrustedError(
+                f"{who} does not speak TLS 1.3: set the same variables for it "
+                f"({secured.reason(error)})"
+            )
+        return CoordinatorError(f"{who} has closed the connection ({_reason(error)})")
+
+    def _is_plain(self) -> bool:
+        """Whether a coordinator without TLS listens there."""
+        exchange = handshake.call(self._secret, PURPOSE, KEY, 0, b"")
+        out, wanted = next(exchange)
+        try:
+            with connect(self._host, self._port, LOOK_SECONDS) as connection:
+                connection.sendall(out)
+                return len(connection.recv(wanted)) == wanted
+        except OSError:
+            return False
+
+    def beat(self, beat: Beat) -> None:
+        """Send ``beat``. Raises `CoordinatorError`."""
+        self._send(beat.pack())
+
+    def over(self, why: str) -> None:
+        """This worker ends: the others need not wait for it."""
+        with contextlib.suppress(CoordinatorError):
+            self._send({"over": why})
+
+    def _send(self, value: object) -> None:
+        with self._sending:
+            stream = self._stream
+            if stream is None:
+                raise CoordinatorError(f"the connection to the coordinator at {self.at} is lost")
+            try:
+                stream.settimeout(CALL_SECONDS)
+                stream.sendall(json.dumps(value).encode() + b"\n")
+            except OSError as error:
+                raise self._lost(error) from error
+
+    def receive(self, seconds: float) -> Mapping[str, Any]:
+        """The next message. Raises `CoordinatorError`, also if none comes within so many
+        ``seconds``."""
+        stream = self._stream
+        if stream is None:
+            raise CoordinatorError(f"the connection to the coordinator at {self.at} is lost")
+        end = time.monotonic() + seconds
+        try:
+            while b"\n" not in self._text:
+                stream.settimeout(max(end - time.monotonic(), 0.001))
+                piece = stream.recv(2**16)
+                if not piece:
+                    raise ConnectionResetError("it has closed the connection")
+                self._text += piece
+                if len(self._text) > MOST_LINE:
+                    raise ValueError("a line that is too long")
+            line, _, self._text = self._text.partition(b"\n")
+            value = json.loads(line)
+            if not isinstance(value, dict):
+                raise ValueError("no object")
+            return value
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> CoordinatorError:
+        if self._contexts is not None and secured.about_certificates(error):
+            return self._untrusted(error)
+        if isinstance(error, TimeoutError):
+            return CoordinatorError(f"the coordinator at {self.at} does not answer")
+        return CoordinatorError(
+            f"the connection to the coordinator at {self.at} is lost ({_reason(error)})"
+        )
+
+    def close(self) -> None:
+        """Close the connection. A thread that uses it raises `CoordinatorError`."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
+            stream.close()
+
+
+def speaks_tls(host: str, port: int) -> bool:
+    """Whether a program with TLS listens there. Trusts nobody and sends nothing but a handshake."""
+    asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    asking.check_hostname = False
+    asking.verify_mode = ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection((host, port), LOOK_SECONDS) as connection,
+            asking.wrap_socket(connection),
+        ):
+            return True
+    except OSError:
+        return False
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    return clean(text.splitlines()[0]) if text else type(error).__name__
