@@ -19,6 +19,7 @@ from benchmarks.chaos.plan import WORKERS, Fault, Plan
 from benchmarks.chaos.shared import DONE, MOST_WORKERS, READY, Slot, make
 from laconic.engine.donor import LEFT
 from laconic.links.elastic.coordinator import Coordinator
+from laconic.links.elastic.leases import RETURN_SECONDS
 
 LIMIT = 40.0
 """Seconds after which a run that does not recover is lost."""
@@ -30,8 +31,6 @@ MARGIN = 2.0
 """Seconds beyond a deadline."""
 PAST = 3.0
 """How much longer than the deadline something long lasts."""
-STORE = 6.0
-"""Seconds in which a call of the coordinator's store fails (`registry.CALL_SECONDS` and 1)."""
 TICK = 0.01
 PORT = 29400
 REMOVED = "the other workers go on without this one"
@@ -318,6 +317,8 @@ class Run:
             self.isolate(kind, target, other, fault.seconds if short else long)
             if short:  # TCP sends again at growing intervals
                 out.bound = 2 * fault.seconds + MARGIN
+            elif "p" in kind.rpartition(" ")[2]:  # others must report it, or nobody is lost
+                out.bound = 2 * long + MARGIN
             killed = not short
         elif kind in ("kill newcomer", "stop newcomer"):
             number = signal.SIGKILL if "kill" in kind else signal.SIGSTOP
@@ -362,7 +363,7 @@ class Run:
             self.send(target, signal.SIGKILL)
         if "coordinator" in kind:
             self.kill_coordinator(fault.seconds)
-            out.bound = max(out.bound, fault.seconds + MARGIN + STORE)
+            out.bound = max(out.bound, fault.seconds + MARGIN + RETURN_SECONDS)
         least = self.plan.min_workers or WORKERS // 2 + 1
         if WORKERS - killed < least:
             out.bound = float("inf")

@@ -98,7 +98,7 @@ def watch_phases(board: Board, number: int) -> Callable[[str], None]:
         os.kill(pid, slot.signal)
 
     def wrap(owner: Any, name: str, phase: str, *, after: bool = False) -> None:
-        original = owner.__dict__[name]
+        original = getattr(owner, name)
 
         @functools.wraps(original)
         def wrapped(*arguments: Any, **options: Any) -> Any:

@@ -179,8 +179,10 @@ class Donor:
             session.comm.drain()
             bequest.take_over(self._driver, received.held, received.workers)
             self._link.units.note({"from": id, "step": session.step})
-        for relay in self._link.reception.callers(session.step):
-            snapshot = Snapshot(session.step, self._state())
+        callers = self._link.reception.callers(session.step)
+        snapshot = Snapshot(session.step, self._state()) if callers else None
+        for relay in callers:
+            assert snapshot is not None
             self._link.relays.append(relay)
             relay.begin(snapshot)
             log.info("sending the state %s to a newcomer", after_step(self._driver.session.step))

@@ -37,8 +37,11 @@ CLOSED_SECONDS = 0.3
 """How long a worker whose system has closed its connection has to come back."""
 ENDED_SECONDS = 2.0
 """The same where all members' connections were closed."""
-REPORTS_SECONDS = 2.0
+REPORTS_SECONDS = 1.0
 """How long reports are collected: all that are about one event come within this time."""
+HEARD_SECONDS = 2.0
+"""Workers that were not heard for so long can be neither reported nor report: their leases say
+enough."""
 WEAK_SECONDS = 30.0
 """How long a report stands that at most half of the others share, before it counts."""
 CUT_SECONDS = 90.0
@@ -368,7 +371,7 @@ class Job:
                 lost[id] = "has ended"
             elif whole or silent >= CUT_SECONDS:
                 lost[id] = f"has not answered for {silent:.0f} s"
-        heard = {id: w for id, w in workers.items() if now - w.heard < REPORTS_SECONDS}
+        heard = {id: w for id, w in workers.items() if now - w.heard < HEARD_SECONDS}
         return lost | self._cut_off(view, {i: w for i, w in heard.items() if i not in lost}, now)
 
     def _cut_off(self, view: View, workers: Mapping[str, Lease], now: float) -> dict[str, str]:

@@ -333,8 +333,10 @@ class Members:
         self, asked: Sequence[Member], start: float, index: int, answer: health.Answer
     ) -> None:
         """One of the members ``asked`` at the time ``start`` has answered, or not."""
-        self.signs.hear(asked[index].id, start, answer)
-        if answer.lost:
+        back = self.signs.hear(asked[index].id, start, answer)
+        if back:
+            self._reconnects = 0
+        if back or answer.lost:
             self._wake_beat.set()
 
     def _due_newcomers(self) -> list[str]:

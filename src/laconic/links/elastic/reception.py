@@ -68,7 +68,7 @@ class Reception:
         `Feed`. Raises `laconic.links.elastic.relay.RelayError`."""
         members = self._members
         latest = members.view.members
-        donor = latest[number % len(latest)]
+        donor = latest[(int(members.me.id, 16) + number) % len(latest)]  # newcomers spread
 
         def check() -> None:
             if members.view.place(donor.id) is None:

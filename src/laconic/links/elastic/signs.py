@@ -55,11 +55,13 @@ class Signs:
         """Seconds after which a worker is reported that does not come to a round."""
         return min(max(STUCK_SHORTEST, STUCK_ROUNDS * self.pace), self._limit)
 
-    def hear(self, id: str, start: float, answer: health.Answer) -> None:
-        """The worker ``id`` has given this ``answer`` to a question asked at the time ``start``."""
+    def hear(self, id: str, start: float, answer: health.Answer) -> bool:
+        """The worker ``id`` has given this ``answer`` to a question asked at the time ``start``.
+        Returns whether that ends a silence."""
+        silent = id in self._silent_since
         if answer.lost:
             if time.monotonic() - start > health.ANSWER_SECONDS + 1:
-                return  # this process was stopped meanwhile: the silence was its own
+                return False  # this process was stopped meanwhile: the silence was its own
             if start > self._answered.get(id, 0.0):
                 if self.silent_since(id) is None:
                     self._silent_since[id] = start
@@ -70,6 +72,7 @@ class Signs:
             self._gone.discard(id)
             if answer.position is not None:
                 self._positions[id] = answer.position
+        return silent and not answer.lost
 
     def moved(self, id: str, bytes: int) -> None:
         """So many ``bytes`` have come from the worker ``id`` so far."""
