@@ -182,7 +182,7 @@ class World:
         assert job is not None
         known = [
             (id, round(self.now - w.heard), w.closed and round(self.now - w.closed), w.over,
-             sorted((i, round(self.now - t)) for i, t in w.since.items()), w.beat.pack())
+             sorted((i, round(self.now - t)) for i, t in w.since.items()), w.beat)
             for id, w in sorted(job.leases.items())
         ]  # fmt: skip
         cut = min(round(self.now - job._cut), 99) if job._cut > 0 else -1

@@ -135,10 +135,11 @@ class Donor:
             return self._copy_others()
         except Exception:  # anything, of the user's objects
             log.exception("the state of others= cannot be read, so no worker can join")
-            self._link.refuse_newcomers(
-                "the worker that sends its state cannot read the state of others=, and has the "
-                "error in its output"
-            )
+            for relay in self._link.relays:
+                relay.refuse(
+                    "the worker that sends its state cannot read the state of others=, and has the "
+                    "error in its output"
+                )
             return None
 
     def _copy_others(self) -> dict[str, Any]:

@@ -38,8 +38,7 @@ RETRY_SECONDS = 0.05
 MOST_AT_ONCE = 128
 """How many beacons are asked at a time: many systems allow a process 1024 file descriptors."""
 MOST_TEXT, MOST_STATUS, MOST_NAME, MOST_RANKS = 10_000, 500, 200, 1000
-MOST_NOTE = 1000
-"""The longest verdict, status, call's name and note, in characters, and the most ranks to blame.
+"""The longest verdict, status and call's name, in characters, and the most ranks to blame.
 All together fit one frame."""
 
 
@@ -57,14 +56,13 @@ class Answer:
     """What a beacon answered about a link: the status of its process, the position in the link's
     calls, and the verdict that it knows. ``missing``, if there was no answer: ``"gone"`` (no
     program listens there any more), ``"silent"`` (the connection is open, and no answer came) or
-    ``"unreachable"`` (no connection). ``note``: what else the process says about the link.
+    ``"unreachable"`` (no connection).
     ``stalled``: the answer to `Again`; ``connection``: the one of this conversation, which remains
     open then."""
 
     status: str
     position: CallPosition | None = None
     verdict: Verdict | None = None
-    note: str = ""
     stalled: bool = False
     connection: socket.socket | None = None
     missing: Literal["", "gone", "silent", "unreachable"] = ""
@@ -127,25 +125,22 @@ def pack_answer(
     status: str,
     position: CallPosition,
     verdict: Verdict | None,
-    note: str = "",
     stalled: bool = False,
 ) -> bytes:
     """The answer of a beacon."""
     serial, call, left, broken = position
     where = [serial, None if call is None else [*shown(call)[:2]], left, broken]
-    more = [note[:MOST_NOTE], stalled] if stalled else [note[:MOST_NOTE]] if note else []
-    return _json([clean(status)[:MOST_STATUS], where, _plain(verdict), *more])
+    return _json([clean(status)[:MOST_STATUS], where, _plain(verdict), stalled])
 
 
 def unpack_answer(data: bytes) -> Answer:
     """From any bytes; raises ``ValueError``."""
     match _parse(data):
-        case [str(status), [serial, call, bool(left), bool(broken)], verdict, *more]:
+        case [str(status), [serial, call, bool(left), bool(broken)], verdict, bool(stalled)]:
             position = CallPosition(_integer(serial), _call_of(call), left, broken)
-            note = "".join(clean(text)[:MOST_NOTE] for text in more[:1] if isinstance(text, str))
-            at = clean(status)[:MOST_STATUS], position, _verdict_of(verdict), note
-            return Answer(*at, stalled=more[1:2] == [True])
-    raise ValueError("an answer is a list of a status, a position and a verdict")
+            at = clean(status)[:MOST_STATUS], position, _verdict_of(verdict)
+            return Answer(*at, stalled=stalled)
+    raise ValueError("an answer is a status, a position, a verdict, and whether it is stalled")
 
 
 def pack_verdict(verdict: Verdict) -> bytes:
@@ -235,7 +230,7 @@ class LinkRecord:
 
     ``secret``: None until the ranks share one. ``left``: the ranks whose programs have ended in
     order, and after how many calls. ``rank``, ``others``: this rank, and the addresses of the other
-    ranks' beacons, for when this program ends itself. ``note()``: what else callers are told.
+    ranks' beacons, for when this program ends itself.
     ``ends``: this rank's connections, by key.
     """
 
@@ -245,7 +240,6 @@ class LinkRecord:
     left: dict[int, int] = field(default_factory=dict)
     rank: int = 0
     others: dict[int, str] = field(default_factory=dict)
-    note: Callable[[], str] = str
     ends: WeakValueDictionary[str, End] = field(default_factory=WeakValueDictionary)
 
     def adopt(self, verdict: Verdict) -> Verdict:
@@ -342,7 +336,7 @@ class Beacon:
         again, end = request.again, self._end(hello, request)
         stalled = again is not None and end is not None and end.is_stalled(hello.number, again)
         status = f"{self.status}, for {time.monotonic() - self._since:.0f} s"
-        return pack_answer(status, link.position, link.verdict, link.note(), stalled)
+        return pack_answer(status, link.position, link.verdict, stalled)
 
     def _end(self, hello: handshake.Hello, request: Request) -> End | None:
         """What the caller asks about, if it does."""

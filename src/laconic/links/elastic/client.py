@@ -56,8 +56,12 @@ class Client:
     ) -> None:
         self.at = f"{host}:{port}"
         self._host, self._port = host, port
-        self._said = {"job": job, "member": list(member), "about": about}
-        self._need = [need.start, need.expected, need.least]
+        self._said = {
+            "job": job,
+            "member": member,
+            "about": about,
+            "need": list(vars(need).values()),
+        }
         self._contexts, self._secret = tls.contexts(), secret_of_callers()
         self._job, self._shared = job, job_secret.read()
         self.number, self._salt = 0, ""
@@ -83,7 +87,7 @@ class Client:
         stream = self._open()
         try:
             known = None if view is None else view.pack()
-            more = {"need": self._need, "number": self.number, "salt": self._salt, "view": known}
+            more = {"number": self.number, "salt": self._salt, "view": known}
             stream.sendall(json.dumps({**self._said, **more}).encode() + b"\n")
             self._stream = stream
             answer = self.receive(CALL_SECONDS)
@@ -178,7 +182,7 @@ class Client:
 
     def beat(self, beat: Beat) -> None:
         """Send ``beat``. Raises `CoordinatorError`."""
-        self._send(beat.pack())
+        self._send(vars(beat))
 
     def over(self, why: str) -> None:
         """This worker ends: the others need not wait for it."""

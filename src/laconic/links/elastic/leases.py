@@ -69,10 +69,11 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a worker says of itself. ``lease``: how long it may be silent, in seconds. ``founding``:
-    it waits for a run to begin. ``active``: it takes part in rounds. ``ended``: it needs no further
-    view. ``again``: the epoch of the view whose connections are to be made again. ``ready``: the
-    ids of newcomers that it takes in. ``reports``: by id, `SILENT` or `GONE`, and why."""
+    """What a worker says of itself; its `vars` travel as JSON. ``lease``: how long it may be
+    silent, in seconds. ``founding``: it waits for a run to begin. ``active``: it takes part in
+    rounds. ``ended``: it needs no further view. ``again``: the epoch of the view whose connections
+    are to be made again. ``ready``: the ids of newcomers that it takes in. ``reports``: by id,
+    `SILENT` or `GONE`, and why."""
 
     lease: float = 5.0
     founding: bool = False
@@ -87,32 +88,16 @@ class Beat:
     @classmethod
     def unpack(cls, value: Any) -> Beat:
         """From what JSON holds; raises ``ValueError``."""
-        match value:
-            case [
-                float(lease) | int(lease),
-                bool(founding),
-                bool(active),
-                bool(ended),
-                bool(leaving),
-                int(again),
-                str(note),
-                [*ready],
-                dict(reports),
-            ] if 0 < lease <= LONGEST_LEASE:
-                said = {
-                    str(id): (GONE if kind == GONE else SILENT, clean(str(why))[:200])
-                    for id, [kind, why] in reports.items()
-                }
-                at = float(lease), founding, active, ended, leaving, again, clean(note)[:MOST_NOTE]
-                return cls(*at, [str(id) for id in ready], said)
+        try:
+            beat = cls(**value)
+            said = [(str(id), str(k), clean(str(why))) for id, [k, why] in beat.reports.items()]
+            reports = {id: (kind, why[:200]) for id, kind, why in said}
+            at: Any = {"again": int(beat.again), "note": clean(beat.note)[:MOST_NOTE]}
+            if 0 < beat.lease <= LONGEST_LEASE:
+                return replace(beat, ready=[*map(str, beat.ready)], reports=reports, **at)
+        except (AttributeError, TypeError):
+            pass
         raise ValueError("not a beat of laconic's")
-
-    def pack(self) -> list[Any]:
-        """As JSON can hold it."""
-        given = dict(vars(self))
-        given["ready"] = list(self.ready)
-        given["reports"] = {id: list(each) for id, each in self.reports.items()}
-        return list(given.values())
 
 
 @dataclass(frozen=True)

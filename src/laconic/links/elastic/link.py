@@ -10,10 +10,8 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -24,8 +22,8 @@ from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
 from laconic.links.elastic.reception import Reception
-from laconic.links.elastic.relay import Relay
-from laconic.links.elastic.relay_frames import Record, Snapshot, Start
+from laconic.links.elastic.relay import Relay, send_record
+from laconic.links.elastic.relay_frames import Snapshot, Start
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.replay import Replay, like
 from laconic.links.elastic.units import Outcome, Units
@@ -40,8 +38,6 @@ Settings = tuple[int, list[dict[str, Any]], dict[str, Any], dict[str, Any] | Non
 
 EXIT_SECONDS = 5.0
 """How long a process that ends waits for its threads."""
-PACES = 8
-"""The longest of so many times between calls counts as the time between rounds."""
 
 
 class ElasticLink:
@@ -71,7 +67,6 @@ class ElasticLink:
         self.relays: list[Relay] = []
         """The newcomers that receive what this worker's collectives bring."""
         self._failure: Exception | None = None
-        self._begun: deque[float] = deque(maxlen=PACES + 1)
         self._began_before = 0.0
         """When the latest unit that was completed began (`time.monotonic`)."""
         self.wake: Callable[[Callable[[], None]], None] = lambda task: None
@@ -132,7 +127,7 @@ class ElasticLink:
                 self.members.signs.active = set(units.active)
             # a worker sends for a unit when it has what others have sent for the one before
             self.members.signs.in_touch, self._began_before = self._began_before, began
-            self._send_record()
+            self.relays = send_record(self.relays, units)
         self.members.finished(units.call.name == FINISH)
         return result
 
@@ -145,19 +140,6 @@ class ElasticLink:
                 return job()
             except Interrupted:
                 continue
-
-    def _send_record(self) -> None:
-        """Send what the unit's collectives have brought to the newcomers."""
-        units, heard = self.units, list(self.units.kept.digests.values())
-        record = Record(units.call, len(units.ranks), units.outputs, heard)
-        self.relays = [relay for relay in self.relays if not relay.ended]
-        for relay in self.relays:
-            relay.put(record)
-
-    def refuse_newcomers(self, why: str) -> None:
-        """Take in none of the newcomers that this worker sends its state to."""
-        for relay in self.relays:
-            relay.refuse(why)
 
     def _collective(self, run: Callable[[Everyone], T], passed_on: Callable[[Outcome], T]) -> T:
         """Make a collective by ``run``. Where it is interrupted, and another worker has completed
@@ -207,8 +189,7 @@ class ElasticLink:
         units, rendezvous = self.units, self.rendezvous
         units.call, units.heard = call, {}
         self.members.is_at(CallPosition(units.serial, shown(call)))
-        self._begun.append(time.monotonic())
-        self.members.signs.pace = max((b - a for a, b in pairwise(self._begun)), default=0.0)
+        self.members.signs.begins(time.monotonic())
         if call.starts and len(rendezvous.ids) > len(units.ranks):
             rendezvous.take_part(rendezvous.ids)  # newcomers begin with this step
             for relay in self.relays:
@@ -233,8 +214,7 @@ class ElasticLink:
         return self.replay.digests if self.replaying else list(self.units.heard.values())
 
     def sent(self) -> Mapping[int, Sent]:
-        link = self.rendezvous.link
-        return {} if link is None else link.sent()
+        return {} if self.rendezvous.link is None else self.rendezvous.link.sent()
 
     def check(self) -> None:
         """Do nothing: a thread of its own looks after the other workers."""
@@ -276,18 +256,9 @@ class ElasticLink:
 
     def mean(self, x: Tensor, parts: Parts | None = None) -> None:
         n = self.size
-        rows = range(n) if x.numel() % n == 0 else [0]
+        rows, each = range(n) if x.numel() % n == 0 else [0], -(-x.numel() // n)
         if parts is not None:
             parts.fill_all(rows)
-        self._mean(x, n)
-        if parts is not None:
-            parts.use_all(rows)
-
-    def _mean(self, x: Tensor, n: int) -> None:
-        if self.replaying:
-            self.replay.mean(x)
-            return
-        each = -(-x.numel() // n)
 
         def run(link: Everyone) -> Tensor:
             padded = torch.nn.functional.pad(x.reshape(-1), (0, n * each - x.numel()))
@@ -298,8 +269,13 @@ class ElasticLink:
             self.units.outcome = Outcome(output)
             return output
 
-        output = self._collective(run, lambda outcome: like(outcome.output, x, n * each))
-        x.copy_(output[: x.numel()].view(x.shape))
+        if self.replaying:
+            self.replay.mean(x)
+        else:
+            output = self._collective(run, lambda outcome: like(outcome.output, x, n * each))
+            x.copy_(output[: x.numel()].view(x.shape))
+        if parts is not None:
+            parts.use_all(rows)
 
     def reduce_scatter(
         self, x: Tensor, owners: int | None = None, parts: Parts | None = None
@@ -316,25 +292,20 @@ class ElasticLink:
         assert owners in (None, self.size), "all workers own a slice"
         # nothing is used before all is complete
         fills = None if parts is None else Parts(parts.ends, parts.fill)
-        self._all_gather(mine, out, owners, fills)
-        if parts is not None:
-            parts.use_all(range(self.size))
-
-    def _all_gather(
-        self, mine: Tensor, out: Tensor, owners: int | None, parts: Parts | None
-    ) -> None:
-        if self.replaying:
-            self.replay.all_gather(mine, out, parts)
-            return
 
         def run(link: Everyone) -> None:
-            link.all_gather(mine, out, owners, parts)
+            link.all_gather(mine, out, owners, fills)
             self.units.outcome = Outcome(out.clone())
 
         def passed_on(outcome: Outcome) -> None:
             out.copy_(like(outcome.output, out, out.numel()).view(out.shape))
 
-        self._collective(run, passed_on)
+        if self.replaying:
+            self.replay.all_gather(mine, out, fills)
+        else:
+            self._collective(run, passed_on)
+        if parts is not None:
+            parts.use_all(range(self.size))
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         if self.replaying:
@@ -390,10 +361,10 @@ class ElasticLink:
         )
         units.outcome = outcome  # other workers ask for it before it is complete
 
-        def run(link: Everyone) -> list[Tensor | None]:
-            return [*link.swap(x, to, source)]
-
-        return self._collective(run, lambda outcome: outcome.pieces)
+        pieces: list[Tensor | None] = self._collective(
+            lambda link: [*link.swap(x, to, source)], lambda outcome: outcome.pieces
+        )
+        return pieces
 
 
 _open: weakref.WeakSet[ElasticLink] = weakref.WeakSet()

@@ -20,13 +20,12 @@ from laconic.links.calls import CallPosition
 from laconic.links.elastic.client import (
     CALL_SECONDS,
     RETRY_SECONDS,
-    SAY_SECONDS,
     Client,
     CoordinatorError,
     OtherRunError,
     RemovedError,
 )
-from laconic.links.elastic.leases import Beat, Need
+from laconic.links.elastic.leases import Beat
 from laconic.links.elastic.signs import Signs
 from laconic.links.elastic.view import Member, View
 from laconic.links.health import LinkRecord
@@ -48,13 +47,12 @@ NEWCOMER_SECONDS = 2.0
 
 
 class Members:
-    """The members of one run, as the worker ``me`` knows them: it has joined by ``client``. `found`
-    waits for the first view, `start` follows the run from there. ``wait``: seconds to wait for
-    enough workers; ``limit``: the longest silence in seconds.
+    """The members of one run, as the worker ``me`` knows them: it has joined by ``client``.
+    ``wait``: seconds to wait for enough workers; ``limit``: the longest silence in seconds.
 
     ``on_view`` is called, in the thread that hears, when a view was decided.
 
-    Which thread writes what. `_changed` guards what `next` waits for. The rest are single values,
+    Which thread writes what. `changed` guards what `next` waits for. The rest are single values,
     which another thread may see a moment later.
 
     ============================  ===================================================
@@ -68,10 +66,10 @@ class Members:
     ============================  ===================================================
     """
 
-    def __init__(self, client: Client, me: Member, need: Need, wait: float, limit: float) -> None:
-        self._client, self.me, self._need = client, me, need
+    def __init__(self, client: Client, me: Member, wait: float, limit: float) -> None:
+        self.client, self.me = client, me
         self.wait, self.limit = wait, limit
-        self.secret = client.secret
+        self.secret, self.number = client.secret, client.number
         self.on_view: Callable[[View], None] = lambda view: None
         self.moved: Callable[[str], int] = lambda id: 0
         """How many bytes have come from a member."""
@@ -89,24 +87,27 @@ class Members:
         """Ends the answers to them."""
         self.ended = False
         """Whether this worker needs no further view, unless a call begins."""
-        self._view: View | None = None
-        self._changed = threading.Condition()
+        self.latest: View | None = None
+        self.changed = threading.Condition()
         self._removed = ""
-        self._founding = True
-        """Until `found` returns."""
-        self._entered_view = False
+        self.founding = True
+        """Until a run was found (`laconic.links.elastic.start`)."""
+        self.entered_view = False
         """Whether this worker has been in a view."""
         self._newcomers: dict[str, Member] = {}
         self._called: dict[str, float] = {}
         """When these were ready."""
         self._leaving = False
         self._broken_since: float | None = None
-        self._come = 0
+        self.come = 0
+        """How many workers wait for a run to begin."""
         self._short: tuple[int, int, float] | None = None
         """How many workers are left, how many are needed, and since when (`time.monotonic`), where
         too few are left."""
-        self._coordinator_lost = ""
-        self._other_run = False
+        self.coordinator_lost = ""
+        """Why the coordinator cannot be reached, if so."""
+        self.other_run = False
+        """Whether the coordinator has begun with another run before this worker's had."""
         self._reconnects = 0
         """How many of the latest views had no other members than the view before."""
         self._wake_beat = threading.Event()
@@ -121,61 +122,13 @@ class Members:
     # -- what is known ----
 
     @property
-    def number(self) -> int:
-        """This worker's number among all that have ever come, from 1."""
-        return self._client.number
-
-    @property
     def view(self) -> View:
         """The latest decided view."""
-        assert self._view is not None, "the run has begun"
-        return self._view
+        assert self.latest is not None, "the run has begun"
+        return self.latest
 
     def _others(self) -> list[Member]:
         return [m for m in self.view.members if m.id != self.me.id]
-
-    def found(self) -> tuple[View, bool]:
-        """Wait for the first view of a run, at most `wait` seconds. Returns it; or the present view
-        of a run under way, and True, once one of its workers answers. Raises `OtherRunError` if the
-        coordinator has begun with another run meanwhile."""
-        end, say = time.monotonic() + self.wait, time.monotonic() + SAY_SECONDS
-        while not self._other_run:
-            view, now = self._view, time.monotonic()
-            if view is not None and (self._entered_view or self._answers(view)):
-                self._founding = False
-                return view, not self._entered_view
-            if now >= end:
-                raise self._not_found()
-            if now >= say:
-                count = self._need.expected or self._need.start
-                log.warning(
-                    "%d of %d workers have come to the coordinator at %s; waiting for more, up to "
-                    "%.0f s", self._come, count, self._client.at, end - now,
-                )  # fmt: skip
-                say = end
-            with self._changed:
-                if self._view is view and not self._other_run:
-                    self._changed.wait(max(min(end, say) - now, 0.0) if view is None else BEAT)
-        raise OtherRunError("another run has begun")
-
-    def _answers(self, view: View) -> bool:
-        """Whether a worker of a run under way does."""
-        answers = health.ask_all([m.beacon for m in view.members], self.secret)
-        return not all(answer.lost for answer in answers)
-
-    def _not_found(self) -> LinkError:
-        at, lost = self._client.at, self._coordinator_lost
-        if lost:
-            return CoordinatorError(lost)
-        if self._view is not None:
-            return LinkError(
-                f"the workers of the run at {at} cannot be reached from here: do their addresses "
-                "and ports open?"
-            )
-        return LinkError(
-            f"{self._come} of {self._need.start} workers have come to the coordinator at {at} "
-            f"within {self.wait:g} s: start more workers, or lower workers= or min_workers="
-        )
 
     def _run(self, work: Callable[[], None]) -> None:
         """Do a thread's ``work``. If it fails, this worker cannot follow the views any more: it
@@ -192,13 +145,13 @@ class Members:
 
     def close(self) -> None:
         """End the threads, and this worker's lease."""
-        with self._changed:
+        with self.changed:
             first, self.closed = not self.closed, True
-            self._changed.notify_all()
+            self.changed.notify_all()
         self._wake_beat.set()
         if first:
-            self._client.over("has left" if self._leaving else "has ended")
-            self._client.close()
+            self.client.over("has left" if self._leaving else "has ended")
+            self.client.close()
 
     def end(self, until: float) -> None:
         """End the threads, and wait for that until the time ``until``."""
@@ -232,9 +185,9 @@ class Members:
         is not in it, or there are too few workers for too long."""
         stalled_since: float | None = None
         while True:
-            with self._changed:
+            with self.changed:
                 if not (self._removed or self.closed) and self.view.epoch <= epoch:
-                    self._changed.wait(0.5)
+                    self.changed.wait(0.5)
             if self.closed and not self._removed:
                 raise LinkError("this worker has left the run")
             if self._removed:
@@ -244,7 +197,7 @@ class Members:
                 )
             if self.view.epoch > epoch:
                 return self.view
-            short, other = self._short, self._coordinator_lost
+            short, other = self._short, self.coordinator_lost
             stalled_since = (stalled_since or time.monotonic()) if short or other else None
             since = stalled_since if short is None else short[2]
             if since is not None and time.monotonic() - since >= self.wait:
@@ -279,9 +232,9 @@ class Members:
         self._leaving = True
         self._wake_beat.set()
         end = time.monotonic() + 2 * self.signs.deadline
-        with self._changed:
+        with self.changed:
             while not self._removed and time.monotonic() < end:
-                self._changed.wait(0.5)
+                self.changed.wait(0.5)
 
     # -- what this worker says ----
 
@@ -289,14 +242,14 @@ class Members:
         said, renewed = Beat(lease=0.0), 0.0
         while not self.closed:
             broken = self._broken_since is not None
-            if self._entered_view and (broken or self.waiting_since is not None):
+            if self.entered_view and (broken or self.waiting_since is not None):
                 ask = threading.Thread(target=self._ask, args=(self._others(),), daemon=True)
                 ask.start()
                 ask.join(BEAT)  # who does not answer does not delay the next questions
             beat = self._own_beat()
             if beat != said or time.monotonic() - renewed >= RENEW:
                 try:
-                    self._client.beat(beat)
+                    self.client.beat(beat)
                     said, renewed = beat, time.monotonic()
                 except CoordinatorError:
                     said = Beat(lease=0.0)  # the thread that hears connects again
@@ -304,8 +257,8 @@ class Members:
             self._wake_beat.clear()
 
     def _own_beat(self) -> Beat:
-        view, reports = self._view, dict[str, tuple[str, str]]()
-        if self._entered_view and not self._leaving:  # whom it suspects is for others to say
+        view, reports = self.latest, dict[str, tuple[str, str]]()
+        if self.entered_view and not self._leaving:  # whom it suspects is for others to say
             for member in self._others():
                 self.signs.moved(member.id, self.moved(member.id))
             reports = self.signs.reports(self._others(), self.waiting_since, self.position)
@@ -349,28 +302,28 @@ class Members:
     # -- what the coordinator says ----
 
     def _hear(self) -> None:
-        while not self.closed and not self._removed and not self._other_run:
+        while not self.closed and not self._removed and not self.other_run:
             try:
-                if self._coordinator_lost:
-                    self._client.connect(None if self._founding else self._view)
-                    if not self._founding:
+                if self.coordinator_lost:
+                    self.client.connect(None if self.founding else self.latest)
+                    if not self.founding:
                         log.warning("the coordinator is back")
-                    self._coordinator_lost = ""
+                    self.coordinator_lost = ""
                     self._wake_beat.set()
-                self._take(self._client.receive(CALL_SECONDS))
+                self._take(self.client.receive(CALL_SECONDS))
             except RemovedError as error:
                 self._remove(str(error))
             except OtherRunError:
-                with self._changed:
-                    self._other_run = True
-                    self._changed.notify_all()
+                with self.changed:
+                    self.other_run = True
+                    self.changed.notify_all()
             except CoordinatorError as error:
                 if self.closed:
                     return
-                if not self._coordinator_lost and not self._founding:
+                if not self.coordinator_lost and not self.founding:
                     log.warning("%s; training goes on with the workers of now", error)
-                self._coordinator_lost = str(error)
-                self._client.close()
+                self.coordinator_lost = str(error)
+                self.client.close()
                 time.sleep(RETRY_SECONDS)
 
     def _take(self, said: Any) -> None:
@@ -380,23 +333,23 @@ class Members:
                 try:
                     view = View.unpack(text)
                 except ValueError as error:
-                    raise CoordinatorError(f"{self._client.at} sends no view: {error}") from None
+                    raise CoordinatorError(f"{self.client.at} sends no view: {error}") from None
                 self._decided(view)
             case {"come": int(come), "short": None}:
-                with self._changed:
-                    self._come, self._short = come, None
+                with self.changed:
+                    self.come, self._short = come, None
             case {"come": int(come), "short": [int(left), int(least)]}:
-                self._come = come
+                self.come = come
                 self._fall_short(left, least)
-            case {"again": True} if self._founding:
+            case {"again": True} if self.founding:
                 raise OtherRunError("another run has begun")
             case {"again": True}:
                 raise CoordinatorError("the coordinator has another run of this name")
 
     def _remove(self, why: str) -> None:
-        with self._changed:
+        with self.changed:
             self._removed = why
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _fall_short(self, left: int, least: int) -> None:
         """Too few workers are ``left``: `next` waits for others."""
@@ -410,23 +363,23 @@ class Members:
         self._short = left, least, since
 
     def _decided(self, view: View) -> None:
-        with self._changed:
-            before = self._view
+        with self.changed:
+            before = self.latest
             if before is not None and view.epoch <= before.epoch:
                 return
             again = before is not None and view.members == before.members
             self._reconnects = self._reconnects + 1 if again else 0
-            self._view, self._short = view, None
+            self.latest, self._short = view, None
             if view.place(self.me.id) is not None:
-                self._entered_view = True
-            elif self._entered_view:
+                self.entered_view = True
+            elif self.entered_view:
                 self._removed = view.why or "it was removed"
             if self._broken_since is not None:
                 self._broken_since = time.monotonic()
             self.signs.notes.update(view.farewells)
             for id in {m.id for m in view.members} & set(self._newcomers):
                 del self._newcomers[id]
-            self._changed.notify_all()
+            self.changed.notify_all()
         log.info("view %d, %d workers: %s", view.number, len(view.members), view.why)
         self.on_view(view)
 

@@ -28,7 +28,15 @@ from laconic.errors import LinkError
 from laconic.links import forks, handshake, secured
 from laconic.links.addresses import Address, connect
 from laconic.links.calls import Call
-from laconic.links.elastic.relay_frames import KINDS, Bequest, Frame, Refusal, Snapshot, Start
+from laconic.links.elastic.relay_frames import (
+    KINDS,
+    Bequest,
+    Frame,
+    Record,
+    Refusal,
+    Snapshot,
+    Start,
+)
 from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
@@ -290,6 +298,16 @@ class Relay:
         except Exception:  # of the user's modules, in `state`: the others must not wait for it
             log.exception("the state of this worker cannot be read")
             self.give_up("its state cannot be read")
+
+
+def send_record(relays: Sequence[Relay], units: Units) -> list[Relay]:
+    """Send what a unit's collectives have brought to the newcomers. Returns the ``relays`` that
+    have not ended."""
+    record = Record(units.call, len(units.ranks), units.outputs, list(units.kept.digests.values()))
+    left = [relay for relay in relays if not relay.ended]
+    for relay in left:
+        relay.put(record)
+    return left
 
 
 class Service:

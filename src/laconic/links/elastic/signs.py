@@ -8,7 +8,9 @@ completed. A report is no more than that: only the coordinator decides
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
+from itertools import pairwise
 
 from laconic.links import health
 from laconic.links.calls import CallPosition
@@ -18,6 +20,8 @@ from laconic.links.elastic.view import Member
 SHORTEST, LONGEST, ROUNDS = 5.0, 30.0, 2.0
 """A worker is reported after a silence of ``ROUNDS`` times the time between rounds, but at least
 ``SHORTEST`` and at most ``LONGEST`` seconds."""
+PACES = 8
+"""The longest of so many times between calls counts as the time between rounds."""
 STUCK_SHORTEST, STUCK_ROUNDS = 60.0, 20.0
 """The same for a worker that answers and does not come to the round that others wait in."""
 
@@ -30,6 +34,7 @@ class Signs:
         self._limit = limit
         self.pace = 0.0
         """The longest recent time between rounds, in seconds."""
+        self._begun: deque[float] = deque(maxlen=PACES + 1)
         self.active: set[str] = set()
         """The ids of the members that take part in rounds."""
         self.in_touch = 0.0
@@ -54,6 +59,11 @@ class Signs:
     def stuck_deadline(self) -> float:
         """Seconds after which a worker is reported that does not come to a round."""
         return min(max(STUCK_SHORTEST, STUCK_ROUNDS * self.pace), self._limit)
+
+    def begins(self, now: float) -> None:
+        """A round begins."""
+        self._begun.append(now)
+        self.pace = max((b - a for a, b in pairwise(self._begun)), default=0.0)
 
     def hear(self, id: str, start: float, answer: health.Answer) -> bool:
         """The worker ``id`` has given this ``answer`` to a question asked at the time ``start``.

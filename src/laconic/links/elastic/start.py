@@ -24,13 +24,13 @@ from laconic.links.elastic.client import (
 from laconic.links.elastic.coordinator import parse_address
 from laconic.links.elastic.leases import Need
 from laconic.links.elastic.link import ElasticLink, end_at_exit
-from laconic.links.elastic.members import Members
+from laconic.links.elastic.members import BEAT, Members
 from laconic.links.elastic.reception import Reception
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.units import Units
-from laconic.links.elastic.view import Member, new_id
+from laconic.links.elastic.view import Member, View, new_id
 from laconic.links.handshake import KEY_BYTES
-from laconic.links.health import Beacon, key_of
+from laconic.links.health import Beacon, ask_all, key_of
 from laconic.links.texts import clean
 
 log = logging.getLogger("laconic")
@@ -67,7 +67,7 @@ def start(
             said = _join(client, wait)
             if said:
                 raise _different(said, about, job, client.at)
-            members = Members(client, member, need, wait, limit)
+            members = Members(client, member, wait, limit)
             members.record = beacon.links[key_of(health)]
             members.record.secret = members.secret
             members.note, reports.heard = reports.note, members.signs.notes
@@ -79,7 +79,7 @@ def start(
             link = ElasticLink(members, units, rendezvous, reception, reports)
             on_error.callback(link.close)
             try:
-                view, under_way = members.found()
+                view, under_way = _found(members, need)
             except OtherRunError:
                 continue
             if not under_way:
@@ -87,6 +87,52 @@ def start(
             end_at_exit(link)
             on_error.pop_all()
         return link
+
+
+def _found(members: Members, need: Need) -> tuple[View, bool]:
+    """Wait for the first view of a run. Returns it; or the present view of a run under way, and
+    True, once one of its workers answers. Raises `OtherRunError` if the coordinator has begun with
+    another run meanwhile."""
+    now = time.monotonic()
+    end, say, at = now + members.wait, now + SAY_SECONDS, members.client.at
+    while not members.other_run:
+        view, now = members.latest, time.monotonic()
+        if view is not None and (members.entered_view or _answers(view, members.secret)):
+            members.founding = False
+            return view, not members.entered_view
+        if now >= end:
+            raise _not_found(members, need)
+        if now >= say:
+            log.warning(
+                "%d of %d workers have come to the coordinator at %s; waiting for more, up to "
+                "%.0f s", members.come, need.expected or need.start, at, end - now,
+            )  # fmt: skip
+            say = end
+        with members.changed:
+            if members.latest is view and not members.other_run:
+                members.changed.wait(max(min(end, say) - now, 0.0) if view is None else BEAT)
+    raise OtherRunError("another run has begun")
+
+
+def _answers(view: View, secret: bytes) -> bool:
+    """Whether a worker of a run under way does."""
+    answers = ask_all([m.beacon for m in view.members], secret)
+    return not all(answer.lost for answer in answers)
+
+
+def _not_found(members: Members, need: Need) -> LinkError:
+    at, lost = members.client.at, members.coordinator_lost
+    if lost:
+        return CoordinatorError(lost)
+    if members.latest is not None:
+        return LinkError(
+            f"the workers of the run at {at} cannot be reached from here: do their addresses and "
+            "ports open?"
+        )
+    return LinkError(
+        f"{members.come} of {need.start} workers have come to the coordinator at {at} within "
+        f"{members.wait:g} s: start more workers, or lower workers= or min_workers="
+    )
 
 
 def _join(client: Client, wait: float) -> str:
