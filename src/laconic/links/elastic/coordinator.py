@@ -243,9 +243,10 @@ class Coordinator:
                         why = clean(said)[:200]
                         break
                     case value if client.salt == client.job.salt:
-                        client.job.renew(client.at[1], Beat.unpack(value), time.monotonic())
+                        beat = Beat.unpack(value)
+                        if client.job.renew(client.at[1], beat, time.monotonic()):
+                            self._decide()
                         client.send({})
-                        self._decide()
             by_system = not line
         finally:
             if self._clients.get(client.at) is client:
@@ -284,6 +285,7 @@ class Coordinator:
             before.abort()
         client = self._clients[name, id] = _Client(writer, job, (name, id))
         client.send({"salt": job.salt, "number": worker.number})
+        self._decide()
         return client
 
 

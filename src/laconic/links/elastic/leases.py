@@ -247,12 +247,14 @@ class Job:
             nobody = Lease(member, 0, Need(1, None, None), now)
             self.leases.setdefault(member.id, nobody)
 
-    def renew(self, id: str, beat: Beat, now: float) -> None:
-        """A worker says ``beat``."""
+    def renew(self, id: str, beat: Beat, now: float) -> bool:
+        """A worker says ``beat``. Returns whether it has said something else before."""
         worker = self.leases[id]
         silent = (other for other, (kind, _) in beat.reports.items() if kind == SILENT)
         worker.since = {other: worker.since.get(other, now) for other in silent}
+        changed = replace(beat, note="") != replace(worker.beat, note="")
         worker.heard, worker.beat = now, beat
+        return changed
 
     def close(self, id: str, now: float, *, why: str = "", by_system: bool = False) -> None:
         """A worker's connection has ended. ``by_system``: its host has closed it, as it does when
