@@ -363,7 +363,7 @@ class Run:
             self.send(target, signal.SIGKILL)
         if "coordinator" in kind:
             self.kill_coordinator(fault.seconds)
-            out.bound = max(out.bound, fault.seconds + MARGIN + RETURN_SECONDS)
+            out.bound = max(out.bound, fault.seconds + 2 * MARGIN + RETURN_SECONDS)
         least = self.plan.min_workers or WORKERS // 2 + 1
         if WORKERS - killed < least:
             out.bound = float("inf")

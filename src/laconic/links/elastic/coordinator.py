@@ -82,7 +82,10 @@ class _Client:
         self._said: dict[str, Any] = {}
 
     def send(self, value: object) -> None:
-        if self._writer.transport.get_write_buffer_size() > MOST_LINE:
+        transport = self._writer.transport
+        if transport.is_closing():
+            return
+        if transport.get_write_buffer_size() > MOST_LINE:
             self.abort()  # it reads nothing: it joins again
         else:
             self._writer.write(json.dumps(value).encode() + b"\n")
