@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 import laconic as la
 
-from tests.support.loops import flat, refusal
+from tests.support.loops import close, flat, refusal
 from tests.support.training import Job, build, same_bits, simulated, values
 
 RECIPES: dict[str, la.Recipe] = {
@@ -97,6 +98,30 @@ def test_a_saved_list_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert all(map(torch.equal, again.steps(6, 12), task.steps(6, 12)))
 
     la.simulate(run, workers=2)
+
+
+@pytest.mark.fault("inside a step, consensus() and finish() multiplied by push weights twice")
+def test_push_weights_count_once_inside_a_step(tmp_path: Path) -> None:
+    def run(rank: int, load: bool) -> None:
+        model = nn.Linear(2, 2)
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        one, other = (torch.optim.SGD([p], 0.0) for p in model.parameters())
+        sync = la.attach(model, [one, other], la.sgp(delay=1))
+        if load:
+            la.load(tmp_path, model, [one, other])
+        for step in range(1, 6):
+            assert close(flat(model), torch.ones(6), 1e-6) or step % 2 == 0
+            model(torch.rand(2) + rank).sum().backward()
+            (one if step % 2 else other).step()
+        assert not close(flat(model), torch.ones(6), 1e-6), "it holds w*z"
+        la.save(tmp_path, model, [one, other])
+        with sync.consensus():
+            assert close(flat(model), torch.ones(6), 1e-6)
+        (sync.detach if load else sync.finish)()
+        assert close(flat(model), torch.ones(6), 1e-6)
+
+    la.simulate(partial(run, load=False), workers=2)
+    la.simulate(partial(run, load=True), workers=3)
 
 
 def test_mistakes_name_the_remedy() -> None:

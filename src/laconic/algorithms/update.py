@@ -206,7 +206,8 @@ class BeforeStep(Protocol):
     """An update that changes x before the user's optimizer does."""
 
     def before_step(self, x: Tensor, state: State, clock: Clock) -> None:
-        """Change ``x`` in place."""
+        """Change ``x`` in place. If the update has a `Update.weight`, its `AfterStep.after_step`
+        undoes that."""
 
 
 @runtime_checkable

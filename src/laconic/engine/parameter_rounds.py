@@ -305,6 +305,11 @@ class ParameterRunner:
                 for each in by_tensor(channel, self.round.update, clock):
                     self._before.before_step(*each)
 
+    def undo_before_step(self, step: int) -> None:
+        """Divide by the push weights again, by which `before_step` has multiplied."""
+        if self._sends_part_of_x:
+            self.after_step(step)
+
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
         if self._after is not None and self.round.update.pulls:

@@ -174,6 +174,7 @@ class RecipeRun:
     def finish(self) -> None:
         """Have every round come to rest where the mean of x over workers counts next. All ranks
         must call it."""
+        self.undo_before_step()
         for running in self.rounds:
             running.finish(self.session.step)
         if self.quorum is not None:
@@ -272,6 +273,13 @@ class RecipeRun:
             running.before_step(step)
         if self.scores is not None:
             self.scores.before_step()
+
+    @torch.no_grad()
+    def undo_before_step(self) -> None:
+        """Let x be the model again, where a step has begun that is not counted yet."""
+        if self.session.in_step:
+            for running in self.rounds:
+                running.undo_before_step(self.session.step + 1)
 
     def average_gradients(self) -> None:
         """Average the gradients that are due and that no backward pass has averaged."""
