@@ -110,6 +110,7 @@ def test_simulations_repeat_bit_for_bit() -> None:
     assert torch.equal(before, torch.get_rng_state()) and equal([*one, *other])
 
 
+@pytest.mark.fault("a synchronizer stayed attached after a `with` whose finish() raised")
 def test_nothing_that_changes_weights_is_done_inside() -> None:
     """A consensus inside a consensus is the same, but not of another kind."""
 
@@ -129,6 +130,9 @@ def test_nothing_that_changes_weights_is_done_inside() -> None:
             with pytest.raises(ValueError, match=r"consensus\("), sync.consensus(mean=False):
                 pass
         assert sync.step == 3 and torch.equal(before, flat(model))
+        with pytest.raises(ValueError, match="inside sync.consensus"), sync.consensus(), sync:
+            pass
+        assert not sync.attached
 
     la.simulate(run, workers=2)
 

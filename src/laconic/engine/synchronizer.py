@@ -162,11 +162,16 @@ class Synchronizer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.finish()
-        else:
-            self.driver.failed(error)
-        self.detach()
+        try:
+            if error is None:
+                self.finish()
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if error is not None:
+                self.driver.failed(error)
+            self.detach()
 
     # -- saving ----
 
