@@ -34,6 +34,11 @@ OWN_CLOSURE = (
     "averaged the gradients before it. Pass the closure to optimizer.step(), or attach a recipe "
     "that averages parameters"
 )
+NOT_AVERAGED = (
+    "sync.no_sync() was around all backward passes of the closure that optimizer.step() calls: the "
+    "optimizer uses their gradients before laconic could average them. Leave the last pass, and "
+    "the step, outside"
+)
 ELASTIC_SWITCH = (
     "an elastic run cannot switch, since newcomers start with the recipe of the start: finish, and "
     "attach again under another job= with the new recipe"
@@ -145,8 +150,11 @@ class Driver:
         run.take_in()
         had_closure, self._closure = self._closure, closure or (session.in_step and self._closure)
         if closure:
-            if session.in_step and not had_closure and run.averages_gradients(session.step + 1):
-                raise ValueError(OWN_CLOSURE)
+            if run.averages_gradients(session.step + 1):
+                if session.in_step and not had_closure:
+                    raise ValueError(OWN_CLOSURE)
+                if not session.sync_gradients:
+                    raise ValueError(NOT_AVERAGED)
             run.refresh(keep=True)
         else:
             if session.step == 0:
@@ -209,6 +217,8 @@ class Driver:
         session.refuse_in_consensus("optimizer.step()")
         self._begin_skipped()
         if self._closure:
+            if any(gradients.withheld for gradients in run.gradients):
+                raise ValueError(NOT_AVERAGED)
             run.check_gradients()
             run.refresh()
         session.step += 1

@@ -103,9 +103,8 @@ class RecipeRun:
         session = self.session
         link = session.links[r.over]
 
-        def active() -> bool:
-            joined = session.newcomer is None
-            return joined and session.sync_gradients and r.when(session.step + 1)
+        def due() -> bool:
+            return session.newcomer is None and r.when(session.step + 1)
 
         def announce() -> str:
             if session.step == 0:
@@ -127,8 +126,9 @@ class RecipeRun:
         settings = session.settings
         scale = None if settings.scaler is None else settings.scaler.get_scale
         at = session.comm, session.nonfinite, session.differentiated, scale
-        context = GradientContext(*at, session.elastic is not None)
-        return GradientRunner(r, link, context, active, announce, clock, left)
+        sync = partial(getattr, session, "sync_gradients")
+        context = GradientContext(*at, sync, session.elastic is not None)
+        return GradientRunner(r, link, context, due, announce, clock, left)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Use ``optimizer``, which moves the same parameters, from now on."""
