@@ -238,6 +238,36 @@ def test_replaced_parameters(recipe: la.Recipe, how: str) -> None:
             la.simulate(train, workers=2)
 
 
+@pytest.mark.fault("groups removed before others: IndexError, or another group's lr in slow steps")
+@pytest.mark.fault("an optimizer without an lr failed at the first slow step, and not in attach")
+@pytest.mark.parametrize("several", [False, True])
+def test_slow_steps_use_the_lr_of_their_group(several: bool) -> None:
+    def train(rank: int, gone: int) -> Tensor:
+        model = network()
+        model[0].requires_grad_(False)
+        parts = [model[0].parameters(), [model[2].weight], [model[2].bias]]
+        groups = [{"params": part, "lr": 0.1 * k} for k, part in enumerate(parts)]
+        optimizers = [torch.optim.SGD(groups[: 3 - several])]
+        optimizers += [torch.optim.SGD(groups[2:])] if several else []
+        optimizers[0].param_groups[1]["lr"] = None
+        assert "no 'lr'" in refusal(lambda: la.attach(model, optimizers, "slowmo(None, 2)"))
+        sync = la.attach(model, optimizers, la.ddp())
+        assert "no 'lr'" in refusal(lambda: sync.switch("slowmo(None, 2)"))
+        optimizers[0].param_groups[1]["lr"] = 0.1
+        sync.switch("slowmo(None, 2, 0.5)")
+        for step in range(8):
+            if step == gone:
+                optimizers[0].param_groups.pop(0)
+            backward(model, rank, step)
+            for optimizer in optimizers:
+                optimizer.step()
+        sync.detach()
+        return flat(model)
+
+    early, late = (la.simulate(partial(train, gone=gone), workers=2) for gone in (9, 3))
+    assert all(map(torch.equal, early, late))
+
+
 @pytest.mark.fault("ranks whose parameters lie in the same shared memory move them together")
 def test_shared_memory_is_refused() -> None:
     weight = torch.zeros(1, 6).share_memory_()

@@ -72,8 +72,7 @@ class Clock:
 
     Args:
         step: optimizer steps, from 1.
-        lr: the group's current learning rate; NaN unless the update uses it and the optimizer has
-            one.
+        lr: the group's current learning rate; NaN unless the update uses it (`Update.uses_lr`).
         executed: rounds of this kind before this one.
         delay: the round's, in steps.
         workers: how many take part.
@@ -142,7 +141,8 @@ class Update:
     anchor: ClassVar[str | None] = None
     """The state tensor that holds the result of the last outer step or elastic round, if any."""
     uses_lr: ClassVar[bool] = False
-    """Whether the formula contains ``clock.lr``. Each bucket then holds one parameter group."""
+    """Whether the formula contains ``clock.lr``. Each bucket then holds one parameter group, and
+    each group must have an ``"lr"``."""
     replaces: ClassVar[bool] = False
     """Whether, without a delay, what arrives replaces x. `fold` is then called for delayed rounds
     only, and no second copy of x is made."""

@@ -106,6 +106,10 @@ class ParameterRunner:
         """Take over the channels of ``other``, made by `like`, and what it has in flight."""
         self.set, self.in_flight, self.executed = other.set, other.in_flight, other.executed
 
+    def learning_rate(self, bucket: Bucket) -> float:
+        """See `Messenger.learning_rate`."""
+        return self._messenger.learning_rate(bucket)
+
     def _clock(self, bucket: Bucket, step: int) -> Clock:
         present = self.present if self._context.elastic else None
         return self._messenger.clock(bucket, step, self.executed, present)

@@ -29,6 +29,7 @@ from laconic.engine.drift import DriftCheck, RoundCheck
 from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.joint_optimizer import JointOptimizer
+from laconic.engine.messages import has_lr, no_lr
 from laconic.engine.model_checks import check_tensors, shared_memory
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.quorum_rounds import QuorumRounds
@@ -226,6 +227,17 @@ class RecipeRun:
         policy = None if chosen else self.session.policy
         return recipe_text(self.recipe) if policy is None else policy.text
 
+    def lacks_lr(self) -> str | None:
+        """The error message where an update needs a learning rate and a group of x has none."""
+        optimizer = self.session.optimizer
+        update = next((r.update for r in self._planned if r.update.uses_lr), None)
+        if optimizer is None or update is None:
+            return None
+        x = set(map(id, self.session.params()))
+        groups = [group["params"] for group in optimizer.param_groups if not has_lr(group)]
+        lacking = any(p.requires_grad or id(p) in x for group in groups for p in group)
+        return no_lr(update, optimizer) if lacking else None
+
     @property
     def reweighted(self) -> bool:
         """Whether a push weight differs from 1, so that x is not the model."""
@@ -383,14 +395,15 @@ def _described(tensor: Tensor) -> str:
 
 def check_alike(run: RecipeRun, *, module: bool = True, chosen: bool = False) -> None:
     """Raise ``ValueError`` on every rank unless all ranks run the same recipe on the same
-    parameters. ``module``: compare the module's tensors, too. ``chosen``: as for
-    `RecipeRun.describe`."""
+    parameters, with the learning rates that it needs. ``module``: compare the module's tensors,
+    too. ``chosen``: as for `RecipeRun.describe`."""
     session = run.session
     groups = [[(_described(p), p.requires_grad) for p in group] for group in session.held()]
+    problem = run.lacks_lr()
     rest = [*session.model.parameters(), *session.model.buffers()] if module else []
     shapes = list(map(_described, rest))
     workers = None if session.elastic is not None else session.workers.size
-    text = repr((run.describe(chosen=chosen), groups, shapes, workers))
+    text = repr((run.describe(chosen=chosen), groups, shapes, workers, problem))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     memory = shared_memory(session.params())
     everyone = _gathered(session, -memory or digest)
@@ -408,8 +421,10 @@ def check_alike(run: RecipeRun, *, module: bool = True, chosen: bool = False) ->
         raise ValueError(
             f"ranks {other} attach something other than rank 0: recipe, buffers=, the model's "
             "parameters and buffers (shapes, dtypes) and the optimizer's groups (also "
-            "requires_grad) must be the same"
+            "requires_grad, and whether they have an 'lr') must be the same"
         )
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _gathered(session: Session, number: int) -> list[int]:
