@@ -1219,7 +1219,7 @@ def _automatic() -> None:
 
 
 def _offloaded() -> None:
-    for name in ("local_sgd, late, int8", "diloco, late", "easgd"):
+    for name in ("local_sgd, late, int8", "diloco, late"):
         case(
             f"{name}, offload", SOME[name], options={"offload": True}, offload=True, processes=False
         )

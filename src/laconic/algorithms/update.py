@@ -251,6 +251,11 @@ def returned(update: Update, method: str, value: object, state: State) -> Tensor
     return value
 
 
+def in_every_step(update: Update) -> bool:
+    """Whether every step of training uses the update's state, and not only a round."""
+    return isinstance(update, BeforeStep) or (isinstance(update, AfterStep) and update.pulls)
+
+
 def abilities(update: Update) -> bool:
     """Whether ``update`` has any of the optional methods."""
     return isinstance(update, (BeforeStep, AfterStep, AfterSend, Quiesce))
