@@ -30,6 +30,7 @@ from tests.support.loops import (
     sgd,
     train,
 )
+from tests.support.ranks import running
 
 # -- what it is ----
 
@@ -405,7 +406,7 @@ WARNED: list[Case] = [
 ]
 
 
-def train_and_end(connection: Any, folder: Path, cases: list[Case]) -> None:
+def train_and_end(_: int, connection: Any, folder: Path, cases: list[Case]) -> None:
     """In a process of its own, since the warning comes once in one: send what is logged."""
     records = logging.handlers.BufferingHandler(99)
     logging.getLogger("laconic").addHandler(records)
@@ -426,11 +427,7 @@ def test_ranks_that_hold_different_models_in_the_end_are_warned_of(
     context: Any, cases: list[Case], tmp_path: Path
 ) -> None:
     """Unless they have averaged or saved after the last step."""
-    ours, theirs = context.Pipe()
-    process = context.Process(target=train_and_end, args=(theirs, tmp_path / "saved", cases))
-    process.start()
-    assert ours.poll(200)
-    said = ours.recv()
-    process.join()
+    with running(context, 1, train_and_end, tmp_path / "saved", cases) as ranks:
+        said = ranks.hear(0)
     assert len(said) == (0 if cases == SILENT else 1)
     assert all("sync.finish() was not called" in text for text in said)
