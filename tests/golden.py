@@ -1219,10 +1219,9 @@ def _automatic() -> None:
 
 
 def _offloaded() -> None:
-    for name in ("local_sgd, late, int8", "diloco, late", "easgd"):
-        case(
-            f"{name}, offload", SOME[name], options={"offload": True}, offload=True, processes=False
-        )
+    given: dict[str, Any] = {"options": {"offload": True}, "offload": True, "processes": False}
+    for name in ("local_sgd, late, int8", "diloco, late"):
+        case(f"{name}, offload", SOME[name], **given)
 
 
 def _several() -> None:

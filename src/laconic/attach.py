@@ -19,6 +19,7 @@ from laconic.algorithms.compile import (
     check_buffers,
     check_groups,
     check_identical,
+    check_offload,
     check_order,
     check_quorum,
     check_whole,
@@ -163,7 +164,8 @@ def attach(
             LACONIC_COORDINATOR in the environment, if it is set, makes the run elastic.
         offload: keep what parameter rounds store between rounds (anchors, outer momenta, residuals)
             in pinned host memory, and on the GPU only while it is computed with, one bucket (25
-            MiB) at a time. The results are the same bits. For models on a GPU.
+            MiB) at a time. The results are the same bits. For models on a GPU, and recipes that do
+            store some.
 
     Returns the `Synchronizer`. Raises ``ValueError`` on every rank for arguments that cannot work,
     and `laconic.LinkError` later if a rank is lost.
@@ -197,6 +199,8 @@ def attach(
             rounds = replicated(rounds)
             elastic_runs.check(elastic, recipe, params)
         check_buffers(rounds, buffers, elastic=elastic is not None)
+        if offload and not isinstance(recipe, Auto):  # which may choose others later
+            check_offload(rounds)
         places = check_metrics(metrics)
         attached.check_free_link(given)
     joined = number = elastic_link = None

@@ -65,9 +65,10 @@ def test_ddp_with_groups_a_scheduler_and_clipping_is_one_process_on_the_global_b
 
 
 @pytest.mark.parametrize("quiet", [1, 2])
+@pytest.mark.fault("a step under no_sync() averaged no gradients, and workers drifted apart")
 def test_accumulation_is_one_large_batch(quiet: int) -> None:
     """Two backward passes a step, of which so many are under ``no_sync()``, and send nothing; and
-    now and then none is."""
+    now and then none is. The step may be, too."""
     batches = data(steps=2 * STEPS)
 
     def run(rank: int) -> tuple[Tensor, int]:
@@ -83,7 +84,8 @@ def test_accumulation_is_one_large_batch(quiet: int) -> None:
                         pass
                     (loss_of(model, batches[rank][step + part]) / 2).backward()
                 unsent += (sync.stats().bytes_sent - sent) * silent
-            optimizer.step()
+            with sync.no_sync() if quiet == 2 else contextlib.nullcontext():
+                optimizer.step()
             trace.append(flat(model))
         return torch.stack(trace), unsent
 
@@ -114,7 +116,15 @@ def test_steps_with_a_closure() -> None:
                 optimizer.step(partial(closure, x))  # type: ignore[arg-type]
             if sync is not None:
                 sync.detach()
-        return flat(model)
+        trained = flat(model)
+        if attach:
+            within: Any = partial(closure, batches[0])
+            sync = la.attach(model, optimizer, la.ddp())
+            with pytest.raises(ValueError, match="outside"), sync.no_sync():
+                optimizer.step(within)
+            with pytest.raises(ValueError, match="outside"):
+                optimizer.step(sync.no_sync()(within))
+        return trained
 
     single = run(0, joined(data()), False)
     runs = la.simulate(lambda rank: run(rank, data()[rank], True), workers=WORKERS)
@@ -162,24 +172,25 @@ def test_a_gradient_that_some_ranks_lack_counts_as_zero_there(set_to_none: bool)
 # -- parameters that come later, or are frozen ----
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "delayed", "streaming"])
-def test_a_parameter_group_that_is_added_later(recipe: str) -> None:
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize("recipe", ["ddp", "delayed", "streaming", "sgp"])
+def test_a_group_that_is_added_or_thawed_later(recipe: str, added: bool) -> None:
     """It joins with rank 0's values, and is then part of every round."""
 
     def run(rank: int) -> tuple[Tensor, Tensor]:
         model = network(rank)
-        late = nn.Linear(3, 2).double()
+        late = nn.Linear(3, 2).double().requires_grad_(added)
         whole = nn.Sequential(model, late)
-        optimizer = sgd(model, momentum=0.9)
+        optimizer = sgd(model if added else whole, momentum=0.9)
         sync = la.attach(whole, optimizer, RECIPES[recipe])
         for t, x in enumerate(data(steps=14)[rank]):
             if t == 3:
                 torch.manual_seed(rank)
                 late.reset_parameters()
-                optimizer.add_param_group({"params": late.parameters(), "lr": 0.05})
-            optimizer.zero_grad()
-            loss_of(model if t < 3 else whole, x).backward()
-            optimizer.step()
+                late.requires_grad_()
+                if added:
+                    optimizer.add_param_group({"params": late.parameters(), "lr": 0.05})
+            train(model if t < 3 else whole, optimizer, [x])
         before = flat(late)
         sync.finish()
         return before, flat(whole)
@@ -242,28 +253,6 @@ def test_low_precision_over_twenty_steps(recipe: str, dtype: torch.dtype) -> Non
     )
     assert equal(low) and low[0].dtype == dtype
     assert torch.allclose(low[0].float(), full[0], atol=0.05)
-
-
-@pytest.mark.parametrize("recipe", ["ddp", "delayed"])
-def test_an_overflow_on_one_rank_skips_its_step_and_keeps_all_in_step(recipe: str) -> None:
-    def run(rank: int) -> tuple[Tensor, float]:
-        model = network(rank, torch.float32)
-        optimizer = sgd(model)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        with la.attach(model, optimizer, RECIPES[recipe], scaler=scaler) as sync:
-            for t, x in enumerate(data()[rank], 1):
-                optimizer.zero_grad()
-                loss = loss_of(model, x.float()) * (float("inf") if (rank, t) == (1, 2) else 1.0)
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                assert sync.step == t
-        return flat(model), scaler.get_scale()
-
-    runs = la.simulate(run, workers=WORKERS)
-    assert equal([x for x, _ in runs]) and bool(runs[0][0].isfinite().all())
-    everywhere = recipe == "ddp"  # the mean of gradients is infinite on all ranks
-    assert [scale < 2.0**10 for _, scale in runs] == [everywhere, True, everywhere]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -374,7 +363,7 @@ def test_a_refused_switch_leaves_the_rounds_at_work(first: Any) -> None:
 def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(when: int) -> None:
     """AdamW's steps, the scale, and moments of a parameter that one rank did not use: or gradients
     that are alike would move the workers differently, unseen. The switch comes before the scaler's
-    update."""
+    update. After it, what overflows on one rank is skipped by all."""
 
     def run(rank: int) -> tuple[Tensor, float, list[float]]:
         model = network(dtype=torch.float32)
@@ -387,14 +376,16 @@ def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(when: i
             bias = first.bias if rank > 0 or t >= 6 else None
             hidden = nn.functional.linear(x.float(), first.weight, bias).tanh()
             loss = model[2](hidden).square().mean()
-            loss = loss * (float("inf") if (rank, t) == (1, when) else 1)
+            loss = loss * (float("inf") if (rank, t) in ((1, when), (1, 9)) else 1)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             if t == 5:
                 sync.switch(la.ddp())
             scaler.update()
+            assert sync.step == t
         counts = [float(s["step"]) for s in optimizer.state.values()]
         return flat(model), scaler.get_scale(), counts
 
     one, *others = la.simulate(run, workers=3)
     assert all(torch.equal(x, one[0]) and (*rest,) == one[1:] for x, *rest in others)
+    assert bool(one[0].isfinite().all())

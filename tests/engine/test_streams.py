@@ -29,7 +29,7 @@ from tests.support.all_recipes import ROWS, Run
 STEPS = 10
 QUICK = ["slowmo over late sgp"]
 FAR = ["ddp, coded", "slowmo over late sgp"]
-STATE = ["streaming_diloco", "diloco, eager", "local_sgd, coded", "easgd", "diloco, Adam"]
+STATE = ["streaming_diloco", "diloco, eager", "local_sgd, coded", "eamsgd", "diloco, Adam"]
 """Recipes of each kind that stores something between rounds."""
 
 

@@ -219,9 +219,15 @@ def refused(rank: int) -> list[str]:
         with pytest.raises(ValueError) as raised:
             la.attach(model, optimizer, la.local_sgd(2), **given)
         said.append(str(raised.value))
+    with late.device() as device:
+        optimizer = torch.optim.SGD(model.to(device).parameters(), lr=0.1)
+        for recipe in ("ddp()", "sgp(delay=1)", "local_sgd(2, optimizer_state='average')"):
+            with pytest.raises(ValueError, match="offload=True keeps"):
+                la.attach(model, optimizer, recipe, offload=True)
     return said
 
 
+@pytest.mark.fault("offload=True did nothing for recipes that store nothing between rounds")
 def test_what_cannot_be_is_refused_on_all_ranks(late_pool: gloo.Pool) -> None:
     link, nccl, offload = (set(said) for said in zip(*late_pool.run(refused, ranks=4), strict=True))
     assert link == {"link must be one of 'auto', 'tcp', 'nccl', not 'fast'"}

@@ -15,11 +15,12 @@ from laconic.algorithms.round import (
     Recipe,
     Round,
     gradient_rounds,
+    recipe_text,
     renamed,
     workers_differ,
 )
 from laconic.algorithms.schedules import Every, Schedule, Unless, any_of, every
-from laconic.algorithms.update import abilities
+from laconic.algorithms.update import abilities, in_every_step
 from laconic.algorithms.updates import Average, Mix, Replace
 from laconic.parts import Fragment, is_of_optimizer, module_buffers, optimizer_state
 
@@ -111,6 +112,19 @@ def check_buffers(recipe: Recipe, buffers: str, *, elastic: bool) -> None:
         raise ValueError(
             "buffers='broadcast' sends rank 0's buffers to all workers after every step, and here "
             f"{why}: use buffers='average' or 'keep'"
+        )
+
+
+def check_offload(recipe: Recipe) -> None:
+    """Raise ``ValueError`` if no round of ``recipe`` keeps state that only rounds use."""
+    rounds = [r for r in recipe if isinstance(r, Round)]
+    if not any(
+        r.exchange.slots or (r.update.slots and not in_every_step(r.update)) for r in rounds
+    ):
+        raise ValueError(
+            "offload=True keeps anchors, outer momenta and residuals of parameter rounds in host "
+            f"memory between rounds, and {recipe_text(recipe)} has none: leave it out, or use a "
+            "recipe that has, such as laconic.diloco(8)"
         )
 
 

@@ -72,8 +72,7 @@ class Clock:
 
     Args:
         step: optimizer steps, from 1.
-        lr: the group's current learning rate; NaN unless the update uses it and the optimizer has
-            one.
+        lr: the group's current learning rate; NaN unless the update uses it (`Update.uses_lr`).
         executed: rounds of this kind before this one.
         delay: the round's, in steps.
         workers: how many take part.
@@ -142,7 +141,8 @@ class Update:
     anchor: ClassVar[str | None] = None
     """The state tensor that holds the result of the last outer step or elastic round, if any."""
     uses_lr: ClassVar[bool] = False
-    """Whether the formula contains ``clock.lr``. Each bucket then holds one parameter group."""
+    """Whether the formula contains ``clock.lr``. Each bucket then holds one parameter group, and
+    each group must have an ``"lr"``."""
     replaces: ClassVar[bool] = False
     """Whether, without a delay, what arrives replaces x. `fold` is then called for delayed rounds
     only, and no second copy of x is made."""
@@ -206,7 +206,8 @@ class BeforeStep(Protocol):
     """An update that changes x before the user's optimizer does."""
 
     def before_step(self, x: Tensor, state: State, clock: Clock) -> None:
-        """Change ``x`` in place."""
+        """Change ``x`` in place. If the update has a `Update.weight`, its `AfterStep.after_step`
+        undoes that."""
 
 
 @runtime_checkable
@@ -248,6 +249,11 @@ def returned(update: Update, method: str, value: object, state: State) -> Tensor
             f"exchange overwrites the message: return state[{name!r}].clone()"
         )
     return value
+
+
+def in_every_step(update: Update) -> bool:
+    """Whether every step of training uses the update's state, and not only a round."""
+    return isinstance(update, BeforeStep) or (isinstance(update, AfterStep) and update.pulls)
 
 
 def abilities(update: Update) -> bool:

@@ -8,7 +8,7 @@ from typing import get_args
 from torch import Tensor
 
 from laconic.algorithms.round import Round
-from laconic.algorithms.update import AfterStep, BeforeStep, Slot, State
+from laconic.algorithms.update import Slot, State, in_every_step
 from laconic.buckets import Segment
 from laconic.engine.channel import Channel, is_owned, open_channels
 from laconic.engine.in_flight import RoundContext
@@ -125,16 +125,11 @@ class ChannelSet:
         self.all += new
         for channel in new:
             state = self._initial_state(channel)
-            channel.state = state if self._used_in_every_step else self._kept(channel, state)
+            used = in_every_step(self._round.update)
+            channel.state = state if used else self._kept(channel, state)
         for channel in new:
             state = self._initial_exchange_state(channel)
             channel.exchange_state = self._kept(channel, state)
-
-    @property
-    def _used_in_every_step(self) -> bool:
-        """Whether every step of training uses the update's state, and not only a round."""
-        update = self._round.update
-        return isinstance(update, BeforeStep) or (isinstance(update, AfterStep) and update.pulls)
 
     def _kept(self, channel: Channel, state: State) -> State:
         """``state``, in host memory if it belongs there."""

@@ -49,6 +49,7 @@ def _write_own(run: RecipeRun, mean: bool) -> None:
     """Write what this worker contributes."""
     session = run.session
     reshard(session.model)
+    run.undo_before_step()
     for running in run.rounds:
         running.write_finished(session.step)
     if run.quorum is not None:

@@ -34,6 +34,11 @@ OWN_CLOSURE = (
     "averaged the gradients before it. Pass the closure to optimizer.step(), or attach a recipe "
     "that averages parameters"
 )
+NOT_AVERAGED = (
+    "sync.no_sync() was around all backward passes of the closure that optimizer.step() calls: the "
+    "optimizer uses their gradients before laconic could average them. Leave the last pass, and "
+    "the step, outside"
+)
 ELASTIC_SWITCH = (
     "an elastic run cannot switch, since newcomers start with the recipe of the start: finish, and "
     "attach again under another job= with the new recipe"
@@ -71,7 +76,6 @@ class Driver:
         self.switcher = Switcher(session)
         self._handles: list[StepHooks] = []
         self.rounds_done = 0
-        self._in_step = False
         self.events = Events()
         self._closure = False
         """Whether a closure computes this step's gradients."""
@@ -144,20 +148,23 @@ class Driver:
             session.newcomer.arrive()
         run = self.run
         run.take_in()
-        had_closure, self._closure = self._closure, closure or (self._in_step and self._closure)
+        had_closure, self._closure = self._closure, closure or (session.in_step and self._closure)
         if closure:
-            if self._in_step and not had_closure and run.averages_gradients(session.step + 1):
-                raise ValueError(OWN_CLOSURE)
+            if run.averages_gradients(session.step + 1):
+                if session.in_step and not had_closure:
+                    raise ValueError(OWN_CLOSURE)
+                if not session.sync_gradients:
+                    raise ValueError(NOT_AVERAGED)
             run.refresh(keep=True)
         else:
             if session.step == 0:
                 session.note_first_gradients()
             run.average_gradients()
-        if self._in_step:  # it raised, or takes several steps that count as one
+        if session.in_step:  # it raised, or takes several steps that count as one
             return
         if not closure:
             run.check_gradients()
-        self._in_step = True
+        session.in_step = True
         self.events.tell("step begins")
         run.before_step(session.step + 1)
 
@@ -181,7 +188,7 @@ class Driver:
 
     def _begin_skipped(self) -> None:
         """Begin the step, if the optimizer has skipped it."""
-        if not self._in_step:
+        if not self.session.in_step:
             self.begin_step(closure=False)
             if self.run.scores is not None:
                 self.run.scores.skip_step()
@@ -194,7 +201,7 @@ class Driver:
         """Do what follows an optimizer step, for a front end without hooks. Skipped steps count,
         too. After an overflow, a GradScaler skips a step, perhaps on this rank alone. If ranks
         disagreed on the step number, they would wait for messages that never come."""
-        self._after_step(skipped=not self._in_step)
+        self._after_step(skipped=not self.session.in_step)
 
     def skip(self, optimizer: Optimizer) -> None:
         """A GradScaler has called ``optimizer``, perhaps one of several, and no step was counted:
@@ -210,11 +217,13 @@ class Driver:
         session.refuse_in_consensus("optimizer.step()")
         self._begin_skipped()
         if self._closure:
+            if any(gradients.withheld for gradients in run.gradients):
+                raise ValueError(NOT_AVERAGED)
             run.check_gradients()
             run.refresh()
         session.step += 1
         self.ending.step = session.step
-        self._in_step = False
+        session.in_step = False
         session.status("computing")
         session.world.check_peers()
         if session.step == 1:
@@ -300,6 +309,8 @@ class Driver:
             self.session.comm.close_and_wait(time.monotonic() + EXIT_SECONDS)  # frees its ports
         self.session.comm.close()
         self.session.recorder.close()
+        self.run.undo_before_step()
+        self.session.in_step = False
         self.session.status("detached")
 
     @property
@@ -321,7 +332,7 @@ class Driver:
     def state_dict(self) -> Saved:
         """See `Synchronizer.state_dict`."""
         self.session.check_complete()
-        saved = loading.state_dict(self.run, self._in_step)
+        saved = loading.state_dict(self.run)
         self.ending.complete = self.ending.step
         return saved
 
@@ -355,6 +366,6 @@ class Driver:
         self.run = loaded.run
         self.run.forget_digests()
         loaded.complete(self.session)
-        self._in_step = loaded.in_step
+        self.session.in_step = loaded.in_step
         self.ending.follow(self.run.recipe)
         self.ending.restart(loaded.step)

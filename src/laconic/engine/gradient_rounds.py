@@ -48,22 +48,25 @@ REENTRANT = (
 class GradientContext:
     """What gradient rounds need of the engine. ``params()``: the parameters with gradients.
     ``scale()``: the loss scale of a GradScaler, or None. With a scaler, a gradient that is not
-    finite becomes NaN on all ranks, and is no error, since the scaler skips the step.
-    ``elastic``: workers come and go, so a bucket may be averaged again among others."""
+    finite becomes NaN on all ranks, and is no error, since the scaler skips the step. ``sync()``:
+    whether backward passes average gradients: False under ``no_sync()``. ``elastic``: workers come
+    and go, so a bucket may be averaged again among others."""
 
     comm: CommThread
     nonfinite: NonfiniteCheck
     params: Callable[[], Iterable[Tensor]]
     scale: Callable[[], float] | None
+    sync: Callable[[], bool]
     elastic: bool = False
 
 
 class GradientRunner:
     """Averages gradients by ``r.exchange`` and the `combine` of ``r.update`` over ``link``.
 
-    It does so in every backward pass for which ``active()``. ``announce()`` begins the call with
-    the other ranks and returns its label; then ``clock()`` gives its time. ``unsent``: the
-    `GradientChannels.left_over` of the round before this one.
+    It does so in every step that is ``due()``: in its backward passes, or else before the
+    optimizer's step. ``announce()`` begins the call with the other ranks and returns its label;
+    then ``clock()`` gives its time. ``unsent``: the `GradientChannels.left_over` of the round
+    before this one.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class GradientRunner:
         r: GradientRound,
         link: Link,
         context: GradientContext,
-        active: Callable[[], bool],
+        due: Callable[[], bool],
         announce: Callable[[], str],
         clock: Callable[[], Clock],
         unsent: Mapping[tuple[str, int], Tensor],
@@ -81,7 +84,7 @@ class GradientRunner:
         self._update = r.update
         self._link, self._comm = link, context.comm
         self._context = context
-        self._active = active
+        self._due = due
         self._announce = announce
         self._clock = clock
         self.set = GradientChannels(r.exchange, link, context.elastic)
@@ -100,7 +103,8 @@ class GradientRunner:
         self._task: int | None = None
         self._stream: Stream | None = None
         """That of the latest gradient, on an accelerator."""
-        self._averaged = False
+        self._averaged = self.withheld = False
+        """Whether this step's gradients are averaged; whether ``no_sync()`` held the last back."""
         self._label = ""
         self.refresh()
 
@@ -200,8 +204,9 @@ class GradientRunner:
 
     def _on_gradient(self, p: Tensor) -> None:
         """Handle the complete gradient of ``p``."""
-        if not self._active():
+        if not ((due := self._due()) and self._context.sync()):
             self._averaged = False  # the next pass or step averages gradients under no_sync() too
+            self.withheld = due
             return
         task = torch._C._current_graph_task_id()
         if self._task != task:
@@ -280,15 +285,15 @@ class GradientRunner:
             pending.wait()
         self._pending = []
         self._write()
-        self._averaged = True
+        self._averaged, self.withheld = True, False
 
     def before_step(self) -> None:
         """Average now if no backward pass did: this rank had no gradient, all its backward passes
         were under ``no_sync()``, or parameters were added later."""
         before, params = {id(p) for p in self._params}, self._params
         # parameters frozen since their gradients arrived are averaged too
-        joined = self.refresh(keep=self._active() and not self._averaged)
-        if not (self._active() and self.channels) or (self._averaged and not joined):
+        joined = self.refresh(keep=self._due() and not self._averaged)
+        if not (self._due() and self.channels) or (self._averaged and not joined):
             return
         if torch._C._current_autograd_node() is not None:
             raise ValueError(
@@ -328,7 +333,7 @@ class GradientRunner:
 
     def after_step(self, next_due: bool) -> None:
         """Prepare for the next step; free the memory if that step averages nothing."""
-        self._averaged = False
+        self._averaged = self.withheld = False
         if not next_due:
             self._flats = []
 

@@ -38,10 +38,11 @@ class JointOptimizer(Optimizer):
         self._groups = self._order()
 
     def _order(self) -> list[tuple[int, int]]:
-        order = list(self._groups)
-        for number, optimizer in enumerate(self.optimizers):
+        sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        order = [(number, k) for number, k in self._groups if k < sizes[number]]  # some may be gone
+        for number, size in enumerate(sizes):
             known = sum(owner == number for owner, _ in self._groups)
-            order += [(number, k) for k in range(known, len(optimizer.param_groups))]
+            order += [(number, k) for k in range(known, size)]
         return order
 
     @property

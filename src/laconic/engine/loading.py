@@ -50,21 +50,21 @@ def header(run: RecipeRun) -> Saved:
 
 
 @torch.no_grad()
-def state_dict(run: RecipeRun, in_step: bool) -> Saved:
+def state_dict(run: RecipeRun) -> Saved:
     """See `Synchronizer.state_dict`."""
     policy = run.session.policy
     if run.quorum is not None:
         run.quorum.settle(failed=True)
     run.session.comm.drain()  # what checks of delayed rounds have found is a part of the state
     with nullcontext() if run.quorum is None else run.quorum.port.quiet():
-        return _state_dict(run, in_step, policy)
+        return _state_dict(run, policy)
 
 
-def _state_dict(run: RecipeRun, in_step: bool, policy: Policy | None) -> Saved:
+def _state_dict(run: RecipeRun, policy: Policy | None) -> Saved:
     return {
         **header(run),
         "step": run.session.step,
-        "in_step": in_step,
+        "in_step": run.session.in_step,
         "rounds": [saved_state.round_state(running) for running in run.rounds],
         "gradients": [
             {**saved_state.exchange_state(g), "scale": g.set.scale} for g in _stateful(run)

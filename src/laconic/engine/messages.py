@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from laconic.algorithms.exchange import Arrival, Gossip, Scored
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import of_worker
-from laconic.algorithms.update import Clock, State, Tensors, returned
+from laconic.algorithms.update import Clock, State, Tensors, Update, returned
 from laconic.buckets import Bucket
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.in_flight import RoundContext
@@ -20,6 +23,20 @@ from laconic.engine.sharded_tensors import ShardedTensors
 from laconic.errors import NotFiniteError
 from laconic.links.link import Link
 from laconic.tensors import is_sharded, state_dtype
+
+
+def has_lr(group: Mapping[str, Any]) -> bool:
+    """Whether a parameter group has a learning rate."""
+    return group.get("lr") is not None
+
+
+def no_lr(update: Update, optimizer: Optimizer) -> str:
+    """The error message if a group has none, and ``update`` uses it."""
+    return (
+        f"{type(update).__name__} needs a learning rate, and a parameter group of "
+        f"{type(optimizer).__name__} has no 'lr': use an optimizer whose groups have one, or "
+        "another recipe"
+    )
 
 
 class Messenger:
@@ -41,8 +58,7 @@ class Messenger:
         """What the update and the exchange know at ``step``, after ``executed`` rounds.
         ``present``: how many workers there are, and the rank of this one; None: as on the link."""
         update = self._round.update
-        group = self._context.optimizer.param_groups[bucket.group]
-        lr = float(group.get("lr", math.nan)) if update.uses_lr else math.nan
+        lr = self.learning_rate(bucket)
         at = present or (self._link.size, self._link.rank)
         seed, delay = self._context.seed, self._round.delay
         clock = Clock(step, lr, executed, delay, *at, seed=seed, bucket=bucket.number)
@@ -51,6 +67,19 @@ class Messenger:
         if self._gossip is not None:
             clock = replace(clock, out_degree=self._gossip.out_degree(clock))
         return clock
+
+    def learning_rate(self, bucket: Bucket) -> float:
+        """That of the bucket's parameter group, whose index changes if the program removes one
+        before it; NaN where the update does not use it."""
+        update, groups = self._round.update, self._context.optimizer.param_groups
+        if not update.uses_lr:
+            return math.nan
+        p = bucket.segments[0].tensor
+        own = (group for group in groups if any(each is p for each in group["params"]))
+        group = next(own, None) or groups[bucket.group]  # p may be no parameter
+        if not has_lr(group):
+            raise ValueError(no_lr(update, self._context.optimizer))
+        return float(group["lr"])
 
     def _tensors(self, bucket: Bucket) -> Tensors:
         if any(is_sharded(s.tensor) for s in bucket.segments):

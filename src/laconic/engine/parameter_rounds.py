@@ -106,6 +106,10 @@ class ParameterRunner:
         """Take over the channels of ``other``, made by `like`, and what it has in flight."""
         self.set, self.in_flight, self.executed = other.set, other.in_flight, other.executed
 
+    def learning_rate(self, bucket: Bucket) -> float:
+        """See `Messenger.learning_rate`."""
+        return self._messenger.learning_rate(bucket)
+
     def _clock(self, bucket: Bucket, step: int) -> Clock:
         present = self.present if self._context.elastic else None
         return self._messenger.clock(bucket, step, self.executed, present)
@@ -304,6 +308,11 @@ class ParameterRunner:
                 clock = self._clock(channel.bucket, step)
                 for each in by_tensor(channel, self.round.update, clock):
                     self._before.before_step(*each)
+
+    def undo_before_step(self, step: int) -> None:
+        """Divide by the push weights again, by which `before_step` has multiplied."""
+        if self._sends_part_of_x:
+            self.after_step(step)
 
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""

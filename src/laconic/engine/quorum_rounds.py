@@ -74,6 +74,11 @@ class Kind:
         """Those of all its rounds."""
         return [channel for running in self.runners for channel in running.channels]
 
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates of `channels`; NaN where it does not count."""
+        return tuple(r.learning_rate(c.bucket) for r in self.runners for c in r.channels)
+
     def due(self, step: int) -> bool:
         """Whether this worker arrives after ``step``."""
         if self.pace:
@@ -151,7 +156,7 @@ class QuorumRounds:
                 if not kind.known and kind.exchange.needs_bases:
                     bases.append(channel.exchange_state["base"].to(message.dtype))
         seconds, steps = self._worked(step) - kind.began, step - kind.since
-        about = Announcement(index, kind.base, steps, seconds, step, self._rates(), kind.known)
+        about = Announcement(index, kind.base, steps, seconds, step, kind.rates, kind.known)
         delivery = Delivery(about, messages, bases or None, room)
         job, label = partial(self.port.deliver, delivery), kind.runners[0].label(step)
         comm, start = self._session.comm, time.perf_counter()
@@ -191,11 +196,6 @@ class QuorumRounds:
     def _worked(self, step: int) -> float:
         """Seconds without those spent waiting, after ``step`` steps, since an arbitrary start."""
         return self.port.worked(step, self._session.comm.seconds_waiting)
-
-    def _rates(self) -> tuple[float, ...]:
-        optimizer = self._session.optimizer
-        groups = () if optimizer is None else optimizer.param_groups
-        return tuple(float(group.get("lr", math.nan)) for group in groups)
 
     # -- calls of all workers ----
 
@@ -360,9 +360,8 @@ class Merger:
         anchor = self._anchor(running, channel)
         mean = exchange.mean(arrived, anchor, self._workers)
         first = deliveries[closing.roster[0]].announcement
-        lr = first.rates[channel.bucket.group] if update.uses_lr else math.nan
         clock = Clock(
-            *(first.step, lr, closing.number - 1, 0, self._workers, 0),
+            *(first.step, first.rates[at], closing.number - 1, 0, self._workers, 0),
             seed=self._seed,
             bucket=channel.bucket.number,
             arrived=len(arrived),

@@ -29,6 +29,7 @@ from laconic.engine.drift import DriftCheck, RoundCheck
 from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.joint_optimizer import JointOptimizer
+from laconic.engine.messages import has_lr, no_lr
 from laconic.engine.model_checks import check_tensors, shared_memory
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.quorum_rounds import QuorumRounds
@@ -103,9 +104,8 @@ class RecipeRun:
         session = self.session
         link = session.links[r.over]
 
-        def active() -> bool:
-            joined = session.newcomer is None
-            return joined and session.sync_gradients and r.when(session.step + 1)
+        def due() -> bool:
+            return session.newcomer is None and r.when(session.step + 1)
 
         def announce() -> str:
             if session.step == 0:
@@ -127,8 +127,9 @@ class RecipeRun:
         settings = session.settings
         scale = None if settings.scaler is None else settings.scaler.get_scale
         at = session.comm, session.nonfinite, session.differentiated, scale
-        context = GradientContext(*at, session.elastic is not None)
-        return GradientRunner(r, link, context, active, announce, clock, left)
+        sync = partial(getattr, session, "sync_gradients")
+        context = GradientContext(*at, sync, session.elastic is not None)
+        return GradientRunner(r, link, context, due, announce, clock, left)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Use ``optimizer``, which moves the same parameters, from now on."""
@@ -174,6 +175,7 @@ class RecipeRun:
     def finish(self) -> None:
         """Have every round come to rest where the mean of x over workers counts next. All ranks
         must call it."""
+        self.undo_before_step()
         for running in self.rounds:
             running.finish(self.session.step)
         if self.quorum is not None:
@@ -225,6 +227,17 @@ class RecipeRun:
         policy = None if chosen else self.session.policy
         return recipe_text(self.recipe) if policy is None else policy.text
 
+    def lacks_lr(self) -> str | None:
+        """The error message where an update needs a learning rate and a group of x has none."""
+        optimizer = self.session.optimizer
+        update = next((r.update for r in self._planned if r.update.uses_lr), None)
+        if optimizer is None or update is None:
+            return None
+        x = set(map(id, self.session.params()))
+        groups = [group["params"] for group in optimizer.param_groups if not has_lr(group)]
+        lacking = any(p.requires_grad or id(p) in x for group in groups for p in group)
+        return no_lr(update, optimizer) if lacking else None
+
     @property
     def reweighted(self) -> bool:
         """Whether a push weight differs from 1, so that x is not the model."""
@@ -272,6 +285,13 @@ class RecipeRun:
             running.before_step(step)
         if self.scores is not None:
             self.scores.before_step()
+
+    @torch.no_grad()
+    def undo_before_step(self) -> None:
+        """Let x be the model again, where a step has begun that is not counted yet."""
+        if self.session.in_step:
+            for running in self.rounds:
+                running.undo_before_step(self.session.step + 1)
 
     def average_gradients(self) -> None:
         """Average the gradients that are due and that no backward pass has averaged."""
@@ -375,14 +395,15 @@ def _described(tensor: Tensor) -> str:
 
 def check_alike(run: RecipeRun, *, module: bool = True, chosen: bool = False) -> None:
     """Raise ``ValueError`` on every rank unless all ranks run the same recipe on the same
-    parameters. ``module``: compare the module's tensors, too. ``chosen``: as for
-    `RecipeRun.describe`."""
+    parameters, with the learning rates that it needs. ``module``: compare the module's tensors,
+    too. ``chosen``: as for `RecipeRun.describe`."""
     session = run.session
     groups = [[(_described(p), p.requires_grad) for p in group] for group in session.held()]
+    problem = run.lacks_lr()
     rest = [*session.model.parameters(), *session.model.buffers()] if module else []
     shapes = list(map(_described, rest))
     workers = None if session.elastic is not None else session.workers.size
-    text = repr((run.describe(chosen=chosen), groups, shapes, workers))
+    text = repr((run.describe(chosen=chosen), groups, shapes, workers, problem))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     memory = shared_memory(session.params())
     everyone = _gathered(session, -memory or digest)
@@ -400,8 +421,10 @@ def check_alike(run: RecipeRun, *, module: bool = True, chosen: bool = False) ->
         raise ValueError(
             f"ranks {other} attach something other than rank 0: recipe, buffers=, the model's "
             "parameters and buffers (shapes, dtypes) and the optimizer's groups (also "
-            "requires_grad) must be the same"
+            "requires_grad, and whether they have an 'lr') must be the same"
         )
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _gathered(session: Session, number: int) -> list[int]:

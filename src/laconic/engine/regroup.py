@@ -85,8 +85,9 @@ def come_to_rest(
             load(rank)
         weights: dict[int, float] = {}
         for index, running in enumerate(rounds):
-            saved, step = parts[rank]["rounds"][index], int(parts[rank]["step"])
-            saved, round_weights = _at_rest(running, saved, step, former.places(rank))
+            saved, places = parts[rank]["rounds"][index], former.places(rank)
+            at = int(parts[rank]["step"]), bool(parts[rank]["in_step"]), places
+            saved, round_weights = _at_rest(running, saved, *at)
             at_rest[index].append(saved)
             weights.update(round_weights)
         if load is not None:
@@ -115,12 +116,16 @@ class _Mean:
 
 
 def _at_rest(
-    running: ParameterRunner, saved: Saved, step: int, places: Mapping[str, tuple[int, int]]
+    running: ParameterRunner,
+    saved: Saved,
+    step: int,
+    in_step: bool,
+    places: Mapping[str, tuple[int, int]],
 ) -> tuple[Saved, dict[int, float]]:
-    """Return a rank's `round_state` after ``finish()``, from its state ``saved`` at ``step``.
-    The parameters are that rank's, and come to rest too. Also return their push weights, by tensor
-    id, if gossip has given them some. Lost workers' weights are missing, so that the sum need not
-    be the number of workers."""
+    """Return a rank's `round_state` after ``finish()``, from its state ``saved`` at ``step``, or
+    ``in_step``: inside the next one. The parameters are that rank's, and come to rest too. Also
+    return their push weights, by tensor id, if gossip has given them some. Lost workers' weights
+    are missing, so that the sum need not be the number of workers."""
     update = running.round.update
     if running.set.vary:  # tensors that come and go are averaged as they were at the save
         return {**saved, "flights": []}, {}
@@ -129,5 +134,7 @@ def _at_rest(
     over, replica = places[running.round.over], places["replica"]
     former = running.elsewhere(idle_link(*over), idle_link(*replica))
     load_round(former, [saved], None)()
+    if in_step:
+        former.undo_before_step(step + 1)
     weights = former.finish_weighted(step)
     return round_state(former), weights

@@ -166,6 +166,8 @@ class Session:
         self._first_gradients: Tensor | None = None
         """The `fingerprint` of this rank's first gradients, before any averaging."""
         self.step = 0
+        self.in_step = False
+        """Whether a step of the optimizer has begun that is not counted yet."""
         self.round_seconds = 0.0
         """Processor seconds in which the training thread sent and folded parameter rounds."""
         self.sync_gradients = True

@@ -59,9 +59,10 @@ class StepHooks(RemovableHandle):
             if type(hooks := getattr(optimizer, name)) is dict:  # it has no weak references
                 setattr(optimizer, name, OrderedDict(hooks))
         self._before, self._after = before, after
-        self._depth = self._base = 0
-        """How many of torch's wrappers are at work in this step, where none has raised, and how
-        many were when it began. A newcomer takes steps inside ``before``."""
+        self._base: int | None = None
+        """How many of torch's wrappers were at work when this step began; None outside a step.
+        Wrappers above it may raise, and the step go on. A newcomer takes steps inside ``before``.
+        """
         self._handles = (
             optimizer.register_step_pre_hook(not_compiled(self._enter)),
             optimizer.register_step_post_hook(not_compiled(self._leave)),
@@ -69,18 +70,17 @@ class StepHooks(RemovableHandle):
 
     def _enter(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         at_work = _wrappers_at_work(optimizer)
-        if self._depth and at_work > self._base:
-            self._depth = 1 + at_work - self._base
+        if self._base is not None and at_work > self._base:
             if any(callable(each) for each in (*args[1:], options.get("closure"))):
                 self._before(optimizer, args, options)  # perhaps the class's own closure
             return
-        self._depth = 0
+        self._base = None
         self._before(optimizer, args, options)
-        self._depth, self._base = 1, at_work
+        self._base = at_work
 
     def _leave(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._depth -= 1
-        if not self._depth:
+        if _wrappers_at_work(optimizer) == self._base:
+            self._base = None
             self._after(optimizer, args, options)
 
     def remove(self) -> None:

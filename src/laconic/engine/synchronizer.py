@@ -162,11 +162,16 @@ class Synchronizer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.finish()
-        else:
-            self.driver.failed(error)
-        self.detach()
+        try:
+            if error is None:
+                self.finish()
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if error is not None:
+                self.driver.failed(error)
+            self.detach()
 
     # -- saving ----
 
@@ -322,8 +327,10 @@ class Synchronizer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward passes average no gradients, to accumulate several; those
-        of the next backward pass outside it (or the step) are averaged as a whole."""
+        """A context in which backward passes average no gradients, to accumulate several. The next
+        backward pass outside it averages them as a whole, or, without one, ``optimizer.step()``,
+        also inside it. Raises ``ValueError`` for a step with a closure whose passes are all inside.
+        """
         session = self._session
         before, session.sync_gradients = session.sync_gradients, False
         try:

@@ -122,8 +122,8 @@ class LaconicMixin:
     def finish(self) -> None:
         """Leave the consensus model on every rank: called when training ends."""
         if self.sync is not None and self.sync.attached:
-            self.sync.finish()
-            self.sync.detach()
+            with self.sync:
+                pass
 
     def _agree_on_checkpoint(self, given: str | bool | None) -> None:
         """Raise ``ValueError`` on every rank, if only some of them have the checkpoint."""
@@ -329,5 +329,5 @@ class LaconicCallback(TrainerCallback):
         vars(model).pop("no_sync", None)
         _forget_preparation(model)
         if self.sync is not None and self.sync.attached:
-            self.sync.finish()
-            self.sync.detach()
+            with self.sync:
+                pass

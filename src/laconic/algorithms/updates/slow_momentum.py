@@ -5,7 +5,6 @@ SlowMo: Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1, lines 5-8.
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 from typing import ClassVar
@@ -61,10 +60,6 @@ class SlowMomentum(Update):
     def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
         a, u, lr = state["anchor"], state["u"], clock.lr
         d = torch.sub(a, mean, out=mean)  # d = a - mean(x), reusing the memory of mean
-        if math.isnan(lr):
-            raise ValueError(
-                "SlowMo needs a learning rate: use an optimizer whose parameter groups have an 'lr'"
-            )
         if lr == 0:
             return a.sub_(d, alpha=self.lr)  # a <- a - alpha*d
         beta = momentum_for(clock.workers) if self.momentum is None else self.momentum

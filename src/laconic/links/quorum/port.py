@@ -33,8 +33,8 @@ class Announcement:
 
     ``base``: the number of the round whose result the worker last received; 0: the common start.
     ``steps``: the number of steps since then, which took ``seconds``. ``step``: the number of steps
-    in total. ``rates``: the learning rate of each parameter group. ``known``: whether rank 0 has
-    what the worker started from, bit for bit.
+    in total. ``rates``: the learning rate of each bucket, where it counts. ``known``: whether rank
+    0 has what the worker started from, bit for bit.
     """
 
     kind: int
