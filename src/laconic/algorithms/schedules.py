@@ -7,6 +7,7 @@ for equality between ranks, and evaluated ahead of time.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,6 +76,47 @@ class AnyOf:
 
     def __call__(self, step: int) -> bool:
         return any(schedule(step) for schedule in self.schedules)
+
+
+LONGEST_PATTERN = 10**6
+"""In steps: `always_due` takes less than a second for it."""
+
+
+def always_due(*schedules: Schedule) -> bool:
+    """Return whether at least one of ``schedules`` is due at every step.
+
+    Where the numbers in schedules are passed, they begin to repeat with their periods: each is
+    followed for one common period. False where that is not known: functions of a user's own count
+    as never due, and common periods above `LONGEST_PATTERN` are not followed.
+    """
+    known = [s for s in schedules if all(isinstance(p, _KINDS) for p in _parts(s))]
+    parts = [part for schedule in known for part in _parts(schedule)]
+    period = math.lcm(*(p.period for p in parts if isinstance(p, Every)))
+    passed = {0, *(p.offset for p in parts if isinstance(p, Every))}
+    passed |= {p.start for p in parts if isinstance(p, After)}
+    passed |= {p.end for p in parts if isinstance(p, Until)}
+    return period <= LONGEST_PATTERN and all(
+        any(schedule(step) for schedule in known)
+        for number in passed
+        for step in range(max(number, 1), number + period + 1)
+    )
+
+
+_KINDS = (Every, Unless, After, Until, AnyOf)
+
+
+def _parts(schedule: Schedule) -> Iterator[Schedule]:
+    """``schedule`` and all schedules that it is made of."""
+    yield schedule
+    inner: tuple[Schedule, ...] = ()
+    if isinstance(schedule, Unless):
+        inner = schedule.schedule, schedule.skipped
+    elif isinstance(schedule, (After, Until)):
+        inner = (schedule.schedule,)
+    elif isinstance(schedule, AnyOf):
+        inner = schedule.schedules
+    for part in inner:
+        yield from _parts(part)
 
 
 MOST_SENDING = 0.5
