@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.codecs import TopK
+from laconic.engine import channel
 
 from tests.support import gloo
 from tests.support.all_recipes import ROWS, Run
@@ -83,11 +84,32 @@ def test_the_number_of_workers_does_not_show(name: str, tmp_path: Path) -> None:
     runs = la.simulate(partial(run, end=20), faults=la.Faults(5, kill=((0, 4), (2, 6), (4, 9))))
     left = [x for x in runs if x is not None]
     assert len(left) == 2
-    la.simulate(partial(run, end=7, save=tmp_path), workers=4)
-    for workers, end in ((1, 10), (6, 16), (3, 20)):
-        found = la.simulate(partial(run, end=end, load=tmp_path, save=tmp_path), workers=workers)
-        assert len([*tmp_path.iterdir()]) == 1 + workers, "files of ranks that are gone are deleted"
-    assert all(close(x, alone, 1e-9) for x in (*left, *found))
+    assert all(close(x, alone, 1e-9) for x in (*left, *in_turns(ALIKE[name], tmp_path)))
+
+
+def in_turns(recipe: la.Recipe, folder: Path) -> list[Tensor]:
+    """Train with 4, 1, 6 and 3 workers, from checkpoint to checkpoint."""
+    found: list[Tensor] = []
+    for workers, end in ((4, 7), (1, 10), (6, 16), (3, 20)):
+        load = folder if found else None
+        found = la.simulate(
+            partial(alike, recipe=recipe, end=end, load=load, save=folder), workers=workers
+        )
+        assert len([*folder.iterdir()]) == 1 + workers, "files of ranks that are gone are deleted"
+    return found
+
+
+@same_batches
+@pytest.mark.fault("no other number of workers loaded outer state of fewer owners than workers")
+def test_fewer_owners_than_workers_cut_outer_state_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have smaller buckets, whose number depends on that of the workers."""
+    monkeypatch.setattr(channel, "BUCKET_BYTES", 160)
+    slow = la.updates.SlowMomentum(0.5, 1.0), la.exchanges.ShardedMean(2)
+    recipe = (la.Round(la.every(4), *slow),)
+    (alone,) = la.simulate(partial(alike, recipe=recipe, end=20, load=None, save=None), workers=1)
+    assert all(close(x, alone, 1e-9) for x in in_turns(recipe, tmp_path))
 
 
 # -- what each worker holds ----
