@@ -55,7 +55,7 @@ def sgd(model: nn.Module, lr: float = 0.1, **options: Any) -> torch.optim.SGD:
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     """In float32 at least."""
     out: Tensor = model(x)
-    return (out.to(torch.promote_types(out.dtype, torch.float32)) - 1.0).square().mean()
+    return (out.to(torch.promote_types(out.dtype, torch.float32)) - 1.0).abs().square().mean()
 
 
 def train(

@@ -340,18 +340,29 @@ def _pieces(
     return found
 
 
+def wide(x: Tensor) -> Tensor:
+    """A copy of ``x`` in float64, or complex128, to take means of."""
+    return x.to(torch.promote_types(x.dtype, torch.float64), copy=True)
+
+
+def difference(x: Tensor, mean: Tensor) -> Tensor:
+    """``x - mean``; 0 where they are equal, also where both are infinite, as in masks."""
+    return (x - mean).masked_fill_(x == mean, 0.0)
+
+
 def _mean_of_pieces(
     bucket: Bucket, pieces: Iterable[Piece], where: slice, default: Tensor
 ) -> Tensor:
     """Elements ``where`` of a bucket: the mean of the pieces that have them, exact if these are
     equal; ``default`` for those in no piece."""
-    mean = torch.zeros(bucket.length, dtype=torch.float64)
+    mean = wide(torch.zeros(bucket.length, dtype=default.dtype))
     count = torch.zeros(bucket.length)
     for _, start, values in pieces:
         first = max(start, 0)
         at = slice(first, max(min(start + values.numel(), bucket.numel), first))
         count[at] += 1
-        mean[at] += (values[at.start - start : at.stop - start].cpu() - mean[at]) / count[at]
+        new = values[at.start - start : at.stop - start].cpu()
+        mean[at] += difference(new, mean[at]) / count[at]
     return torch.where(count[where] > 0, mean[where].to(default.dtype), default.cpu())
 
 
@@ -373,7 +384,7 @@ def _restored(
     """
     first = value = pieces[0].values
     if source is not None and first.dim() == 0:
-        values = torch.stack([piece.values.to(torch.float64) for piece in pieces])
+        values = torch.stack([wide(piece.values) for piece in pieces])
         return first + (values - first).mean().to(first.dtype)
     if source is not None and first.dim() == 1:
         if now is None:  # an outer optimizer makes its state in its first step
