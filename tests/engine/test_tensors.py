@@ -225,6 +225,41 @@ def test_buffers_are_averaged_at_rounds(recipe: str) -> None:
     assert all(close(after, mean, 1e-14) for _, after in runs)
 
 
+@pytest.mark.fault("rounds inside groups averaged buffers among all workers")
+@pytest.mark.fault("under gossip, ranks of a worker cut different buffers, and failed")
+@pytest.mark.parametrize(("recipe", "ranks"), [("group", 1), ("group", 2), ("gossip", 2)])
+def test_buffers_are_averaged_over_the_ranks_of_their_round(recipe: str, ranks: int) -> None:
+    """Of two workers, each of so many ranks."""
+    groups = {"group_size": 2} if recipe == "group" else {}
+    rounds = la.hierarchical(2, 6) if groups else la.d_psgd()
+
+    def run(rank: int) -> list[list[float]]:
+        model: Any = nn.Linear(4, 4)
+        model.register_buffer("rank", torch.zeros(3))
+        model.register_buffer("odd", torch.zeros(1))
+        optimizer = sgd(model)
+        sync = la.attach(model, optimizer, rounds, nprocs_per_node=ranks, **groups)
+        optimizer.step()
+        model.rank.fill_(rank)
+        model.odd.fill_(rank % 2)  # with two ranks, the first ones are equal, and the others
+        before = sync.stats().bytes_by_set["world"]
+        optimizer.step()
+        assert sync.stats().bytes_by_set["world"] == before
+        found = [model.rank.mean().item(), model.odd.item()]
+        saved = sync.state_dict()
+        if groups:
+            saved["rounds"].pop()  # as earlier versions
+        sync.load_state_dict(saved)
+        while sync.step < 6:
+            optimizer.step()
+        return [found, [model.rank.mean().item(), model.odd.item()]]
+
+    workers = (4 if groups else 2) * ranks
+    means = [(2 * ranks * (rank // (2 * ranks)) + ranks - 0.5, 0.5) for rank in range(workers)]
+    everyone = [(workers - 1) / 2, 0.5]
+    assert la.simulate(run, workers=workers) == [[[*mean], everyone] for mean in means]
+
+
 @pytest.mark.fault("constant buffers (causal masks, rotary tables) were sent with every round")
 @pytest.mark.parametrize("recipe", [la.local_sgd(2, delay=1), la.streaming_diloco(8, 4)])
 def test_buffers_that_no_rank_changes_are_not_sent(recipe: la.Recipe) -> None:

@@ -95,6 +95,16 @@ def upgraded(parts: Mapping[int, Saved], groups: Sequence[Sequence[Tensor]]) -> 
     }
 
 
+def completed(parts: Mapping[int, Saved], rounds: int) -> dict[int, Saved]:
+    """``parts`` with the states of so many ``rounds``. Older versions had none for the buffers of
+    groups, which they averaged among all; the last ones are about buffers, and like each other."""
+
+    def more(saved: Sequence[Saved]) -> list[Saved]:
+        return [*saved, *({**saved[-1], "flights": []} for _ in range(rounds - len(saved)))]
+
+    return {rank: {**part, "rounds": more(part["rounds"])} for rank, part in parts.items()}
+
+
 def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int | None:
     """Return the key (the saved rank) of the part that this rank, with `header` ``here``, loads
     unchanged. None if it combines all ``parts`` (`laconic.engine.regroup`): the number of ranks or
