@@ -230,7 +230,7 @@ def test_buffers_are_averaged_at_rounds(recipe: str) -> None:
 @pytest.mark.parametrize(("recipe", "ranks"), [("group", 1), ("group", 2), ("gossip", 2)])
 def test_buffers_are_averaged_over_the_ranks_of_their_round(recipe: str, ranks: int) -> None:
     """Of two workers, each of so many ranks."""
-    groups = {"group_size": 2} if recipe == "group" else {}
+    groups: dict[str, Any] = {"group_size": 2} if recipe == "group" else {}
     rounds = la.hierarchical(2, 6) if groups else la.d_psgd()
 
     def run(rank: int) -> list[list[float]]:
