@@ -23,6 +23,7 @@ from laconic.errors import NotFiniteError
 from laconic.links.simulated import current_link
 
 from tests.support.exchanges import sent_by
+from tests.support.loops import descend
 
 SHAPES = (torch.Size([5, 7]), torch.Size([3]), torch.Size([2, 2]), torch.Size([1]))
 LENGTH = sum(shape.numel() for shape in SHAPES)
@@ -117,9 +118,7 @@ def test_what_is_not_finite_is_an_error_on_every_rank(bad: float, codec: str | N
         sync = la.attach(model, optimizer, recipe)
         for t in range(1, 6):
             x = torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * t + rank))
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, model(x).square().mean())
         before = repr(sync.state_dict()["rounds"])
         optimizer.zero_grad(set_to_none=False)
         with torch.no_grad():

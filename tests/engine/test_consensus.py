@@ -23,6 +23,7 @@ from tests.support.loops import (
     attached,
     close,
     data,
+    descend,
     equal,
     flat,
     loss_of,
@@ -273,9 +274,7 @@ class Encoder(nn.Module):
         return y
 
     def step(self, optimizer: torch.optim.Optimizer, rank: int) -> None:
-        optimizer.zero_grad()
-        self(torch.ones(2, 3) * (rank + 1)).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, self(torch.ones(2, 3) * (rank + 1)).square().mean())
         with torch.no_grad():
             self.teacher.weight.lerp_(self.student.weight, 0.5)
             self.teacher.weight += rank

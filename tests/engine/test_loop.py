@@ -23,6 +23,7 @@ from tests.support.loops import (
     attached,
     close,
     data,
+    descend,
     equal,
     flat,
     joined,
@@ -177,9 +178,7 @@ def test_a_parameter_group_that_is_added_later(recipe: str) -> None:
                 torch.manual_seed(rank)
                 late.reset_parameters()
                 optimizer.add_param_group({"params": late.parameters(), "lr": 0.05})
-            optimizer.zero_grad()
-            loss_of(model if t < 3 else whole, x).backward()
-            optimizer.step()
+            descend(optimizer, loss_of(model if t < 3 else whole, x))
         before = flat(late)
         sync.finish()
         return before, flat(whole)

@@ -23,7 +23,7 @@ from laconic.engine import channel
 
 from tests.support import gloo
 from tests.support.all_recipes import ROWS, Run
-from tests.support.loops import close, data, equal, flat, network, sgd, train
+from tests.support.loops import close, data, descend, equal, flat, network, sgd, train
 from tests.support.recipes import Row
 
 SAVED_AT = 7
@@ -182,9 +182,7 @@ def test_residuals_count_as_much_as_before(tmp_path: Path) -> None:
         x[0, 3], x[0, 8:] = 0.01 * (number == 2), 1.0 + number
         with suppress(SystemExit):  # it leaves
             while sync.step < 20:
-                optimizer.zero_grad()
-                model(x * (sync.step < 10)).sum().backward()
-                optimizer.step()
+                descend(optimizer, model(x * (sync.step < 10)).sum())
         return flat(model)
 
     plain, coded = (

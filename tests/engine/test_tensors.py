@@ -15,7 +15,7 @@ import laconic as la
 from laconic import buckets
 from laconic.engine import gradient_channels
 
-from tests.support.loops import RECIPES, WORKERS, close, data, equal, flat, sgd, train
+from tests.support.loops import RECIPES, WORKERS, close, data, descend, equal, flat, sgd, train
 
 # -- through a run ----
 
@@ -140,9 +140,7 @@ def odd_run(rank: int, make: Callable[[float], Tensor], start: Sequence[float]) 
         model.register_parameter("p", nn.Parameter(make(start[rank]), requires_grad=False))
     with la.attach(model, optimizer, la.local_sgd(2)) as sync:
         for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.ones(2, 3) * rank).sum().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.ones(2, 3) * rank).sum())
         with sync.consensus():
             pass
     return [shown(t) for t in (*model.buffers(), *[*model.parameters()][2:])]

@@ -58,15 +58,20 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (out.to(torch.promote_types(out.dtype, torch.float32)) - 1.0).abs().square().mean()
 
 
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One step."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Tensor]
 ) -> list[Tensor]:
     """The parameters after every step."""
     trace = []
     for x in batches:
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        optimizer.step()
+        descend(optimizer, loss_of(model, x))
         trace.append(flat(model))
     return trace
 
