@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import laconic as la
 
+from tests.support import launched
 from tests.support.all_recipes import ROWS, Run
 from tests.support.loops import (
     RECIPES,
@@ -400,8 +401,8 @@ WARNED: list[Case] = [
 ]
 
 
-def train_and_end(connection: Any, folder: Path, cases: list[Case]) -> None:
-    """In a process of its own, since the warning comes once in one: send what is logged."""
+def train_and_end(_: Any, folder: Path, cases: list[Case]) -> list[str]:
+    """In a process of its own, since the warning comes once in one: what is logged."""
     records = logging.handlers.BufferingHandler(99)
     logging.getLogger("laconic").addHandler(records)
     for recipe, steps, end, more in cases:
@@ -413,19 +414,14 @@ def train_and_end(connection: Any, folder: Path, cases: list[Case]) -> None:
             train(model, optimizer, data(4)[rank][: case[3]])
 
         la.simulate(run, workers=4)
-    connection.send([record.getMessage() for record in records.buffer])
+    return [record.getMessage() for record in records.buffer]
 
 
 @pytest.mark.parametrize("cases", [SILENT, *([case] for case in WARNED)])
 def test_ranks_that_hold_different_models_in_the_end_are_warned_of(
-    context: Any, cases: list[Case], tmp_path: Path
+    cases: list[Case], tmp_path: Path
 ) -> None:
     """Unless they have averaged or saved after the last step."""
-    ours, theirs = context.Pipe()
-    process = context.Process(target=train_and_end, args=(theirs, tmp_path / "saved", cases))
-    process.start()
-    assert ours.poll(200)
-    said = ours.recv()
-    process.join()
+    (said,) = launched.results([{}], train_and_end, tmp_path / "saved", cases)
     assert len(said) == (0 if cases == SILENT else 1)
     assert all("sync.finish() was not called" in text for text in said)
