@@ -58,10 +58,14 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (out.to(torch.promote_types(out.dtype, torch.float32)) - 1.0).abs().square().mean()
 
 
-def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """One step."""
+def descend(
+    optimizer: torch.optim.Optimizer, loss: Tensor, sync: la.Synchronizer | None = None
+) -> None:
+    """One step, whose loss ``sync`` hears of."""
     optimizer.zero_grad()
     loss.backward()
+    if sync is not None:
+        sync.report_loss(loss)
     optimizer.step()
 
 
