@@ -340,9 +340,9 @@ def _pieces(
     key, name, *begins = keys
     if source is None:
         return [Piece(0, 0, parts[0][key][index][name])]
-    found = []
+    found, buckets = [], _buckets_at(runner, index, parts[0])  # all ranks have the same
     for worker, part in zip(source.saved, parts, strict=True):
-        for k, start in _buckets_at(runner, index, part):
+        for k, start in buckets:
             values, within = part[key][k][name], part[begins[0]][k] if begins else 0
             if values.dim() == 1:  # without the padding
                 values = values[: max(part["sizes"][k] - within, 0)]
