@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -68,14 +68,6 @@ def late_pool() -> Iterator[gloo.Pool]:
     pool.run(late.prepare, ranks=4)
     yield pool
     pool.close()
-
-
-@pytest.fixture(scope="session")
-def context() -> Any:
-    """Makes processes that may be killed."""
-    from tests.support import gloo
-
-    return gloo.forking()
 
 
 @pytest.fixture(scope="session")

@@ -145,7 +145,8 @@ def attach(
             over its ranks (FSDP's ``fully_shard``, over the one-dimensional mesh of these ranks).
             Each rank then communicates its shard, and FSDP averages gradients inside the worker.
         buffers: ``"average"``: rounds average the module's floating-point and complex buffers, as
-            far as they differ; with `ddp`, which has no such rounds, `finish` does. ``"keep"``:
+            far as they differ, over the ranks that they average parameters over: those inside a
+            group do so inside it. With `ddp`, which has no such rounds, `finish` does. ``"keep"``:
             each worker keeps its own. ``"broadcast"``: all ranks get rank 0's buffers after every
             step, as before every forward pass in torch's DistributedDataParallel. Choose it for
             buffers that the forward pass reads in training and that gradients depend on: codebooks,

@@ -25,7 +25,7 @@ from laconic.policy.predict import work_key
 
 from tests.support import gloo
 from tests.support.clock import controlled
-from tests.support.loops import refusal
+from tests.support.loops import descend, refusal
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,7 @@ def training(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(torch.randn(8, 40)), torch.ones(8, 30)).backward()
-        optimizer.step()
+        descend(optimizer, nn.functional.mse_loss(model(torch.randn(8, 40)), torch.ones(8, 30)))
         pause()
 
     return model, optimizer, step

@@ -4,6 +4,7 @@ later, and hard inputs. `test_contract` compares them with their references."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.codecs import TopK
 from laconic.codecs.dct import Tiling, cosines
 from laconic.errors import NotFiniteError
 
@@ -74,6 +76,31 @@ def test_nothing_gets_lost(name: str) -> None:
         assert torch.equal(late, runs[0][2]), "replicas hold the same"
         assert 0 < float(late.abs().max()) < 3 * float(early.abs().max())
         assert "int4" not in name or 0 < later < 3 * residual
+
+
+ENDING: dict[str, la.Recipe] = {
+    "int4": la.post_local_sgd(5, 4, codec="int4"),
+    "int4, elastic": la.post_local_sgd(5, 4, codec="int4"),
+    "gathered": la.post_local_sgd(5, 4, codec=TopK(4, 16)),
+    "low rank": (replace(la.power_sgd(1)[0], when=la.until(5, la.every(1))),),
+}
+"""Without gradient rounds after step 5."""
+
+
+@pytest.mark.fault("post_local_sgd never sent what its last coded gradients had left out")
+@pytest.mark.parametrize("name", ENDING)
+def test_the_last_coded_gradients_leave_nothing_out(name: str) -> None:
+    def run(rank: int) -> float:
+        task, total = Task(ENDING[name]), [torch.zeros(s).double() for s in SHAPES]
+        for _ in range(5):
+            for sum_, g in zip(total, task.backward(drawn(rank)), strict=True):
+                sum_ += g
+            task.optimizer.step()
+        means = [sum(gs) / 3 for gs in zip(*(drawn(r) for r in range(3)), strict=True)]
+        return max(float((5 * m - t).abs().max()) for m, t in zip(means, total, strict=True))
+
+    more: Any = {"faults": la.Faults(3)} if "elastic" in name else {"workers": 3}
+    assert max(la.simulate(run, **more)) < 1e-12
 
 
 def test_a_mean_of_low_rank_arrives_whole() -> None:

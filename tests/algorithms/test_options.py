@@ -22,6 +22,8 @@ from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.round import describe
 from laconic.algorithms.topology import Graph
 
+from tests.support.loops import descend
+
 Options = dict[str, Any]
 
 
@@ -61,11 +63,8 @@ def train(recipe: la.Recipe, rank: int) -> bytes:
     for step in range(STEPS):
         numbers = torch.Generator().manual_seed(100 * step + rank)
         target = [torch.randn(p.shape, generator=numbers) for p in model]
-        optimizer.zero_grad()
         loss = torch.stack([(p - t).square().sum() for p, t in zip(model, target, strict=True)])
-        loss.sum().backward()
-        sync.report_loss(float(loss.detach().sum()))
-        optimizer.step()
+        descend(optimizer, loss.sum(), sync)
     stats, digest = sync.stats(), hashlib.sha256()
     state = [sync.state_dict(), optimizer.state_dict(), dict(model.named_parameters())]
     for name, t in tensors(state):

@@ -23,6 +23,7 @@ from laconic.errors import NotFiniteError
 from laconic.links.simulated import current_link
 
 from tests.support.exchanges import sent_by
+from tests.support.loops import descend
 
 SHAPES = (torch.Size([5, 7]), torch.Size([3]), torch.Size([2, 2]), torch.Size([1]))
 LENGTH = sum(shape.numel() for shape in SHAPES)
@@ -117,9 +118,7 @@ def test_what_is_not_finite_is_an_error_on_every_rank(bad: float, codec: str | N
         sync = la.attach(model, optimizer, recipe)
         for t in range(1, 6):
             x = torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * t + rank))
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, model(x).square().mean())
         before = repr(sync.state_dict()["rounds"])
         optimizer.zero_grad(set_to_none=False)
         with torch.no_grad():
@@ -228,6 +227,27 @@ def test_muon_trains_the_matrices_of_hidden_layers() -> None:
             la.muon(model, **options)
     bag = nn.Sequential(nn.EmbeddingBag(5, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     assert [p.shape for p in la.muon(bag)[0].param_groups[0]["params"]] == [(4, 4)]
+
+
+@pytest.mark.fault("outer_step() sent nothing where gradients were averaged in some steps only")
+def test_an_outer_step_sends_nothing_only_over_gradients_of_every_step() -> None:
+    every, after, until = la.every, la.after, la.until
+    for equal, schedules in (
+        (True, [lambda step: False, every(1)]),
+        (True, [until(9, every(1)), after(9, every(1))]),
+        (True, [every(2), every(4, offset=1), la.any_of(every(4, offset=3), every(9))]),
+        (False, [every(2)]),
+        (False, [every(1, offset=2)]),
+        (False, [until(100, every(1))]),
+        (False, [until(9, every(1)), after(10, every(1))]),
+        (False, [every(1, unless=until(30, every(30)))]),
+        (False, [lambda step: True]),
+    ):
+        mean = la.updates.Average(), la.exchanges.Mean()
+        base = tuple(la.GradientRound(schedule, *mean) for schedule in schedules)
+        for recipe in (la.outer_step(base, 4), la.slowmo(base, 4)):
+            assert recipe[-1].exchange.communicates != equal, schedules
+    assert not la.outer_step(la.power_sgd(4, start=3), 4)[-1].exchange.communicates
 
 
 # -- what is refused ----

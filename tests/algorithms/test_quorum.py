@@ -20,7 +20,7 @@ from laconic.errors import NotFiniteError
 from tests.references.problem import NAMES
 from tests.support import quorum_training as quorum
 from tests.support import training
-from tests.support.loops import flat
+from tests.support.loops import descend, flat
 from tests.support.quorum_training import ROWS
 from tests.support.training import Job
 
@@ -145,9 +145,7 @@ def train(recipe: la.Recipe, dtype: torch.dtype, rank: int) -> list[Tensor]:
     found = []
     for t in range(9):
         x = torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * t + rank)).to(dtype)
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, model(x).square().mean())
         found += [t.clone() for t in model.state_dict().values()]
         found += [optimizer.state[p].get("momentum_buffer") for p in model.parameters()]
     sync.finish()

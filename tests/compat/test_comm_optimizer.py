@@ -19,7 +19,7 @@ from laconic.compat.comm_optimizer import KEY
 
 from tests.references import gradients, parameters, problem
 from tests.support import gloo, training
-from tests.support.loops import flat
+from tests.support.loops import descend, flat
 from tests.support.training import Job, build, changing_lr, largest_difference, same_bits
 
 Parts = tuple[nn.Module, la.CommOptimizer]
@@ -135,9 +135,7 @@ def loss_of(model: nn.Module, rank: int, t: int) -> Tensor:
 def steps(parts: Parts, rank: int, first: int, last: int) -> Iterator[int]:
     model, optimizer = parts
     for t in range(first, last + 1):
-        optimizer.zero_grad()
-        loss_of(model, rank, t).backward()
-        optimizer.step()
+        descend(optimizer, loss_of(model, rank, t))
         yield t
 
 
@@ -156,9 +154,7 @@ def test_one_part_moves_one_sends_and_one_does_neither() -> None:
         model, inner = small(rank)
         dist, counters, found = la.EASGD(inner, 2, 0.3, 0.5, 3), [], []
         for t in range(1, 8):
-            inner.zero_grad()
-            loss_of(model, rank, t).backward()
-            inner.step()
+            descend(inner, loss_of(model, rank, t))
             dist.step()
             counters.append(dist.counter)
         assert counters == [1, 2, 0, 1, 2, 0, 1] and dist.stats().rounds == 2
@@ -370,9 +366,7 @@ def test_nothing_needs_no_other_ranks() -> None:
     twin, bare = small(0)
     optimizer = la.CommOptimizer(inner, None, world_size=8)
     for t in steps((model, optimizer), 0, 1, 5):
-        bare.zero_grad()
-        loss_of(twin, 0, t).backward()
-        bare.step()
+        descend(bare, loss_of(twin, 0, t))
     with optimizer.consensus():
         optimizer.report_loss(1.0)
     optimizer.finish()

@@ -20,7 +20,7 @@ import laconic as la
 
 from tests.engine.test_tensors import Scaled
 from tests.support import gloo
-from tests.support.loops import attached, data, refusal, sgd, train
+from tests.support.loops import attached, data, descend, refusal, sgd, train
 
 # -- arguments ----
 
@@ -181,9 +181,7 @@ def refused_in_turn(rank: int, folder: Path) -> list[str]:
                     said.append(f"{type(error).__name__}: {error}")
 
     def step() -> None:
-        optimizer.zero_grad()
-        model(torch.full((2, 4), 1.0 + rank)).sum().backward()
-        optimizer.step()
+        descend(optimizer, model(torch.full((2, 4), 1.0 + rank)).sum())
 
     def consensus(mean: bool) -> None:
         with sync.consensus(mean=mean):
@@ -366,9 +364,7 @@ def beside(rank: int, through: bool) -> str:
     sync = la.attach(module, optimizer, "local_sgd(4)", timeout=60)
     with sync, warnings.catch_warnings(record=True) as said:
         for _ in range(2):
-            optimizer.zero_grad()
-            run(torch.randn(4, 3, generator=draw)).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, run(torch.randn(4, 3, generator=draw)).square().mean())
     return " ".join(str(each.message) for each in said)
 
 

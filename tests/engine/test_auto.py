@@ -23,7 +23,7 @@ from laconic.policy.facts import Facts
 from laconic.policy.predict import predict
 
 from tests.support.clock import Clock, controlled
-from tests.support.loops import flat, refusal
+from tests.support.loops import descend, flat, refusal
 
 TEXT = Facts(workers=4, shapes=((845, 1024),), itemsize=4, compute=0.15, rate=100e6, one_way=1e-3)
 MUON = replace(TEXT, muon=True)
@@ -115,9 +115,7 @@ class Run:
             self.clock.sleep(0.01)
             seed = 1000 * self.rank + self.sync.step
             x = torch.randn(8, 40, generator=torch.Generator().manual_seed(seed))
-            self.optimizer.zero_grad()
-            nn.functional.mse_loss(self.model(x), torch.sin(x[:, :30])).backward()
-            self.optimizer.step()
+            descend(self.optimizer, nn.functional.mse_loss(self.model(x), torch.sin(x[:, :30])))
             trace.append(flat(self.model))
         return trace
 

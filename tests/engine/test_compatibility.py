@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import laconic as la
 
 from tests.support import gloo
-from tests.support.loops import close, flat
+from tests.support.loops import close, descend, flat
 
 STEPS, BATCH, WORDS = 6, 4, 11
 Make = Callable[[nn.Module], Optimizer]
@@ -70,9 +70,7 @@ def losses(model: nn.Module, workers: list[int]) -> Any:
 
 def train(model: nn.Module, optimizer: Optimizer, workers: list[int]) -> None:
     for loss in losses(model, workers):
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -163,9 +161,7 @@ def test_the_mean_of_the_workers_emas_is_the_ema_of_their_mean() -> None:
         expected = torch.zeros(())
         with la.attach(model, optimizer, la.local_sgd(3)) as sync:
             for step, loss in enumerate(losses(model, [rank])):
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                descend(optimizer, loss)
                 ema.update_parameters(model)
                 with sync.consensus():
                     own = flat(model)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import laconic as la
 
+from tests.support import launched
 from tests.support.all_recipes import ROWS, Run
 from tests.support.loops import (
     RECIPES,
@@ -23,6 +24,7 @@ from tests.support.loops import (
     attached,
     close,
     data,
+    descend,
     equal,
     flat,
     loss_of,
@@ -30,7 +32,6 @@ from tests.support.loops import (
     sgd,
     train,
 )
-from tests.support.ranks import running
 
 # -- what it is ----
 
@@ -278,9 +279,7 @@ class Encoder(nn.Module):
         return y
 
     def step(self, optimizer: torch.optim.Optimizer, rank: int) -> None:
-        optimizer.zero_grad()
-        self(torch.ones(2, 3) * (rank + 1)).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, self(torch.ones(2, 3) * (rank + 1)).square().mean())
         with torch.no_grad():
             self.teacher.weight.lerp_(self.student.weight, 0.5)
             self.teacher.weight += rank
@@ -406,8 +405,8 @@ WARNED: list[Case] = [
 ]
 
 
-def train_and_end(_: int, connection: Any, folder: Path, cases: list[Case]) -> None:
-    """In a process of its own, since the warning comes once in one: send what is logged."""
+def train_and_end(_: Any, folder: Path, cases: list[Case]) -> list[str]:
+    """In a process of its own, since the warning comes once in one: what is logged."""
     records = logging.handlers.BufferingHandler(99)
     logging.getLogger("laconic").addHandler(records)
     for recipe, steps, end, more in cases:
@@ -419,15 +418,14 @@ def train_and_end(_: int, connection: Any, folder: Path, cases: list[Case]) -> N
             train(model, optimizer, data(4)[rank][: case[3]])
 
         la.simulate(run, workers=4)
-    connection.send([record.getMessage() for record in records.buffer])
+    return [record.getMessage() for record in records.buffer]
 
 
 @pytest.mark.parametrize("cases", [SILENT, *([case] for case in WARNED)])
 def test_ranks_that_hold_different_models_in_the_end_are_warned_of(
-    context: Any, cases: list[Case], tmp_path: Path
+    cases: list[Case], tmp_path: Path
 ) -> None:
     """Unless they have averaged or saved after the last step."""
-    with running(context, 1, train_and_end, tmp_path / "saved", cases) as ranks:
-        said = ranks.hear(0)
+    (said,) = launched.results([{}], train_and_end, tmp_path / "saved", cases)
     assert len(said) == (0 if cases == SILENT else 1)
     assert all("sync.finish() was not called" in text for text in said)

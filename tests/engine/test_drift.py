@@ -16,6 +16,8 @@ from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.links import Link
 from laconic.links.wrapped import Wrapped
 
+from tests.support.loops import descend
+
 FAULTY = 2
 
 
@@ -29,9 +31,7 @@ def build(recipe: Any, width: int = 7, **options: Any) -> tuple[Any, Any, la.Syn
 def go(model: nn.Module, optimizer: Any, sync: la.Synchronizer, seed: int) -> int:
     """One step; returns in how many steps the workers have differed."""
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * sync.step + seed))
-    optimizer.zero_grad()
-    model(x).square().mean().backward()
-    optimizer.step()
+    descend(optimizer, model(x).square().mean())
     return sync.stats().steps_drifted
 
 

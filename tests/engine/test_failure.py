@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -18,9 +19,8 @@ from torch import nn
 import laconic as la
 from laconic.links.simulated import single_link
 
-from tests.support import gloo
+from tests.support import gloo, launched
 from tests.support.loops import attached, flat, refusal, sgd
-from tests.support.ranks import running
 
 AT = 5
 """The step at which something goes wrong: odd, so that rounds of period 2 come right after."""
@@ -57,41 +57,43 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 # -- a process that ends or hangs ----
 
 
-def live(rank: int, connection: Connection, name: str, culprit: int, timeout: float) -> None:
+def live(pipe: Connection, name: str, culprit: int, timeout: float) -> None:
     """Train until something is wrong, which the culprit brings about at step AT."""
+    la.init()
+    rank = int(os.environ["RANK"])
     model, optimizer, sync = attached(rank, RECIPES[name][0], timeout=timeout)
     with sync:
         for t in range(1, AT + 20):
             backward(model, optimizer)
             if t == AT and rank == culprit:
-                connection.send("acts")
+                pipe.send("acts")
                 time.sleep(300)  # until the test stops or kills this process
             optimizer.step()
 
 
-def check_lost(context: Any, name: str, lost: int, number: int, timeout: float) -> list[str]:
+def check_lost(name: str, lost: int, number: int, timeout: float) -> list[str]:
     """The rank, the round and the advice, on every other rank."""
-    with running(context, RANKS, live, name, lost, timeout) as ranks:
-        assert ranks.hear(lost) == "acts"
-        ranks.send(lost, number)
-        others = [rank for rank in range(RANKS) if rank != lost]
-        said = [ranks.hear(rank) for rank in others]
-        assert ranks.ended(others)
+    with launched.running(launched.of_torchrun(RANKS), live, name, lost, timeout) as ranks:
+        culprit, others = ranks[lost], [*ranks[:lost], *ranks[lost + 1 :]]
+        assert culprit.next() == "acts"
+        os.kill(culprit.process.pid, number)
+        said = [rank.next() for rank in others]
+        assert [rank.ended() for rank in others] == [0, 0]
     steps = range(AT - (name in ("delayed", "sgp")), AT + 2)
-    for kind, text in said:
-        assert kind == "LinkError" and f"rank {lost}" in text and "checkpoint" in text, text
+    for text in said:
+        assert "LinkError: " in text and f"rank {lost}" in text and "checkpoint" in text, text
         assert RECIPES[name][1] in text, f"the round is not named: {text}"
         assert any(re.search(rf"\b{step}\b", text) for step in steps), f"no step: {text}"
-    return [text for _, text in said]
+    return said
 
 
 @pytest.mark.parametrize(("name", "culprit"), [("ddp", 0), pytest.param("sgp", 1, marks=SLOW)])
-def test_a_rank_that_is_killed(context: Any, name: str, culprit: int) -> None:
-    check_lost(context, name, culprit, signal.SIGKILL, 60.0)
+def test_a_rank_that_is_killed(name: str, culprit: int) -> None:
+    check_lost(name, culprit, signal.SIGKILL, 60.0)
 
 
-def test_a_rank_that_hangs(context: Any) -> None:
-    said = check_lost(context, "slowmo", 1, signal.SIGSTOP, 5.0)
+def test_a_rank_that_hangs() -> None:
+    said = check_lost("slowmo", 1, signal.SIGSTOP, 5.0)
     assert any("does not answer" in text for text in said)
 
 

@@ -23,6 +23,7 @@ from tests.support.loops import (
     attached,
     close,
     data,
+    descend,
     equal,
     flat,
     joined,
@@ -190,7 +191,7 @@ def test_a_group_that_is_added_or_thawed_later(recipe: str, added: bool) -> None
                 late.requires_grad_()
                 if added:
                     optimizer.add_param_group({"params": late.parameters(), "lr": 0.05})
-            train(model if t < 3 else whole, optimizer, [x])
+            descend(optimizer, loss_of(model if t < 3 else whole, x))
         before = flat(late)
         sync.finish()
         return before, flat(whole)

@@ -15,7 +15,7 @@ import laconic as la
 from laconic.errors import NotFiniteError
 
 from tests.support import gloo
-from tests.support.loops import close, data, equal, joined, loss_of, refusal, train
+from tests.support.loops import close, data, descend, equal, joined, loss_of, refusal, train
 
 RECIPES: dict[str, la.Recipe] = {
     "ddp, coded": la.ddp(codec="int8"),
@@ -61,7 +61,7 @@ def run_sharded(rank: int, recipe: la.Recipe) -> tuple[Tensor, Tensor, Tensor]:
     model, optimizer, sync = sharded(recipe)
     said = Tensor()
     for t, x in enumerate(data(4, 10)[rank]):
-        train_one(model, optimizer, x)
+        descend(optimizer, loss_of(model, x))
         if t in (2, 6):
             with torch.no_grad(), sync.consensus():
                 said = model(data()[0][0])
@@ -75,12 +75,6 @@ def run_sharded(rank: int, recipe: la.Recipe) -> tuple[Tensor, Tensor, Tensor]:
     assert torch.equal(consensus, full(model))
     sync.detach()
     return end, consensus, said
-
-
-def train_one(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    loss_of(model, x).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +105,7 @@ def chosen(rank: int) -> la.Choice:
     with pytest.MonkeyPatch.context() as patch:  # of all matrices, on any machine
         patch.setattr("laconic.policy.chooser.turning", lambda *_: 1.0)
         for x in data(4, 20)[rank]:
-            train_one(model, optimizer, x)
+            descend(optimizer, loss_of(model, x))
     sync.detach()
     return sync.choices[0]
 
@@ -127,13 +121,13 @@ def states(rank: int, recipe: la.Recipe, folder: str) -> tuple[bool, list[float]
     the save."""
     model, optimizer, sync = sharded(recipe)
     for x in data(4)[rank][:5]:
-        train_one(model, optimizer, x)
+        descend(optimizer, loss_of(model, x))
     la.save(folder, model, optimizer)
     found = momenta(optimizer)
 
     def tail() -> Tensor:
         for x in data(4)[rank][5:]:
-            train_one(model, optimizer, x)
+            descend(optimizer, loss_of(model, x))
         shards: Any = list(model.parameters())
         return torch.cat([p.to_local().detach().ravel() for p in shards])
 

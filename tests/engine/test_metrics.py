@@ -20,7 +20,7 @@ from torch import nn
 import laconic as la
 
 from tests.support import gloo
-from tests.support.loops import flat, refusal, sgd
+from tests.support.loops import descend, flat, refusal, sgd
 
 Records = list[dict[str, Any]]
 
@@ -40,9 +40,7 @@ def train(rank: int, given: Any, steps: int = 6) -> tuple[list[float], la.Stats]
     optimizer = sgd(model)
     with la.attach(model, optimizer, la.local_sgd(2), metrics=given) as sync:
         for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.randn(4, 5)).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.randn(4, 5)).square().mean())
     return flat(model).tolist(), sync.stats()
 
 

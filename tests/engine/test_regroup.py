@@ -19,10 +19,11 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.codecs import TopK
+from laconic.engine import channel
 
 from tests.support import gloo
 from tests.support.all_recipes import ROWS, Run
-from tests.support.loops import close, data, equal, flat, network, sgd, train
+from tests.support.loops import close, data, descend, equal, flat, network, sgd, train
 from tests.support.recipes import Row
 
 SAVED_AT = 7
@@ -56,9 +57,16 @@ class Counted(Update):
         return received / clock.workers
 
 
-def alike(number: int, recipe: la.Recipe, end: int, load: Path | None, save: Path | None) -> Tensor:
+def alike(
+    number: int,
+    recipe: la.Recipe,
+    end: int,
+    load: Path | None = None,
+    save: Path | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
     """Every worker trains on the same batch, up to step ``end``."""
-    model = network(0)
+    model = network(0, dtype)
     optimizer = sgd(model, momentum=0.9)
     sync = la.attach(model, optimizer, recipe)
     if load:
@@ -67,7 +75,7 @@ def alike(number: int, recipe: la.Recipe, end: int, load: Path | None, save: Pat
         la.load(load, model, optimizer)
         assert torch.equal(torch.get_rng_state(), before), "two could draw alike"
     while sync.step < end:
-        train(model, optimizer, data()[0][:1])
+        train(model, optimizer, [data()[0][0].to(dtype)])
     if save:
         la.save(save, model, optimizer)
     return flat(model)
@@ -78,16 +86,44 @@ def alike(number: int, recipe: la.Recipe, end: int, load: Path | None, save: Pat
 def test_the_number_of_workers_does_not_show(name: str, tmp_path: Path) -> None:
     """It counts as of each round where workers are lost: one that was read a moment too early would
     scale what is averaged. From a checkpoint, outer state is cut anew for another number."""
-    run = partial(alike, recipe=ALIKE[name], load=None, save=None)
+    run = partial(alike, recipe=ALIKE[name])
     (alone,) = la.simulate(partial(run, end=20), workers=1)
     runs = la.simulate(partial(run, end=20), faults=la.Faults(5, kill=((0, 4), (2, 6), (4, 9))))
     left = [x for x in runs if x is not None]
     assert len(left) == 2
-    la.simulate(partial(run, end=7, save=tmp_path), workers=4)
-    for workers, end in ((1, 10), (6, 16), (3, 20)):
-        found = la.simulate(partial(run, end=end, load=tmp_path, save=tmp_path), workers=workers)
-        assert len([*tmp_path.iterdir()]) == 1 + workers, "files of ranks that are gone are deleted"
-    assert all(close(x, alone, 1e-9) for x in (*left, *found))
+    assert all(close(x, alone, 1e-9) for x in (*left, *in_turns(ALIKE[name], tmp_path)))
+
+
+def in_turns(recipe: la.Recipe, folder: Path, **more: Any) -> list[Tensor]:
+    """Train with 4, 1, 6 and 3 workers, from checkpoint to checkpoint."""
+    found: list[Tensor] = []
+    for workers, end in ((4, 7), (1, 10), (6, 16), (3, 20)):
+        run = partial(alike, recipe=recipe, save=folder, **more)
+        found = la.simulate(partial(run, end=end, load=folder if found else None), workers=workers)
+        assert len([*folder.iterdir()]) == 1 + workers, "files of ranks that are gone are deleted"
+    return found
+
+
+@same_batches
+@pytest.mark.fault("no other number of workers loaded outer state of fewer owners than workers")
+def test_fewer_owners_than_workers_cut_outer_state_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have smaller buckets, whose number depends on that of the workers."""
+    monkeypatch.setattr(channel, "BUCKET_BYTES", 160)
+    slow = la.updates.SlowMomentum(0.5, 1.0), la.exchanges.ShardedMean(2)
+    recipe = (la.Round(la.every(4), *slow),)
+    (alone,) = la.simulate(partial(alike, recipe=recipe, end=20), workers=1)
+    assert all(close(x, alone, 1e-9) for x in in_turns(recipe, tmp_path))
+
+
+@same_batches
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+@pytest.mark.fault("outer state of complex parameters loaded with as many workers only")
+def test_outer_state_of_complex_parameters_is_cut_anew(tmp_path: Path) -> None:
+    kind: dict[str, Any] = {"recipe": la.diloco(3), "dtype": torch.complex128}
+    (alone,) = la.simulate(partial(alike, end=20, **kind), workers=1)
+    assert all(close(x, alone, 1e-9) for x in in_turns(folder=tmp_path, **kind))
 
 
 # -- what each worker holds ----
@@ -118,10 +154,10 @@ def test_private_state_is_averaged_and_of_pooled_state_the_mean_stays(tmp_path: 
     """Each worker keeps its own of pooled state, as far as the mean allows."""
     recipe = (la.Round(la.every(3), Holding(), la.exchanges.Mean()),)
     run = partial(alike, recipe=recipe)
-    la.simulate(partial(run, end=4, load=None, save=tmp_path), workers=4)
+    la.simulate(partial(run, end=4, save=tmp_path), workers=4)
     for pools in ([10, 20], [5, 15, 25], [0, 10, 15, 15, 20, 30]):
         SEEN.clear()
-        la.simulate(partial(run, end=6, load=tmp_path, save=None), workers=len(pools))
+        la.simulate(partial(run, end=6, load=tmp_path), workers=len(pools))
         found = SEEN[len(pools), 1]
         assert [(each["own"], each["all"]) for each in found] == [(15.0, 7.0)] * len(pools)
         assert sorted(each["pool"] for each in found) == pools
@@ -146,9 +182,7 @@ def test_residuals_count_as_much_as_before(tmp_path: Path) -> None:
         x[0, 3], x[0, 8:] = 0.01 * (number == 2), 1.0 + number
         with suppress(SystemExit):  # it leaves
             while sync.step < 20:
-                optimizer.zero_grad()
-                model(x * (sync.step < 10)).sum().backward()
-                optimizer.step()
+                descend(optimizer, model(x * (sync.step < 10)).sum())
         return flat(model)
 
     plain, coded = (

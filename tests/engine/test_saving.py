@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import laconic as la
 
-from tests.support.loops import flat, refusal, sgd
+from tests.support.loops import descend, flat, refusal, sgd
 
 STEPS, NEXT = 14, 4
 SLOW = pytest.mark.slow
@@ -70,10 +70,7 @@ class Run:
             x = torch.randn(5, 3) * random.random()
             y = torch.from_numpy(np.random.normal(size=(5, 2))).float()
             loss = (self.model(x) - y).square().mean()
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.sync.report_loss(loss)
-            self.optimizer.step()
+            descend(self.optimizer, loss, self.sync)
             self.scheduler.step()
             trace.append(torch.cat([loss.detach().reshape(1), self.values()]))
         return trace

@@ -15,7 +15,7 @@ import laconic as la
 from laconic import buckets
 from laconic.engine import gradient_channels
 
-from tests.support.loops import RECIPES, WORKERS, close, data, equal, flat, sgd, train
+from tests.support.loops import RECIPES, WORKERS, close, data, descend, equal, flat, sgd, train
 
 # -- through a run ----
 
@@ -140,9 +140,7 @@ def odd_run(rank: int, make: Callable[[float], Tensor], start: Sequence[float]) 
         model.register_parameter("p", nn.Parameter(make(start[rank]), requires_grad=False))
     with la.attach(model, optimizer, la.local_sgd(2)) as sync:
         for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.ones(2, 3) * rank).sum().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.ones(2, 3) * rank).sum())
         with sync.consensus():
             pass
     return [shown(t) for t in (*model.buffers(), *[*model.parameters()][2:])]
@@ -223,6 +221,41 @@ def test_buffers_are_averaged_at_rounds(recipe: str) -> None:
     mean = torch.stack([before for before, _ in runs]).mean(0)
     assert not equal([before for before, _ in runs])
     assert all(close(after, mean, 1e-14) for _, after in runs)
+
+
+@pytest.mark.fault("rounds inside groups averaged buffers among all workers")
+@pytest.mark.fault("under gossip, ranks of a worker cut different buffers, and failed")
+@pytest.mark.parametrize(("recipe", "ranks"), [("group", 1), ("group", 2), ("gossip", 2)])
+def test_buffers_are_averaged_over_the_ranks_of_their_round(recipe: str, ranks: int) -> None:
+    """Of two workers, each of so many ranks."""
+    groups: dict[str, Any] = {"group_size": 2} if recipe == "group" else {}
+    rounds = la.hierarchical(2, 6) if groups else la.d_psgd()
+
+    def run(rank: int) -> list[list[float]]:
+        model: Any = nn.Linear(4, 4)
+        model.register_buffer("rank", torch.zeros(3))
+        model.register_buffer("odd", torch.zeros(1))
+        optimizer = sgd(model)
+        sync = la.attach(model, optimizer, rounds, nprocs_per_node=ranks, **groups)
+        optimizer.step()
+        model.rank.fill_(rank)
+        model.odd.fill_(rank % 2)  # with two ranks, the first ones are equal, and the others
+        before = sync.stats().bytes_by_set["world"]
+        optimizer.step()
+        assert sync.stats().bytes_by_set["world"] == before
+        found = [model.rank.mean().item(), model.odd.item()]
+        saved = sync.state_dict()
+        if groups:
+            saved["rounds"].pop()  # as earlier versions
+        sync.load_state_dict(saved)
+        while sync.step < 6:
+            optimizer.step()
+        return [found, [model.rank.mean().item(), model.odd.item()]]
+
+    workers = (4 if groups else 2) * ranks
+    means = [(2 * ranks * (rank // (2 * ranks)) + ranks - 0.5, 0.5) for rank in range(workers)]
+    everyone = [(workers - 1) / 2, 0.5]
+    assert la.simulate(run, workers=workers) == [[[*mean], everyone] for mean in means]
 
 
 @pytest.mark.fault("constant buffers (causal masks, rotary tables) were sent with every round")

@@ -23,6 +23,7 @@ from laconic.links.sockets import borrowed
 
 from tests.support import gloo
 from tests.support.clock import controlled
+from tests.support.loops import descend
 
 SHAPES = [(7, 5), (7,), (11, 7), (11,)]
 """Odd sizes, so that the padding is seen."""
@@ -37,9 +38,7 @@ def attached(rank: int, recipe: la.Recipe, **options: Any) -> tuple[la.Synchroni
     sync = la.attach(model, optimizer, recipe, **options)
 
     def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        torch.stack([((1 + rank) * p + 1).square().mean() for p in model]).sum().backward()
-        optimizer.step()
+        descend(optimizer, torch.stack([((1 + rank) * p + 1).square().mean() for p in model]).sum())
         return torch.cat([p.detach().reshape(-1) for p in model])
 
     return sync, step

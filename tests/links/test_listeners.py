@@ -19,6 +19,7 @@ from laconic.links.addresses import Address, listen
 from tests.support import gloo, job_keys, launched
 from tests.support import strangers as s
 from tests.support.elastic_runs import Coordinator
+from tests.support.loops import descend
 
 SECRET = bytes(range(32))
 
@@ -159,9 +160,7 @@ def train(pipe: Any) -> list[float]:
             if step == 1:
                 pipe.send("attached")
                 pipe.recv()
-            optimizer.zero_grad()
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.ones(1, 3)).sum())
     return (before - model.weight.detach()).view(-1).tolist()
 
 

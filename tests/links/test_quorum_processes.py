@@ -19,6 +19,7 @@ import laconic as la
 
 from tests.support import gloo, training
 from tests.support import quorum_training as quorum
+from tests.support.loops import descend
 from tests.support.quorum_training import Ran
 from tests.support.training import Job
 
@@ -121,9 +122,7 @@ def late(rank: int) -> list[Any]:
     with la.attach(model, optimizer, la.local_sgd(2, quorum=2, grace=60.0), link=link) as sync:
         for t in range(4):
             time.sleep(3.0 * (rank == 2 and t == 3))
-            optimizer.zero_grad()
-            model(torch.full((1, 2), rank + 1.0)).sum().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.full((1, 2), rank + 1.0)).sum())
         return [closing.roster for closing in sync.closings]
 
 

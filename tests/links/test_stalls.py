@@ -27,6 +27,7 @@ from laconic.links.wire import Wire
 
 from tests.support import forgetful, gloo, job_keys, launched
 from tests.support.elastic_runs import Run
+from tests.support.loops import descend
 
 STEPS, PAUSE = 40, 20
 slow = pytest.mark.slow
@@ -43,9 +44,7 @@ def fit(rank: int, recipe: str, pausing: Callable[[], None], **options: Any) -> 
             if step == PAUSE:
                 pausing()
             x = torch.randn(16, 64, generator=draw)
-            optimizer.zero_grad()
-            (model(x) - x[:, :8].sin()).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, (model(x) - x[:, :8].sin()).square().mean())
     return torch.cat([p.detach().view(-1) for p in model.parameters()]).numpy().tobytes()
 
 

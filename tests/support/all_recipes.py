@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import laconic as la
 
 from tests.support import recipes
+from tests.support.loops import descend
 from tests.support.recipes import Row
 
 ROWS: dict[str, Row] = {name: recipes.ROWS[name] for name in recipes.tagged("golden")}
@@ -45,11 +46,8 @@ class Run:
             seed = 10_000 * self.data + 100 * self.sync.step + self.rank
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).double()
             x = x.to(self.device)
-            self.optimizer.zero_grad()
             loss = (self.model(x) - x.roll(1, 1)).square().mean()
-            loss.backward()
-            self.sync.report_loss(loss)
-            self.optimizer.step()
+            descend(self.optimizer, loss, self.sync)
             trace.append(self.flat())
         return trace
 

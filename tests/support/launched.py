@@ -27,6 +27,13 @@ class Rank(NamedTuple):
         assert self.pipe.poll(SECONDS), "nothing comes"
         return self.pipe.recv()
 
+    def ended(self) -> int | None:
+        """Let the task's process end, and return its exit status; None: it hangs."""
+        self.pipe.send("end")
+        self.process.join(SECONDS)
+        status: int | None = self.process.exitcode
+        return status
+
 
 def _be(
     pipe: Connection,

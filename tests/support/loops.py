@@ -55,7 +55,18 @@ def sgd(model: nn.Module, lr: float = 0.1, **options: Any) -> torch.optim.SGD:
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     """In float32 at least."""
     out: Tensor = model(x)
-    return (out.to(torch.promote_types(out.dtype, torch.float32)) - 1.0).square().mean()
+    return (out.to(torch.promote_types(out.dtype, torch.float32)) - 1.0).abs().square().mean()
+
+
+def descend(
+    optimizer: torch.optim.Optimizer, loss: Tensor, sync: la.Synchronizer | None = None
+) -> None:
+    """One step, whose loss ``sync`` hears of."""
+    optimizer.zero_grad()
+    loss.backward()
+    if sync is not None:
+        sync.report_loss(loss)
+    optimizer.step()
 
 
 def train(
@@ -64,9 +75,7 @@ def train(
     """The parameters after every step."""
     trace = []
     for x in batches:
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        optimizer.step()
+        descend(optimizer, loss_of(model, x))
         trace.append(flat(model))
     return trace
 

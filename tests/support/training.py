@@ -15,6 +15,7 @@ from torch import nn
 import laconic
 
 from tests.references import problem as reference
+from tests.support.loops import descend
 
 
 def changing_lr(group: int, step: int) -> float:
@@ -114,12 +115,7 @@ def step(
     for group, options in enumerate(optimizer.param_groups):
         options["lr"] = job.lr(group, t)
     x, y = (torch.from_numpy(a) for a in batch)
-    optimizer.zero_grad()
-    loss = nn.functional.mse_loss(model(x), y)
-    loss.backward()
-    if sync is not None and job.reports:
-        sync.report_loss(loss)
-    optimizer.step()
+    descend(optimizer, nn.functional.mse_loss(model(x), y), sync if job.reports else None)
 
 
 def values(model: nn.Module) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def buffer_rounds(recipe: Sequence[AnyRound]) -> list[Round]:
     """Rounds for module buffers at the parameter rounds of ``recipe``, with the same delays; of
     rounds on fragments at the first, so once per period. Where a round gossips, buffers are mixed
     with those of the same peers: an average over all workers would defeat the purpose. Elsewhere
-    they are averaged."""
+    they are averaged over the ranks that the round is over: of a group, or of all workers."""
     found: list[Round] = []
     first: dict[tuple[int, str], Fragment] = {}
     for r in recipe:
@@ -51,7 +51,8 @@ def buffer_rounds(recipe: Sequence[AnyRound]) -> list[Round]:
             kind = r.part.count, r.part.by
             if first.setdefault(kind, r.part) != r.part:
                 continue
-        like = Round(r.when, Replace(), Mean(), module_buffers, over="world", delay=r.delay)
+        over = "world" if r.over == "workers" else r.over  # a worker's ranks have buffers each
+        like = Round(r.when, Replace(), Mean(), module_buffers, over=over, delay=r.delay)
         if isinstance(r.exchange, QuorumMean):
             like = replace(like, exchange=r.exchange.unanchored(), over=r.over)
             found += [] if like in found else [like]  # it closes with the round itself

@@ -133,7 +133,8 @@ def post_local_sgd(
         delay: steps between sending a message and folding in the result. Training continues
             meanwhile. 0: training waits.
         codec: how gradients, and later the changes in x, are coded: a name such as ``"int8"`` or
-            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
+            ``"int4"``, or a codec of `laconic.codecs`. None: not coded. Gradients of step ``start``
+            are not coded, and include all that codes have left out before.
         optimizer_state: what a round does with the local optimizer's state: ``"keep"``,
             ``"average"``, or ``"reset"``.
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.identity import plain
-from laconic.algorithms.schedules import Schedule, every
+from laconic.algorithms.schedules import Schedule, always_due, every
 from laconic.algorithms.update import Update, abilities
 from laconic.errors import check_choice, check_int
 from laconic.parts import Fragment, Selector, is_of_optimizer, parameters
@@ -166,11 +166,11 @@ def gradient_rounds(recipe: Recipe) -> list[GradientRound]:
 
 
 def workers_differ(recipe: Recipe) -> bool:
-    """Whether workers can hold different x: always, unless only gradients are averaged, and what
-    else happens is the same on all workers."""
-    averaged = any(r.over in ("world", "workers") for r in gradient_rounds(recipe))
+    """Whether workers can hold different x: always, unless gradients are averaged in every step,
+    and what else happens is the same on all workers."""
+    averaged = [r.when for r in gradient_rounds(recipe) if r.over in ("world", "workers")]
     others = (r for r in recipe if not isinstance(r, GradientRound))
-    return not averaged or not all(r.exchange.identical for r in others)
+    return not always_due(*averaged) or not all(r.exchange.identical for r in others)
 
 
 def fragments_of(r: AnyRound) -> int:

@@ -7,6 +7,7 @@ for equality between ranks, and evaluated ahead of time.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,6 +76,66 @@ class AnyOf:
 
     def __call__(self, step: int) -> bool:
         return any(schedule(step) for schedule in self.schedules)
+
+
+LONGEST_PATTERN = 10**6
+"""So many steps `always_due` and `ends` follow schedules, in less than a second."""
+
+
+def always_due(*schedules: Schedule) -> bool:
+    """Return whether at least one of ``schedules`` is due at every step. False where that is not
+    known: functions of a user's own count as never due."""
+    patterns = {s: pattern for s in schedules if (pattern := _pattern(s)) is not None}
+    numbers = {0}.union(*(numbers for numbers, _ in patterns.values()))
+    period = math.lcm(*(period for _, period in patterns.values()))
+    return period <= LONGEST_PATTERN and all(
+        any(schedule(step) for schedule in patterns)
+        for number in numbers
+        for step in range(max(number, 1), number + period + 1)
+    )
+
+
+def ends(schedule: Schedule, step: int) -> bool:
+    """Return whether ``schedule`` is due at no step after ``step``. False where that is not
+    known."""
+    pattern = _pattern(schedule)
+    if pattern is None:
+        return False
+    numbers, period = pattern
+    later = range(step + 1, max(step, *numbers) + period + 1)
+    due = any(schedule(s) for s in later[:LONGEST_PATTERN])
+    return not due and len(later) <= LONGEST_PATTERN
+
+
+def _pattern(schedule: Schedule) -> tuple[set[int], int] | None:
+    """The numbers of steps in ``schedule``, and its period: from one of them to the next, and after
+    the last one, it repeats with the period. None: it is not made of the kinds here."""
+    numbers, periods = {0}, [1]
+    for part in _parts(schedule):
+        if isinstance(part, Every):
+            numbers.add(part.offset)
+            periods.append(part.period)
+        elif isinstance(part, After):
+            numbers.add(part.start)
+        elif isinstance(part, Until):
+            numbers.add(part.end)
+        elif not isinstance(part, (Unless, AnyOf)):
+            return None
+    return numbers, math.lcm(*periods)
+
+
+def _parts(schedule: Schedule) -> Iterator[Schedule]:
+    """``schedule`` and all schedules that it is made of."""
+    yield schedule
+    inner: tuple[Schedule, ...] = ()
+    if isinstance(schedule, Unless):
+        inner = schedule.schedule, schedule.skipped
+    elif isinstance(schedule, (After, Until)):
+        inner = (schedule.schedule,)
+    elif isinstance(schedule, AnyOf):
+        inner = schedule.schedules
+    for part in inner:
+        yield from _parts(part)
 
 
 MOST_SENDING = 0.5

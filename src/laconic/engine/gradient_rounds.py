@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from laconic.algorithms.exchange import Exchange
+from laconic.algorithms.exchange import Arrival, Collect, Combine, Exchange
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.round import GradientRound
+from laconic.algorithms.schedules import ends
 from laconic.algorithms.update import Clock, State
 from laconic.buckets import RESHAPED, bucketize
 from laconic.device import Stream, not_compiled, refuse_capture
@@ -35,13 +36,36 @@ from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.engine.overlap import Overlapping, Result, collectives, turns_at_once
 from laconic.errors import LinkError, NotFiniteError
 from laconic.links.comm_thread import CommThread, coroutine
-from laconic.links.link import Link
+from laconic.links.link import AsyncLink, Link
 from laconic.tensors import local
 
 REENTRANT = (
     "checkpointing needs use_reentrant=False; put no_sync() around a pass with other passes in it, "
     "and optimizer.step() averages its gradients"
 )
+
+
+@dataclass(frozen=True)
+class LastMean(Mean):
+    """The uncoded mean of messages and of all that the rounds of ``coded`` before have not sent: of
+    the residuals e and the owner's o, which counts n times, since the mean divides it by n.
+    ``owned``: the owner's slice."""
+
+    coded: Exchange
+    owned: slice
+
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        if isinstance(self.coded, Collect):
+            self.coded.collect(state, self.owned, link.size)
+        total = message + state["residual"]
+        if "lag" in state and len(state["lag"]) == len(total):
+            total.add_(state["lag"], alpha=link.size)
+        arrival = await super().run(link, total, combine, clock, {})
+        for name in state.keys() & {"residual", "lag"}:
+            state[name].zero_()
+        return arrival
 
 
 @dataclass(frozen=True)
@@ -244,7 +268,10 @@ class GradientRunner:
             self._label, self._now = self._announce(), self._clock()
             self._overlap.use(len(self.channels))
         now = replace(self._now, bucket=len(self._pending))
-        at = channel.exchange, flat.whole, channel.exchange_state, now, self._overlap.used
+        exchange = channel.exchange
+        if "residual" in channel.exchange_state and ends(self.round.when, now.step):
+            exchange = LastMean(exchange, channel.owned)
+        at = exchange, flat.whole, channel.exchange_state, now, self._overlap.used
         average = partial(self._average, *at)
         turns = turns_at_once(self.set.largest)
         self._pending.append(self._overlap.begin(average, self._label, turns=turns))

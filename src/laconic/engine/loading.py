@@ -127,8 +127,8 @@ class Loading:
             )
         if mine is None and self.run.session.sharded:
             parts = _of_own_shard(self.run.session, parts)
-        saved = [parts[rank] for rank in sorted(parts)] if mine is None else [parts[mine]]
-        first = saved[0]
+        ranks = sorted(parts) if mine is None else [mine]
+        first = parts[ranks[0]]
         source: Source = None if mine is not None else _others(self.run.session, parts)
         joined = {k for r in first["rounds"] for batch in r["joined"] for k in batch}
         if joined:
@@ -139,6 +139,8 @@ class Loading:
             self.run, undo = successor(self.run, policy.recipe, {})
             self._undo.append(undo)
         run = self.run
+        parts = saved_state.completed(parts, len(run.rounds))
+        saved = [parts[rank] for rank in ranks]
         rounds = [[part["rounds"][i] for part in saved] for i in range(len(run.rounds))]
         if mine is None:
             rounds = _consensus_of(run, parts, load_model)

@@ -20,7 +20,7 @@ from laconic.algorithms.update import (
     State,
     returned,
 )
-from laconic.buckets import Bucket
+from laconic.buckets import Bucket, bucketize
 from laconic.engine.channel import Channel, by_tensor, is_owned
 from laconic.engine.channel_set import ChannelSet
 from laconic.engine.comparison import held_by_all
@@ -138,8 +138,18 @@ class ParameterRunner:
         """Of tensors that come and go, those that all ranks have; of buffers, whose mean this is
         about, only those that differ."""
         differing = self.round.part is module_buffers
+        if differing and self._replica.size > 1:
+            self._equalize(groups)
         found = held_by_all(self.link, groups, differing=differing)
         return [list(group.values()) for group in found]
+
+    def _equalize(self, groups: Sequence[dict[str, Tensor]]) -> None:
+        """Give the ranks of this worker, which share its messages, the mean of their buffers."""
+        found = held_by_all(self._replica, groups, differing=True)
+        for bucket in bucketize([list(group.values()) for group in found], self._replica.size):
+            mean = bucket.pack(bucket.empty())
+            self._replica.mean(mean)
+            bucket.unpack(mean)
 
     @property
     def _can_select_later(self) -> bool:

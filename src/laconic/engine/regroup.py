@@ -22,7 +22,7 @@ from torch import Tensor
 
 from laconic.algorithms.update import Quiesce
 from laconic.engine.parameter_rounds import ParameterRunner
-from laconic.engine.saved_state import Saved, load_round, round_state
+from laconic.engine.saved_state import Saved, difference, load_round, round_state, wide
 from laconic.links.simulated import idle_link
 from laconic.tensors import local
 
@@ -106,13 +106,11 @@ class _Mean:
 
     def add(self, x: Tensor, weight: float) -> None:
         """Add ``x`` to the mean."""
-        x = x.to(torch.promote_types(x.dtype, torch.float64), copy=True)
         self._total += weight
         if self.value is None:
-            self.value = x
+            self.value = wide(x)
         else:
-            equal = x == self.value  # also infinities, as masks have, whose difference is NaN
-            self.value.add_(x.sub_(self.value).masked_fill_(equal, 0.0), alpha=weight / self._total)
+            self.value.add_(difference(x, self.value), alpha=weight / self._total)
 
 
 def _at_rest(

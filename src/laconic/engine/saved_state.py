@@ -95,6 +95,16 @@ def upgraded(parts: Mapping[int, Saved], groups: Sequence[Sequence[Tensor]]) -> 
     }
 
 
+def completed(parts: Mapping[int, Saved], rounds: int) -> dict[int, Saved]:
+    """``parts`` with the states of so many ``rounds``. Older versions had none for the buffers of
+    groups, which they averaged among all; the last ones are about buffers, and like each other."""
+
+    def more(saved: Sequence[Saved]) -> list[Saved]:
+        return [*saved, *({**saved[-1], "flights": []} for _ in range(rounds - len(saved)))]
+
+    return {rank: {**part, "rounds": more(part["rounds"])} for rank, part in parts.items()}
+
+
 def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int | None:
     """Return the key (the saved rank) of the part that this rank, with `header` ``here``, loads
     unchanged. None if it combines all ``parts`` (`laconic.engine.regroup`): the number of ranks or
@@ -266,16 +276,15 @@ def load_exchange_state(
     rank has saved stay as they are."""
     slots = runner.exchange.slots
     for part in parts if slots else ():
-        _check_sizes(part, runner)
+        _check_sizes(part, runner, source)
     states: list[State] = []
     for index, channel in enumerate(runner.channels):
         loaded = {}
         for name, now in channel.exchange_state.items():
             owned = slots[name] == "owner"
             where = channel.region if owned else channel.part
-            starts = [part["starts" if owned else "parts"][index] for part in parts]
-            values = [part["carried"][index][name] for part in parts]
-            pieces = list(zip(starts, values, strict=True))
+            keys = "carried", name, "starts" if owned else "parts"
+            pieces = _pieces(runner, index, parts, source, keys)
             value = _restored(name, pieces, channel.bucket, where, now, slots[name], source)
             if not bool(value.isfinite().all()):
                 raise ValueError(
@@ -292,57 +301,108 @@ def load_exchange_state(
     return load
 
 
-def _check_sizes(saved: Saved, runner: Runner) -> None:
+def _check_sizes(saved: Saved, runner: Runner, source: Source) -> None:
+    """Raise ``ValueError`` if ``saved`` has other elements than ``runner``. `Others` may have cut
+    them into other buckets."""
+    before = saved["sizes"]
     sizes = [channel.bucket.numel for channel in runner.channels]
-    if saved["sizes"] != sizes:
+    if before != sizes and (source is None or sum(before) != sum(sizes)):
         raise ValueError(
-            f"the state was saved for other parameters: {sum(saved['sizes'])} elements in "
-            f"{len(saved['sizes'])} buckets, and this run has {sum(sizes)} in {len(sizes)}"
+            f"the state was saved for other parameters: {sum(before)} elements in {len(before)} "
+            f"buckets, and this run has {sum(sizes)} in {len(sizes)}"
         )
 
 
+class Piece(NamedTuple):
+    """``values`` of a saved state tensor that begin at element ``start`` of a bucket of this run,
+    which may be negative. ``worker``: who saved them."""
+
+    worker: int
+    start: int
+    values: Tensor
+
+
+def _buckets_at(runner: Runner, index: int, saved: Saved) -> list[tuple[int, int]]:
+    """The saved buckets that have elements of bucket ``index``, each with its start there."""
+    before, sizes = saved["sizes"], [channel.bucket.numel for channel in runner.channels]
+    if before == sizes:
+        return [(index, 0)]
+    start, stop = sum(sizes[:index]), sum(sizes[: index + 1])
+    spans = pairwise(accumulate(before, initial=0))
+    return [(k, a - start) for k, (a, b) in enumerate(spans) if a < stop and b > start]
+
+
+def _pieces(
+    runner: Runner, index: int, parts: Sequence[Saved], source: Source, keys: Sequence[str]
+) -> list[Piece]:
+    """What ``parts`` have of a state tensor of bucket ``index``. ``keys``: that of the states, the
+    tensor's name, and the key of where the tensor begins in a saved bucket; without it, at 0."""
+    key, name, *begins = keys
+    if source is None:
+        return [Piece(0, 0, parts[0][key][index][name])]
+    found, buckets = [], _buckets_at(runner, index, parts[0])  # all ranks have the same
+    for worker, part in zip(source.saved, parts, strict=True):
+        for k, start in buckets:
+            values, within = part[key][k][name], part[begins[0]][k] if begins else 0
+            if values.dim() == 1:  # without the padding
+                values = values[: max(part["sizes"][k] - within, 0)]
+            found.append(Piece(worker, start + within, values))
+    return found
+
+
+def wide(x: Tensor) -> Tensor:
+    """A copy of ``x`` in float64, or complex128, to take means of."""
+    return x.to(torch.promote_types(x.dtype, torch.float64), copy=True)
+
+
+def difference(x: Tensor, mean: Tensor) -> Tensor:
+    """``x - mean``; 0 where they are equal, also where both are infinite, as in masks."""
+    return (x - mean).masked_fill_(x == mean, 0.0)
+
+
 def _mean_of_pieces(
-    bucket: Bucket, pieces: Iterable[tuple[int, Tensor]], where: slice, default: Tensor
+    bucket: Bucket, pieces: Iterable[Piece], where: slice, default: Tensor
 ) -> Tensor:
-    """Elements ``where`` of a bucket, from the (start, piece) of each rank: the mean of the pieces
-    that have them, exact if these are equal; ``default`` for those in no piece."""
-    mean = torch.zeros(bucket.length, dtype=torch.float64)
+    """Elements ``where`` of a bucket: the mean of the pieces that have them, exact if these are
+    equal; ``default`` for those in no piece."""
+    mean = wide(torch.zeros(bucket.length, dtype=default.dtype))
     count = torch.zeros(bucket.length)
-    for start, piece in pieces:
-        at = slice(start, max(min(start + piece.numel(), bucket.numel), start))
+    for _, start, values in pieces:
+        first = max(start, 0)
+        at = slice(first, max(min(start + values.numel(), bucket.numel), first))
         count[at] += 1
-        mean[at] += (piece[: at.stop - start].cpu() - mean[at]) / count[at]
+        new = values[at.start - start : at.stop - start].cpu()
+        mean[at] += difference(new, mean[at]) / count[at]
     return torch.where(count[where] > 0, mean[where].to(default.dtype), default.cpu())
 
 
 def _restored(
     name: str,
-    pieces: Sequence[tuple[int, Tensor]],
+    pieces: Sequence[Piece],
     bucket: Bucket,
     where: slice,
     now: Tensor | None,
     slot: Slot,
     source: Source,
 ) -> Tensor:
-    """Elements ``where`` of the state tensor ``name`` in ``slot``, from the (start, piece) of each
-    saved part; as ``now`` where there are none.
+    """Elements ``where`` of the state tensor ``name`` in ``slot``, from saved pieces; as ``now``
+    where there are none.
 
     The mean of the pieces. A worker that has saved a pooled tensor keeps its own, plus what the
     mean over those that stay lacks of the mean over all: so the mean over workers is unchanged.
     A tensor with a size of its own is the same everywhere.
     """
-    first = value = pieces[0][1]
+    first = value = pieces[0].values
     if source is not None and first.dim() == 0:
-        values = torch.stack([piece.to(torch.float64) for _, piece in pieces])
+        values = torch.stack([wide(piece.values) for piece in pieces])
         return first + (values - first).mean().to(first.dtype)
     if source is not None and first.dim() == 1:
         if now is None:  # an outer optimizer makes its state in its first step
             now = first.new_zeros(where.stop - where.start)
         value = _mean_of_pieces(bucket, pieces, where, now)
-        by_worker = list(zip(source.saved, pieces, strict=True))
-        own = [piece for worker, piece in by_worker if worker == source.worker]
+        own = [piece for piece in pieces if piece.worker == source.worker]
         if slot == "pooled" and own:
-            staying = [piece for worker, piece in by_worker if worker < source.workers]
+            staying = [piece for piece in pieces if piece.worker < source.workers]
             lacking = value - _mean_of_pieces(bucket, staying, where, value)
             value = _mean_of_pieces(bucket, own, where, value - lacking) + lacking
     expected = now.shape if first.dim() > 1 and now is not None else (where.stop - where.start,)
@@ -379,7 +439,7 @@ def load_round(
         running = running.like(own["joined"])
     stateful, slots = running.set.stateful, running.exchange.slots
     if stateful or slots or (own["flights"] and not running.set.vary):
-        _check_sizes(own, running)
+        _check_sizes(own, running, source)
         if source is not None:
             running = running.like(own["joined"])  # begins at this x: lost state starts from it
     assert source is None or not any(part["flights"] for part in parts), "they are at rest"
@@ -409,16 +469,20 @@ def _load_state(
 ) -> State:
     """The update's state on bucket ``index``."""
     channel, update, state = running.channels[index], running.round.update, {}
-    for name, first in parts[0]["state"][index].items():
-        owned, all_of_it = is_owned(update, name, first), slice(0, channel.bucket.length)
-        pieces = [(part["starts"][index], part["state"][index][name]) for part in parts]
-        whose = source
-        if not owned and source is not None:  # a worker's ranks all have the same
-            workers = sorted({*source.saved})
-            pieces = [(0, pieces[source.saved.index(worker)][1]) for worker in workers]
-            whose = source._replace(saved=workers)
-        at = channel.bucket, channel.region if owned else all_of_it, channel.state.get(name)
+    firsts, everywhere = parts, source
+    if source is not None:  # a worker's ranks all have the same of what no owner has
+        everywhere = source._replace(saved=sorted({*source.saved}))
+        firsts = [parts[source.saved.index(worker)] for worker in everywhere.saved]
+    bucket, _ = _buckets_at(running, index, parts[0])[0]
+    for name, first in parts[0]["state"][bucket].items():
+        if is_owned(update, name, first):
+            where, whose = channel.region, source
+            pieces = _pieces(running, index, parts, whose, ("state", name, "starts"))
+        else:
+            where, whose = slice(0, channel.bucket.length), everywhere
+            pieces = _pieces(running, index, firsts, whose, ("state", name))
         slot = update.slots.get(name, "owner")  # an outer optimizer names its own
+        at = channel.bucket, where, channel.state.get(name)
         value = _restored(name, pieces, *at, slot, whose)
         state[name] = value.to(channel.home(channel.state) if value.dim() else "cpu", copy=True)
     return state

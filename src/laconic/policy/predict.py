@@ -192,9 +192,7 @@ def _buffer_loads(recipe: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load
     shared = Round(every(1), Replace(), Mean(), module_buffers, over="world")
     rounds = (shared,) if facts.broadcast else buffer_rounds(recipe)
     travels = [(r.delay, load.network) for r, load in _loads(recipe, facts) if r.delay]
-    for r in rounds if facts.buffers else ():
-        if not r.exchange.communicates:
-            continue
+    for r in filter(takes_time, rounds if facts.buffers else ()):
         n = facts.workers * (facts.ranks if r.over == "world" else 1)
         load, amount = Load(0.0, 0.0, 0.0, 0.0, 0.0), cost.gather(8, n)
         if facts.changing:
