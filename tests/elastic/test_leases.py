@@ -52,6 +52,8 @@ class World:
         self.decided: dict[int, View] = {}
         self.part, self.refusing = set[str](), set[str]()
         """Those that do not reach each other; those that refuse connections."""
+        self.idle, self.deaf = set[str](), set[str]()
+        """Those that take part in no rounds yet; those that report nobody."""
         for name in workers:
             self.come(name, len(workers))
         self.pass_time(1.5)
@@ -87,16 +89,17 @@ class World:
                 continue
             if not other.alive or name in self.refusing:
                 found[other.member.id] = GONE, "has ended"
-            parted = {name, worker.member.id[0]} <= self.part
+            parted = {name, own := worker.member.id[0]} <= self.part and own not in self.deaf
             unheard = other.silent or other.alone or worker.alone or parted
             if other.alive and unheard and other is not worker:
                 found[other.member.id] = SILENT, "is silent"
         return found
 
     def _beat(self, worker: Worker) -> Beat:
-        place = None if worker.view is None else worker.view.place(worker.member.id)
+        active = worker.view is not None and worker.view.place(worker.member.id) is not None
+        active = active and worker.member.id[0] not in self.idle
         return Beat(
-            lease=LEASE, founding=worker.view is None, active=place is not None,
+            lease=LEASE, founding=worker.view is None, active=active,
             ready=[w * 12 for w in sorted(worker.ready)], reports=self._reports(worker),
         )  # fmt: skip
 
@@ -106,6 +109,7 @@ class World:
         if job is None:
             return
         for worker in self.workers.values():
+            worker.at = worker.at if worker.linked else 0  # it has to connect again
             known = worker.member.id in job.leases and worker.at == self.nonce
             if self._reaches(worker) and not (known and worker.salt == job.salt):
                 worker.salt = worker.salt if worker.view is not None else ""
@@ -344,6 +348,58 @@ def test_a_coordinator_that_was_started_again() -> None:
     world.workers["c"].linked = world.workers["c"].hears = True
     world.pass_time(1.0)
     assert world.workers["c"].removed and world.ids() == "a"
+
+
+def test_one_that_was_evicted_comes_back_first() -> None:
+    """To a coordinator that was cut off for so long that it has forgotten the run."""
+    world = World("ab")
+    world.workers["b"].hears = world.workers["b"].linked = False
+    assert ids_after(world, 6.0) == "a"
+    world.workers["a"].linked = False
+    assert ids_after(world, 95.0) == ""
+    world.workers["b"].linked = True
+    world.come("n")
+    assert ids_after(world, 5.0) == "ab", "no other run begins, and all have the time to come back"
+    world.workers["a"].linked = world.workers["b"].hears = True
+    assert ids_after(world, 5.0) == "a"
+    assert world.workers["b"].removed
+
+
+def test_nobody_reaches_anybody() -> None:
+    """As where all ports are closed: nobody is evicted, and all are told that they wait."""
+    world = World("abc")
+    world.part = set("abc")
+    assert ids_after(world, 200.0) == "abc" and world.job is not None
+    assert world.job.short is not None
+    world.part = set()
+    world.pass_time(2.0)
+    assert world.job.short is None
+
+
+@pytest.mark.parametrize("reporting", ["nb", "n"])
+def test_a_newcomer_goes_first(reporting: str) -> None:
+    """If it and a member do not reach each other."""
+    world = World("ab")
+    world.come("n")
+    world.pass_time(1.0)
+    world.take_in("n")
+    world.idle = {"n"}
+    assert ids_after(world, 1.0) == "abn"
+    world.part, world.deaf = {"b", "n"}, {"b"} - set(reporting)
+    assert ids_after(world, 40.0) == "ab"
+
+
+def test_only_a_newcomer_is_left() -> None:
+    """It has no state: the run waits for those that have one."""
+    world = World("a")
+    world.come("n")
+    world.pass_time(1.0)
+    world.take_in("n")
+    world.idle = {"n"}
+    world.pass_time(1.0)
+    world.kill("a")
+    assert ids_after(world, 20.0) == "an" and world.job is not None
+    assert world.job.short == (0, 1)
 
 
 def test_all_that_can_happen_in_two_steps() -> None:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 import laconic
 from laconic.cli import main
+from laconic.links.elastic import leases
 
 from tests.support import forgetful, gloo
 
@@ -205,6 +206,7 @@ def work(pipe: Connection, given: dict[str, str], at: Any, options: dict[str, An
 
 def coordinate(pipe: Connection, given: dict[str, str], port: int) -> None:
     use(given)
+    leases.START_SECONDS = 1.0  # no run is under way
     with contextlib.redirect_stdout(Reporter(pipe)):  # type: ignore[type-var]
         main(["coordinator", "--port", str(port)])
 

@@ -64,7 +64,7 @@ class Connecting:
         talks = Talks()
         talks.serve(server, self._answer, HELLO_SECONDS, self._answered)
         try:
-            while missing := {*self._addresses, *self._callers} - self._connected:
+            while missing := self.missing:
                 now = time.monotonic()
                 if now >= self._deadline:
                     who = sorted(self._names[r] for r in missing)
@@ -78,6 +78,11 @@ class Connecting:
                 talks.turn(max(min(self._deadline, check_at, call_at) - now, 0))
         finally:
             talks.close()
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks that are not connected."""
+        return {*self._addresses, *self._callers} - self._connected
 
     def _keep(self, rank: int, talk: Talk) -> None:
         talk.kept = True

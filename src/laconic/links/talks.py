@@ -118,17 +118,13 @@ class Talk:
 class Talks:
     """Conversations under way. `turn` advances them."""
 
-    def __init__(self, most_strangers: int = MOST_STRANGERS) -> None:
+    def __init__(self) -> None:
         self._poll = select.poll()
         self._talks: dict[int, Talk] = {}
-        self._most = most_strangers
         self._strangers = 0
         self._server: socket.socket | None = None
         self._paused_until = 0.0
         self._contexts = tls.contexts()
-
-    def __len__(self) -> int:
-        return len(self._talks)
 
     def serve(
         self,
@@ -202,7 +198,7 @@ class Talks:
                 return
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._strangers >= self._most:
+            if self._strangers >= MOST_STRANGERS:
                 callers = {talk: talk.caller for talk in self._talks.values() if talk.inbound}
                 error = TimeoutError("made room for another caller")
                 self._end(superfluous(callers), error)

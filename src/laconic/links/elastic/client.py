@@ -102,6 +102,7 @@ class Client:
                 self._salt, self.number = salt, number
                 return ""
             case {"refused": str(), "about": str(about)} if about:
+                self.close()
                 return about
             case {"refused": str(text), "removed": True}:
                 raise RemovedError(clean(text))

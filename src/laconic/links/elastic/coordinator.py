@@ -6,8 +6,8 @@ the job uses it) both send lines of JSON:
     worker -> coordinator   the job, the worker, what it is about (`Job.join`), once
     coordinator -> worker   the run's salt, and the worker's number; or why it is refused
     worker -> coordinator   a `Beat`, whenever something has changed, and every second
-    coordinator -> worker   every view from the latest on; how many have come, or are left; and an
-                            empty answer to each beat
+    coordinator -> worker   the latest view, and every later one; how many have come, or are left;
+                            and an empty answer to each beat
 
 One thread serves all. It carries no training data.
 """
@@ -76,9 +76,12 @@ def secret_of_callers() -> bytes:
 class _Client:
     """A worker's connection, and what was sent over it."""
 
-    def __init__(self, writer: asyncio.StreamWriter, job: Job, at: tuple[str, str]) -> None:
-        self._writer, self.job, self.at = writer, job, at
-        self.salt, self._epoch = job.salt, 0
+    def __init__(
+        self, writer: asyncio.StreamWriter, job: Job, at: tuple[str, str], known: View | None
+    ) -> None:
+        self._writer, self.job, self.at, self.salt = writer, job, at, job.salt
+        latest = job.view.epoch - 1 if job.view is not None else 0
+        self._epoch = latest if known is None else known.epoch
         self._said: dict[str, Any] = {}
 
     def send(self, value: object) -> None:
@@ -161,7 +164,10 @@ class Coordinator:
     def _decide(self) -> None:
         now = time.monotonic()
         for name, job in list(self._jobs.items()):
-            job.decide(now)
+            try:
+                job.decide(now)
+            except Exception:  # the other jobs, and this one's later decisions, go on
+                log.exception("the coordinator could not decide about the job %s", clean(name))
             clients = [c for (of, _), c in self._clients.items() if of == name]
             come = len(job.founders(now))
             for client in clients:
@@ -188,7 +194,9 @@ class Coordinator:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if len(self._strangers) >= MOST_STRANGERS:
-                superfluous(self._strangers).cancel()
+                other = superfluous(self._strangers)
+                del self._strangers[other]
+                other.cancel()
             caller = str(address[0])
             task = self._loop.create_task(self._answer(connection, caller))
             self._strangers[task] = caller
@@ -245,18 +253,26 @@ class Coordinator:
                     case {"over": str(said)}:
                         why = clean(said)[:200]
                         break
-                    case value if client.salt == client.job.salt:
+                    case value if not self._is_present(client):
+                        break
+                    case value:
                         beat = Beat.unpack(value)
                         if client.job.renew(client.at[1], beat, time.monotonic()):
                             self._decide()
                         client.send({})
-            by_system = not line
+            by_system = not line and self._is_present(client)
         finally:
             if self._clients.get(client.at) is client:
+                present = self._is_present(client)
                 del self._clients[client.at]
-                if client.salt == client.job.salt:
+                if present:
                     client.job.close(client.at[1], time.monotonic(), why=why, by_system=by_system)
                     self._decide()
+
+    def _is_present(self, client: _Client) -> bool:
+        """Whether it is the latest connection of a worker that holds a lease."""
+        latest = self._clients.get(client.at) is client and client.salt == client.job.salt
+        return latest and client.at[1] in client.job.leases
 
     def _join(self, said: Mapping[str, Any], writer: asyncio.StreamWriter) -> _Client | None:
         now = time.monotonic()
@@ -286,7 +302,7 @@ class Coordinator:
         before = self._clients.pop((name, id), None)
         if before is not None:
             before.abort()
-        client = self._clients[name, id] = _Client(writer, job, (name, id))
+        client = self._clients[name, id] = _Client(writer, job, (name, id), known)
         client.send({"salt": job.salt, "number": worker.number})
         self._decide()
         return client

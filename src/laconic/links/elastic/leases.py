@@ -20,7 +20,7 @@ There are no sockets and no clocks here: every method gets the time ``now``.
 from __future__ import annotations
 
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,8 +31,9 @@ from laconic.links.texts import clean
 
 SETTLE = 1.0
 """Seconds without another newcomer after which a run begins."""
-START_SECONDS = 2.0
-"""How long a coordinator waits for the workers of a run under way before it begins another one."""
+START_SECONDS = 7.0
+"""How long a coordinator waits for the workers of a run under way before it begins another one:
+they need 5.5 s to notice that the one before is gone, and call again."""
 CLOSED_SECONDS = 0.3
 """How long a worker whose system has closed its connection has to come back."""
 ENDED_SECONDS = 2.0
@@ -42,6 +43,9 @@ REPORTS_SECONDS = 1.0
 HEARD_SECONDS = 2.0
 """Workers that were not heard for so long can be neither reported nor report: their leases say
 enough."""
+TWO_SECONDS = 3.0
+"""The same of two workers that report each other: one that is cut off altogether is known by
+then."""
 WEAK_SECONDS = 30.0
 """How long a report stands that at most half of the others share, before it counts."""
 CUT_SECONDS = 90.0
@@ -51,7 +55,7 @@ RETURN_SECONDS = 10.0
 again."""
 STOPPED_SECONDS = 1.0
 """A coordinator that has not looked for so long was stopped itself."""
-LONGEST_LEASE = 600.0
+LONGEST_LEASE = 60.0
 KEPT_VIEWS = 64
 MOST_NOTE = 1000
 SILENT, GONE = "silent", "gone"
@@ -95,7 +99,7 @@ class Beat:
             at: Any = {"again": int(beat.again), "note": clean(beat.note)[:MOST_NOTE]}
             if 0 < beat.lease <= LONGEST_LEASE:
                 return replace(beat, ready=[*map(str, beat.ready)], reports=reports, **at)
-        except (AttributeError, TypeError):
+        except (AttributeError, OverflowError, TypeError):
             pass
         raise ValueError("not a beat of laconic's")
 
@@ -220,17 +224,18 @@ class Job:
                 raise RefusedError("no worker of its run is here")
             self._reset(salt)
         latest = self.view
-        decided = latest is not None and self._is_own(latest)
-        if not decided and (latest is None or view.epoch > latest.epoch):
+        decided = latest is not None and latest.number > self._adopted_number
+        if latest is None or (not decided and view.epoch > latest.epoch):
             self._adopt(view, now)
-        elif decided and not self._is_own(view) and view.number > self._adopted_number:
+            return
+        own = view.epoch % 2**NONCE_BITS == self._nonce
+        if decided and not own and view.number > self._adopted_number:
             # an earlier coordinator has decided it, and only this worker has heard of it
             self.close(id, now, why="knows another view")
             why = "another view was decided while the coordinator was lost"
             raise RefusedError(why, removed=True)
-
-    def _is_own(self, view: View) -> bool:
-        return bool(view.epoch % 2**NONCE_BITS == self._nonce)
+        if view.place(id) is not None and latest.place(id) is None:
+            raise RefusedError(latest.why, removed=True)
 
     def _reset(self, salt: str) -> None:
         """Begin with another run. Workers that wait notice by the ``salt``, and join again."""
@@ -238,6 +243,7 @@ class Job:
         self.leases.clear()
         self.views.clear()
         self._adopted, self._adopted_number = None, 0
+        self._nonce = secrets.randbits(NONCE_BITS)
 
     def _adopt(self, view: View, now: float) -> None:
         """A worker knows a later ``view`` than this coordinator."""
@@ -249,7 +255,9 @@ class Job:
 
     def renew(self, id: str, beat: Beat, now: float) -> bool:
         """A worker says ``beat``. Returns whether it has said something else before."""
-        worker = self.leases[id]
+        worker = self.leases.get(id)
+        if worker is None:
+            raise ValueError("this worker has no lease any more")
         silent = (other for other, (kind, _) in beat.reports.items() if kind == SILENT)
         worker.since = {other: worker.since.get(other, now) for other in silent}
         changed = replace(beat, note="") != replace(worker.beat, note="")
@@ -272,6 +280,8 @@ class Job:
             self._cut = now
         self._looked = now
         if self.view is not None and self._adopted is None and self.is_over(now):
+            if any(w.closed is None and not w.over for w in self._members()):
+                self._begun = now  # they were silent: they may come back
             self._reset(secrets.token_hex(SECRET_BYTES))
         view = self.view
         if view is None:
@@ -313,16 +323,21 @@ class Job:
             self._add(view.after(leaving, []))
             return True
         lost = self._lost(view, workers, now)
+        heard = {id: w for id, w in workers.items() if now - w.heard < HEARD_SECONDS}
+        cut_off = self._cut_off(view, {i: w for i, w in heard.items() if i not in lost}, now)
+        tangled = 2 * len(cut_off) > len(heard)  # nobody knows who is cut off
+        lost |= {} if tangled else cut_off
         new = self._ready(view, workers, now)
         again = any(w.beat.again == view.epoch for id, w in workers.items() if id not in lost)
         left = active - lost.keys()
-        if all(workers[id].beat.ended for id in left):
+        if left and all(workers[id].beat.ended for id in left):
             lost = {}  # nobody needs another view
+        least, count = self._least(view, len(active)), len(left)
+        if tangled:
+            self.short = max(count - len(cut_off), 1), max(least, 2)
         if not (lost or new or again):
-            self.short = None
+            self.short = self.short if tangled else None
             return False
-        least = self._least(view, len(active))
-        count = len(left)
         if count < least:
             count += len(self._waiting(view, now))
         if count < least or not left:
@@ -358,8 +373,7 @@ class Job:
                 lost[id] = "has ended"
             elif whole or silent >= CUT_SECONDS:
                 lost[id] = f"has not answered for {silent:.0f} s"
-        heard = {id: w for id, w in workers.items() if now - w.heard < HEARD_SECONDS}
-        return lost | self._cut_off(view, {i: w for i, w in heard.items() if i not in lost}, now)
+        return lost
 
     def _cut_off(self, view: View, workers: Mapping[str, Lease], now: float) -> dict[str, str]:
         """Those of the ``workers``, whom the coordinator hears, that are cut off from others: the
@@ -371,22 +385,23 @@ class Job:
                     why[reporter, id] = worker.beat.reports[id][1]
                     pair = frozenset((reporter, id))
                     since[pair] = min(began, since.get(pair, now))
-        standing, found = [id for id in view.ids if id in workers], dict[str, str]()
+        found, places = dict[str, str](), {id: place for place, id in enumerate(view.ids)}
+        idle = {id for id, worker in workers.items() if not worker.beat.active}
         while since and now - min(since.values()) >= REPORTS_SECONDS:
-            pairs = {id: [began for pair, began in since.items() if id in pair] for id in standing}
-            said = {
-                id: [text for (_, named), text in why.items() if named == id] for id in standing
-            }
-            ranked = [(len(pairs[id]), len(said[id]), view.place(id), id) for id in standing]
-            worst = max(ranked)[-1]
-            shared = 2 * len(pairs[worst]) > len(standing) - 1
-            if not shared and now - min(pairs[worst]) < WEAK_SECONDS:
+            degree = Counter(id for pair in since for id in pair)
+            said = Counter(id for _, id in why)
+            ranked = [(n, id in idle, said[id], places[id], id) for id, n in degree.items()]
+            *_, worst = max(ranked)
+            oldest = min(began for pair, began in since.items() if worst in pair)
+            left = len(workers) - len(found)
+            enough = REPORTS_SECONDS if 2 * degree[worst] > left - 1 else WEAK_SECONDS
+            if now - oldest < (TWO_SECONDS if left == 2 else enough):
                 break
-            found[worst] = said[worst][0] if said[worst] else "does not reach the others"
-            standing.remove(worst)
+            texts = (text for (_, id), text in why.items() if id == worst)
+            found[worst] = next(texts, "does not reach the others")
             since = {pair: began for pair, began in since.items() if worst not in pair}
             why = {pair: text for pair, text in why.items() if worst not in pair}
-        return found if 2 * len(found) <= len(workers) else {}
+        return found
 
     def _waiting(self, view: View, now: float) -> list[Lease]:
         return [w for id, w in self.leases.items() if view.place(id) is None and w.lives(now)]
@@ -400,12 +415,14 @@ class Job:
         """``view`` is decided, in the next epoch."""
         before = self.view
         count = 1 if before is None else before.number + 1
-        gone = {} if before is None else set(before.ids) - set(view.ids)
-        notes = {id: self.leases[id].beat.note for id in gone if id in self.leases}
+        gone = [] if before is None else [id for id in before.ids if view.place(id) is None]
+        notes = {id: self.leases.pop(id).beat.note for id in gone if id in self.leases}
         self.views.append(
             replace(view, epoch=count << NONCE_BITS | self._nonce, farewells=tuple(notes.items()))
         )
-        self.short, self._adopted = None, None
+        self._adopted = None
+        if before is None or view.ids != before.ids:
+            self.short = None
 
     def _forget(self, now: float) -> None:
         """Forget workers that are in no view and do not live."""

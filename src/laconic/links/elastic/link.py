@@ -177,6 +177,7 @@ class ElasticLink:
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
+        self.members.close()
         self.rendezvous.drop()
         self.reports.release()
 

@@ -202,7 +202,10 @@ class Members:
             since = stalled_since if short is None else short[2]
             if since is not None and time.monotonic() - since >= self.wait:
                 why = f"a worker was lost, and {other}" if short is None else _too_few(*short[:2])
-                raise LinkError(f"{why}. Nothing has changed within {self.wait:g} s")
+                raise LinkError(
+                    f"{why}. Nothing has changed within {self.wait:g} s: start the coordinator or "
+                    "workers again, or lower min_workers="
+                )
 
     def add(self, newcomer: Member) -> None:
         """Take in ``newcomer``. Raises `LinkError` if it does not answer: the others would wait for
@@ -240,7 +243,7 @@ class Members:
 
     def _beat(self) -> None:
         said, renewed = Beat(lease=0.0), 0.0
-        while not self.closed:
+        while not self.closed and not self._removed:
             broken = self._broken_since is not None
             if self.entered_view and (broken or self.waiting_since is not None):
                 ask = threading.Thread(target=self._ask, args=(self._others(),), daemon=True)
@@ -286,10 +289,8 @@ class Members:
         self, asked: Sequence[Member], start: float, index: int, answer: health.Answer
     ) -> None:
         """One of the members ``asked`` at the time ``start`` has answered, or not."""
-        back = self.signs.hear(asked[index].id, start, answer)
-        if back:
-            self._reconnects = 0
-        if back or answer.lost:
+        if self.signs.hear(asked[index].id, start, answer):
+            self._reconnects = self._reconnects if answer.lost else 0
             self._wake_beat.set()
 
     def _due_newcomers(self) -> list[str]:
@@ -305,7 +306,8 @@ class Members:
         while not self.closed and not self._removed and not self.other_run:
             try:
                 if self.coordinator_lost:
-                    self.client.connect(None if self.founding else self.latest)
+                    if self.client.connect(None if self.founding else self.latest):
+                        raise CoordinatorError(f"{self.client.at} now has another program's run")
                     if not self.founding:
                         log.warning("the coordinator is back")
                     self.coordinator_lost = ""
@@ -319,12 +321,14 @@ class Members:
                     self.changed.notify_all()
             except CoordinatorError as error:
                 if self.closed:
-                    return
-                if not self.coordinator_lost and not self.founding:
+                    break
+                if str(error) != self.coordinator_lost and not self.founding:
                     log.warning("%s; training goes on with the workers of now", error)
                 self.coordinator_lost = str(error)
                 self.client.close()
                 time.sleep(RETRY_SECONDS)
+        self.client.over("has ended")  # it may have connected again meanwhile
+        self.client.close()
 
     def _take(self, said: Any) -> None:
         """A message of the coordinator's."""
@@ -369,7 +373,7 @@ class Members:
                 return
             again = before is not None and view.members == before.members
             self._reconnects = self._reconnects + 1 if again else 0
-            self.latest, self._short = view, None
+            self.latest, self._short = view, self._short if again else None
             if view.place(self.me.id) is not None:
                 self.entered_view = True
             elif self.entered_view:

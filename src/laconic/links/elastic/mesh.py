@@ -42,6 +42,8 @@ class Mesh:
         self.timeout = timeout
         self.names: Sequence[int] = range(len(view.members))
         self.connections = Connections()
+        self.missing: Sequence[str] = ()
+        """The ids of the members to which no connection was made."""
 
     def connect(
         self,
@@ -61,10 +63,13 @@ class Mesh:
 
         addresses = [str(Address.parse(m.mesh)._replace(key=key.hex())) for m in self.view.members]
         at = self.place, self.names, key, secret, self.timeout, keep, CHECK_SECONDS
+        connecting = Connecting(*at)
         try:
-            Connecting(*at).run(server, addresses, check)
+            connecting.run(server, addresses, check)
         except LinkError as error:
             raise Interrupted(str(error)) from error
+        finally:
+            self.missing = [self.view.ids[rank] for rank in connecting.missing]
         if record is not None:
             beacons = [(m.beacon, key.hex()) for m in self.view.members]
             where = record, key.hex(), self.place, self.names, beacons, self.connections

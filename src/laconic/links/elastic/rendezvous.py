@@ -150,7 +150,10 @@ class Rendezvous:
             try:
                 check = partial(self._check_latest, view)
                 members = self._members
-                mesh.connect(self._server, members.secret, check, members.record)
+                try:
+                    mesh.connect(self._server, members.secret, check, members.record)
+                finally:
+                    members.signs.connected(mesh.missing)
                 with self._lock:
                     self._mesh = mesh
                 check()
@@ -178,9 +181,15 @@ class Rendezvous:
         statuses = [json.loads(text) for text in texts]
         top = max((s["done"] for s in statuses if s["done"] is not None), default=None)
         if top is None:
-            raise LinkError("all workers of the run are lost, and newcomers have no state yet")
+            raise LinkError(
+                "all workers of the run are lost, and newcomers have no state yet: start them again"
+            )
         behind = [r for r, s in enumerate(statuses) if s["done"] is not None and s["done"] < top]
-        assert all(statuses[r]["done"] == top - 1 for r in behind), "one unit at most"
+        far = [r for r in behind if statuses[r]["done"] < top - 1]
+        if everyone.rank in far:
+            raise LinkError("this worker has missed what the others have done: start it again")
+        if far:
+            raise Interrupted("a worker has missed what the others have done")
         root = next(r for r, s in enumerate(statuses) if s["done"] == top)
         first, outcome = statuses[root], None
         if any(statuses[r]["swaps"] for r in behind):

@@ -41,6 +41,8 @@ class Signs:
         """The latest time after which all active members have sent a message that came."""
         self.notes: dict[str, str] = {}
         """What workers that are gone have said last, by id."""
+        self._unreached: dict[str, float] = {}
+        """Since when no connection to it could be made, by id."""
         self._gone: set[str] = set()
         """Those at whose address nobody listened last."""
         self._silent_since: dict[str, float] = {}
@@ -67,8 +69,8 @@ class Signs:
 
     def hear(self, id: str, start: float, answer: health.Answer) -> bool:
         """The worker ``id`` has given this ``answer`` to a question asked at the time ``start``.
-        Returns whether that ends a silence."""
-        silent = id in self._silent_since
+        Returns whether that is news."""
+        before = id in self._silent_since, id in self._gone
         if answer.lost:
             if time.monotonic() - start > health.ANSWER_SECONDS + 1:
                 return False  # this process was stopped meanwhile: the silence was its own
@@ -82,7 +84,12 @@ class Signs:
             self._gone.discard(id)
             if answer.position is not None:
                 self._positions[id] = answer.position
-        return silent and not answer.lost
+        return before != (id in self._silent_since, id in self._gone)
+
+    def connected(self, missing: Iterable[str]) -> None:
+        """Connections to all members were made, or tried: not to those that are ``missing``."""
+        now = time.monotonic()
+        self._unreached = {id: self._unreached.get(id, now) for id in missing}
 
     def moved(self, id: str, bytes: int) -> None:
         """So many ``bytes`` have come from the worker ``id`` so far."""
@@ -105,8 +112,11 @@ class Signs:
         stuck = waiting_since is not None and now - waiting_since >= self.stuck_deadline
         for id in (member.id for member in others):
             since, reached = self.silent_since(id), self._positions.get(id)
+            unreached = now - self._unreached.get(id, now) >= 2 * self.deadline
             if since is not None and now - since >= self.deadline:
                 found[id] = SILENT, f"has not answered for {self.deadline:.0f} s"
+            elif unreached:
+                found[id] = SILENT, "answers, and no connection to it can be made"
             elif since is not None and id in self._gone:
                 found[id] = GONE, "has ended"
             elif stuck and reached is not None and reached.serial < position.serial:

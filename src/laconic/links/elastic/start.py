@@ -68,6 +68,7 @@ def start(
             if said:
                 raise _different(said, about, job, client.at)
             members = Members(client, member, wait, limit)
+            on_error.callback(members.close)
             members.record = beacon.links[key_of(health)]
             members.record.secret = members.secret
             members.note, reports.heard = reports.note, members.signs.notes
@@ -126,8 +127,8 @@ def _not_found(members: Members, need: Need) -> LinkError:
         return CoordinatorError(lost)
     if members.latest is not None:
         return LinkError(
-            f"the workers of the run at {at} cannot be reached from here: do their addresses and "
-            "ports open?"
+            f"the workers of the run at {at} cannot be reached from here: are their addresses "
+            "right, and their ports open?"
         )
     return LinkError(
         f"{members.come} of {need.start} workers have come to the coordinator at {at} within "
