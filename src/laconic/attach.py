@@ -200,8 +200,7 @@ def attach(
             rounds = replicated(rounds)
             elastic_runs.check(elastic, recipe, params)
         check_buffers(rounds, buffers, elastic=elastic is not None)
-        if offload and not isinstance(recipe, Auto):  # which may choose others later
-            check_offload(rounds)
+        check_offload(rounds, offload and not isinstance(recipe, Auto))  # which may choose others
         places = check_metrics(metrics)
         attached.check_free_link(given)
     joined = number = elastic_link = None

@@ -116,10 +116,11 @@ def check_buffers(recipe: Recipe, buffers: str, *, elastic: bool) -> None:
         )
 
 
-def check_offload(recipe: Recipe) -> None:
-    """Raise ``ValueError`` if no round of ``recipe`` keeps state that only rounds use."""
+def check_offload(recipe: Recipe, offload: bool) -> None:
+    """Raise ``ValueError`` for ``offload`` if no round of ``recipe`` keeps state that only rounds
+    use."""
     rounds = [r for r in recipe if isinstance(r, Round)]
-    if not any(
+    if offload and not any(
         r.exchange.slots or (r.update.slots and not in_every_step(r.update)) for r in rounds
     ):
         raise ValueError(

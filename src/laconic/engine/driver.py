@@ -20,7 +20,7 @@ from laconic.engine.joint_optimizer import JointOptimizer, class_names, listen, 
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.modes import training_weights
 from laconic.engine.recipe_run import RecipeRun, check_alike
-from laconic.engine.saved_state import Saved
+from laconic.engine.saved_pieces import Saved
 from laconic.engine.session import Session, Settings
 from laconic.engine.steps import Events, StepHooks, UnseenSteps
 from laconic.engine.switching import Switcher

@@ -15,7 +15,7 @@ from laconic.engine import regroup, saved_state
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.recipe_run import RecipeRun
-from laconic.engine.saved_state import Others, Saved, Source
+from laconic.engine.saved_pieces import Others, Saved, Source
 from laconic.engine.session import Policy, Session
 from laconic.engine.switching import successor
 from laconic.links.agreement import agree

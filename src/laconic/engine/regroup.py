@@ -22,7 +22,8 @@ from torch import Tensor
 
 from laconic.algorithms.update import Quiesce
 from laconic.engine.parameter_rounds import ParameterRunner
-from laconic.engine.saved_state import Saved, difference, load_round, round_state, wide
+from laconic.engine.saved_pieces import Saved, difference, wide
+from laconic.engine.saved_state import load_round, round_state
 from laconic.links.simulated import idle_link
 from laconic.tensors import local
 

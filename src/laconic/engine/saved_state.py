@@ -8,21 +8,20 @@ them again.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from laconic.algorithms.exchange import Arrival, Exchange
-from laconic.algorithms.update import Slot, State
-from laconic.buckets import Bucket
-from laconic.engine.channel import Channel, is_owned
+from laconic.algorithms.exchange import Arrival
+from laconic.algorithms.update import State
+from laconic.engine.channel import is_owned
 from laconic.engine.in_flight import InFlightBucket, InFlightRound
 from laconic.engine.parameter_rounds import ParameterRunner
+from laconic.engine.saved_pieces import Runner, Saved, Source, buckets_at, pieces_of, restored
 from laconic.links.comm_thread import Pending
 from laconic.tensors import as_bytes, local
 from laconic.tensors import parts as plain_parts
@@ -31,7 +30,6 @@ VERSION, OLDER = 4, 3
 """States of version 3 count the parameter groups that joined; see `upgraded`."""
 WRAPPER = "SlowMoDistributedDataParallel("
 """Begins the text of a recipe that a wrapped module has, and cannot switch."""
-Saved = dict[str, Any]
 _CHUNK = 2**20
 
 
@@ -233,18 +231,6 @@ def round_state(running: ParameterRunner) -> Saved:
     }
 
 
-class Runner(Protocol):
-    """A running round, whose exchange may have state."""
-
-    @property
-    def channels(self) -> Sequence[Channel]:
-        """One for each bucket."""
-
-    @property
-    def exchange(self) -> Exchange:
-        """The round's exchange."""
-
-
 def exchange_state(runner: Runner) -> Saved:
     """The state of a round's exchange, and its position in the buckets."""
     channels = runner.channels
@@ -254,19 +240,6 @@ def exchange_state(runner: Runner) -> Saved:
         "parts": [c.part.start for c in channels],
         "carried": [{k: t.clone() for k, t in c.exchange_state.items()} for c in channels],
     }
-
-
-class Others(NamedTuple):
-    """The saved parts are those of all workers: ``saved`` is the worker that saved each. This rank
-    belongs to worker ``worker`` of ``workers``."""
-
-    saved: Sequence[int]
-    worker: int
-    workers: int
-
-
-Source = Others | None
-"""Whose parts a rank loads: those of all ranks, combined; None: the only part is its own."""
 
 
 def load_exchange_state(
@@ -284,8 +257,8 @@ def load_exchange_state(
             owned = slots[name] == "owner"
             where = channel.region if owned else channel.part
             keys = "carried", name, "starts" if owned else "parts"
-            pieces = _pieces(runner, index, parts, source, keys)
-            value = _restored(name, pieces, channel.bucket, where, now, slots[name], source)
+            pieces = pieces_of(runner, index, parts, source, keys)
+            value = restored(name, pieces, channel.bucket, where, now, slots[name], source)
             if not bool(value.isfinite().all()):
                 raise ValueError(
                     f"{name!r} is not finite: the state was saved after a round that failed "
@@ -311,104 +284,6 @@ def _check_sizes(saved: Saved, runner: Runner, source: Source) -> None:
             f"the state was saved for other parameters: {sum(before)} elements in {len(before)} "
             f"buckets, and this run has {sum(sizes)} in {len(sizes)}"
         )
-
-
-class Piece(NamedTuple):
-    """``values`` of a saved state tensor that begin at element ``start`` of a bucket of this run,
-    which may be negative. ``worker``: who saved them."""
-
-    worker: int
-    start: int
-    values: Tensor
-
-
-def _buckets_at(runner: Runner, index: int, saved: Saved) -> list[tuple[int, int]]:
-    """The saved buckets that have elements of bucket ``index``, each with its start there."""
-    before, sizes = saved["sizes"], [channel.bucket.numel for channel in runner.channels]
-    if before == sizes:
-        return [(index, 0)]
-    start, stop = sum(sizes[:index]), sum(sizes[: index + 1])
-    spans = pairwise(accumulate(before, initial=0))
-    return [(k, a - start) for k, (a, b) in enumerate(spans) if a < stop and b > start]
-
-
-def _pieces(
-    runner: Runner, index: int, parts: Sequence[Saved], source: Source, keys: Sequence[str]
-) -> list[Piece]:
-    """What ``parts`` have of a state tensor of bucket ``index``. ``keys``: that of the states, the
-    tensor's name, and the key of where the tensor begins in a saved bucket; without it, at 0."""
-    key, name, *begins = keys
-    if source is None:
-        return [Piece(0, 0, parts[0][key][index][name])]
-    found, buckets = [], _buckets_at(runner, index, parts[0])  # all ranks have the same
-    for worker, part in zip(source.saved, parts, strict=True):
-        for k, start in buckets:
-            values, within = part[key][k][name], part[begins[0]][k] if begins else 0
-            if values.dim() == 1:  # without the padding
-                values = values[: max(part["sizes"][k] - within, 0)]
-            found.append(Piece(worker, start + within, values))
-    return found
-
-
-def wide(x: Tensor) -> Tensor:
-    """A copy of ``x`` in float64, or complex128, to take means of."""
-    return x.to(torch.promote_types(x.dtype, torch.float64), copy=True)
-
-
-def difference(x: Tensor, mean: Tensor) -> Tensor:
-    """``x - mean``; 0 where they are equal, also where both are infinite, as in masks."""
-    return (x - mean).masked_fill_(x == mean, 0.0)
-
-
-def _mean_of_pieces(
-    bucket: Bucket, pieces: Iterable[Piece], where: slice, default: Tensor
-) -> Tensor:
-    """Elements ``where`` of a bucket: the mean of the pieces that have them, exact if these are
-    equal; ``default`` for those in no piece."""
-    mean = wide(torch.zeros(bucket.length, dtype=default.dtype))
-    count = torch.zeros(bucket.length)
-    for _, start, values in pieces:
-        first = max(start, 0)
-        at = slice(first, max(min(start + values.numel(), bucket.numel), first))
-        count[at] += 1
-        new = values[at.start - start : at.stop - start].cpu()
-        mean[at] += difference(new, mean[at]) / count[at]
-    return torch.where(count[where] > 0, mean[where].to(default.dtype), default.cpu())
-
-
-def _restored(
-    name: str,
-    pieces: Sequence[Piece],
-    bucket: Bucket,
-    where: slice,
-    now: Tensor | None,
-    slot: Slot,
-    source: Source,
-) -> Tensor:
-    """Elements ``where`` of the state tensor ``name`` in ``slot``, from saved pieces; as ``now``
-    where there are none.
-
-    The mean of the pieces. A worker that has saved a pooled tensor keeps its own, plus what the
-    mean over those that stay lacks of the mean over all: so the mean over workers is unchanged.
-    A tensor with a size of its own is the same everywhere.
-    """
-    first = value = pieces[0].values
-    if source is not None and first.dim() == 0:
-        values = torch.stack([wide(piece.values) for piece in pieces])
-        return first + (values - first).mean().to(first.dtype)
-    if source is not None and first.dim() == 1:
-        if now is None:  # an outer optimizer makes its state in its first step
-            now = first.new_zeros(where.stop - where.start)
-        value = _mean_of_pieces(bucket, pieces, where, now)
-        own = [piece for piece in pieces if piece.worker == source.worker]
-        if slot == "pooled" and own:
-            staying = [piece for piece in pieces if piece.worker < source.workers]
-            lacking = value - _mean_of_pieces(bucket, staying, where, value)
-            value = _mean_of_pieces(bucket, own, where, value - lacking) + lacking
-    expected = now.shape if first.dim() > 1 and now is not None else (where.stop - where.start,)
-    if first.dim() and value.shape != expected:
-        raise ValueError(f"{name!r} has {value.numel()} elements, not {math.prod(expected)}")
-    return value
 
 
 def _flight_state(flight: InFlightRound) -> Saved:
@@ -473,17 +348,17 @@ def _load_state(
     if source is not None:  # a worker's ranks all have the same of what no owner has
         everywhere = source._replace(saved=sorted({*source.saved}))
         firsts = [parts[source.saved.index(worker)] for worker in everywhere.saved]
-    bucket, _ = _buckets_at(running, index, parts[0])[0]
+    bucket, _ = buckets_at(running, index, parts[0])[0]
     for name, first in parts[0]["state"][bucket].items():
         if is_owned(update, name, first):
             where, whose = channel.region, source
-            pieces = _pieces(running, index, parts, whose, ("state", name, "starts"))
+            pieces = pieces_of(running, index, parts, whose, ("state", name, "starts"))
         else:
             where, whose = slice(0, channel.bucket.length), everywhere
-            pieces = _pieces(running, index, firsts, whose, ("state", name))
+            pieces = pieces_of(running, index, firsts, whose, ("state", name))
         slot = update.slots.get(name, "owner")  # an outer optimizer names its own
         at = channel.bucket, where, channel.state.get(name)
-        value = _restored(name, pieces, *at, slot, whose)
+        value = restored(name, pieces, *at, slot, whose)
         state[name] = value.to(channel.home(channel.state) if value.dim() else "cpu", copy=True)
     return state
 

@@ -19,7 +19,7 @@ from laconic.engine import consensus, loading
 from laconic.engine.driver import Driver
 from laconic.engine.loading import LoadModel
 from laconic.engine.recorder import Stats
-from laconic.engine.saved_state import Saved
+from laconic.engine.saved_pieces import Saved
 from laconic.engine.session import Choice
 from laconic.errors import WorkersChangedError
 from laconic.links.metered import CallTotals

@@ -326,7 +326,7 @@ class Job:
         heard = {id: w for id, w in workers.items() if now - w.heard < HEARD_SECONDS}
         cut_off = self._cut_off(view, {i: w for i, w in heard.items() if i not in lost}, now)
         tangled = 2 * len(cut_off) > len(heard)  # nobody knows who is cut off
-        lost |= {} if tangled else cut_off
+        lost |= {} if tangled else {id: why for id, why in cut_off.items() if why}
         new = self._ready(view, workers, now)
         again = any(w.beat.again == view.epoch for id, w in workers.items() if id not in lost)
         left = active - lost.keys()
@@ -377,28 +377,29 @@ class Job:
 
     def _cut_off(self, view: View, workers: Mapping[str, Lease], now: float) -> dict[str, str]:
         """Those of the ``workers``, whom the coordinator hears, that are cut off from others: the
-        fewest without whom nobody reports anybody."""
+        fewest without whom nobody reports anybody. Why, or "" while that is not certain."""
         why, since = dict[tuple[str, str], str](), dict[frozenset[str], float]()
         for reporter, worker in workers.items():
             for id, began in worker.since.items():
-                if id in workers and id != reporter:
+                there = id in workers and id != reporter  # both were heard since then
+                if there and min(worker.heard, workers[id].heard) > began:
                     why[reporter, id] = worker.beat.reports[id][1]
                     pair = frozenset((reporter, id))
                     since[pair] = min(began, since.get(pair, now))
-        found, places = dict[str, str](), {id: place for place, id in enumerate(view.ids)}
-        idle = {id for id, worker in workers.items() if not worker.beat.active}
-        while since and now - min(since.values()) >= REPORTS_SECONDS:
+        found, left = dict[str, str](), [id for id in view.ids if id in workers]
+        ripe = True
+        begun = bool(since) and now - min(since.values()) >= REPORTS_SECONDS
+        while begun and since and 2 * len(found) <= len(workers):
             degree = Counter(id for pair in since for id in pair)
             said = Counter(id for _, id in why)
-            ranked = [(n, id in idle, said[id], places[id], id) for id, n in degree.items()]
-            *_, worst = max(ranked)
+            idle = {id: not workers[id].beat.active for id in left}
+            *_, worst = max((degree[id], idle[id], said[id], k, id) for k, id in enumerate(left))
             oldest = min(began for pair, began in since.items() if worst in pair)
-            left = len(workers) - len(found)
-            enough = REPORTS_SECONDS if 2 * degree[worst] > left - 1 else WEAK_SECONDS
-            if now - oldest < (TWO_SECONDS if left == 2 else enough):
-                break
+            enough = REPORTS_SECONDS if 2 * degree[worst] > len(left) - 1 else WEAK_SECONDS
+            ripe = ripe and now - oldest >= (TWO_SECONDS if len(left) == 2 else enough)
             texts = (text for (_, id), text in why.items() if id == worst)
-            found[worst] = next(texts, "does not reach the others")
+            found[worst] = next(texts, "does not reach the others") if ripe else ""
+            left.remove(worst)
             since = {pair: began for pair, began in since.items() if worst not in pair}
             why = {pair: text for pair, text in why.items() if worst not in pair}
         return found

@@ -108,9 +108,8 @@ class ElasticLink:
             raise self._failure
         if self.replaying:
             return self.replay.unit(job)
-        units = self.units
+        units, serial = self.units, self.units.serial
         assert not units.under_way, "one unit follows another"
-        serial = units.serial
         units.begin()
         self.members.waiting_since = began = time.monotonic()
         try:

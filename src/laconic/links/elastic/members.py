@@ -94,9 +94,8 @@ class Members:
         """Until a run was found (`laconic.links.elastic.start`)."""
         self.entered_view = False
         """Whether this worker has been in a view."""
-        self._newcomers: dict[str, Member] = {}
-        self._called: dict[str, float] = {}
-        """When these were ready."""
+        self._newcomers: dict[str, float] = {}
+        """The ids of newcomers that this worker takes in, and when they were ready."""
         self._leaving = False
         self._broken_since: float | None = None
         self.come = 0
@@ -212,8 +211,7 @@ class Members:
         it in vain."""
         if all(health.ask(newcomer.beacon, self.secret).lost for _ in range(QUESTIONS)):
             raise LinkError(f"{newcomer.name} does not answer: are its address and ports open?")
-        self._called[newcomer.id] = time.monotonic()
-        self._newcomers[newcomer.id] = newcomer
+        self._newcomers[newcomer.id] = time.monotonic()
         self._wake_beat.set()
 
     def idle(self) -> None:
@@ -298,7 +296,7 @@ class Members:
         there is none, within limits."""
         limit = time.monotonic() - max(NEWCOMER_SECONDS, 2 * self.signs.pace)
         busy = self.waiting_since is not None
-        return [id for id in self._newcomers if not busy or self._called.get(id, limit) <= limit]
+        return [id for id, ready in list(self._newcomers.items()) if not busy or ready <= limit]
 
     # -- what the coordinator says ----
 
@@ -359,11 +357,9 @@ class Members:
         """Too few workers are ``left``: `next` waits for others."""
         if self._short is None:
             more = f"Elastic(min_workers={left}) goes on with so many" if left else ""
-            log.warning(
-                "%s: training waits up to %g s for others%s",
-                _too_few(left, least), self.wait, more and f" ({more})",
-            )  # fmt: skip
-        since = time.monotonic() if self._short is None else self._short[2]
+            text = f"{_too_few(left, least)}: training waits up to {self.wait:g} s for others"
+            log.warning("%s", text + (more and f" ({more})"))
+        since = self._short[2] if self._short else time.monotonic()
         self._short = left, least, since
 
     def _decided(self, view: View) -> None:
