@@ -5,8 +5,8 @@ know of a worker, so one that is lost or late does no harm. Workers report; only
 decides, and it decides one view after another:
 
 - A member leaves the view if it says so; if its lease expires; if its host's system has closed its
-  connection and another member finds nobody at its address; or if the reports of the members say
-  that it is cut off. One member alone can evict nobody, and reports never evict more than half.
+  connection and another member finds nobody at its address; or if it is one of the fewest without
+  whom all others reach each other, by their reports. These never evict more than half.
 - If more than half of the members fall silent at once, the network or the coordinator is cut off.
   When they are back, everybody has the time of a lease to come back.
 - Only a member of the latest view can be followed by a next one. A run begins where no lease of the
