@@ -250,7 +250,8 @@ def elastic(text: str) -> None:
     recipe = parse_recipe(text)
     assert isinstance(recipe, tuple), "auto is not supported here"
     host, port, rank = os.environ["MASTER_ADDR"], 29411, int(os.environ["RANK"])
-    server = Coordinator(host, port) if rank == 0 else None
+    if rank == 0:
+        Coordinator(host, port)  # until this process ends
     dist.barrier()
     static, other = Training(), Training()
     laconic.attach(static.model, static.optimizer, recipe)
@@ -270,8 +271,6 @@ def elastic(text: str) -> None:
     emit(Figure(f"{text}, bytes", bytes_ratio, None, None, 1, 1.01))
     sync.finish()
     dist.barrier()
-    if server is not None:
-        server.close()
 
 
 def slow() -> None:

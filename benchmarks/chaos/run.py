@@ -314,11 +314,10 @@ class Run:
         killed = 0
         if kind.startswith(("short one-way", "long one-way", "short cut", "long cut")):
             short = kind.startswith("short")
-            self.isolate(kind, target, other, fault.seconds if short else long)
-            if short:  # TCP sends again at growing intervals
-                out.bound = 2 * fault.seconds + MARGIN
-            elif "p" in kind.rpartition(" ")[2]:  # others must report it, or nobody is lost
-                out.bound = 2 * long + MARGIN
+            seconds = fault.seconds if short else long
+            self.isolate(kind, target, other, seconds)
+            if short or kind.endswith(("pair", "peers")):  # TCP sends again at growing intervals
+                out.bound = 2 * seconds + MARGIN
             killed = not short
         elif kind in ("kill newcomer", "stop newcomer"):
             number = signal.SIGKILL if "kill" in kind else signal.SIGSTOP
