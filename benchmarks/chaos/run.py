@@ -123,9 +123,8 @@ class Run:
                 signal.signal(number, signal.SIG_DFL)
             if self.network is not None:
                 self.network.enter(WORKERS)
-            coordinator = Coordinator(self.host, self.port)
-            while coordinator is not None:
-                time.sleep(1000)
+            Coordinator(self.host, self.port)
+            signal.pause()
         self.coordinator = pid
         self.tell(f"coordinator {pid}")
 
