@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from laconic.engine import bequest
 from laconic.engine.driver import Driver
 from laconic.engine.reports import Reports
-from laconic.engine.saved_state import checksum
+from laconic.engine.saved_state import Stateful, checksum
 from laconic.engine.session import Session
 from laconic.errors import LinkError, after_step
 from laconic.links.calls import GRADIENTS, Call
@@ -37,16 +37,6 @@ LEFT = 128 + signal.SIGTERM
 _Settings = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]
 """The numbers in the optimizer's parameter groups, the state of the user's objects, and what the
 policy hands over."""
-
-
-class Stateful(Protocol):
-    """An object with state, such as a scheduler."""
-
-    def state_dict(self) -> Any:
-        """Return the state as plain data."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load it."""
 
 
 class Donor:

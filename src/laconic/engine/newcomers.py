@@ -27,9 +27,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms.exchange import Gossip
-from laconic.engine.donor import RESIDUALS, Stateful, digest_of, optimizer_of, steps_before
+from laconic.engine.donor import RESIDUALS, digest_of, optimizer_of, steps_before
 from laconic.engine.driver import Driver
 from laconic.engine.joint_optimizer import members
+from laconic.engine.saved_state import Stateful
 from laconic.errors import LinkError, after_step
 from laconic.links.calls import FINISH, GRADIENTS, Call
 from laconic.links.elastic.feed import Feed

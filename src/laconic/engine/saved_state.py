@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,17 @@ WRAPPER = "SlowMoDistributedDataParallel("
 """Begins the text of a recipe that a wrapped module has, and cannot switch."""
 Saved = dict[str, Any]
 _CHUNK = 2**20
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with state to save: a scheduler, a GradScaler, a sampler, another module."""
+
+    def state_dict(self) -> Any:
+        """Return the state as plain data."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Load the state."""
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
