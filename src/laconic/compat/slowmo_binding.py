@@ -142,8 +142,7 @@ class Binding:
     def _replace(self, optimizer: Optimizer) -> None:
         """Replace the bound optimizer by another one over the same parameters."""
         check_free(optimizer)
-        assert self._driver.session.optimizer is not None
-        release(self._driver.session.optimizer)
+        release(self._driver.session.bound)
         self._driver.follow(optimizer)
         claim(optimizer, self._sync)
 

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from laconic.engine import bequest
 from laconic.engine.driver import Driver
@@ -115,7 +114,7 @@ class Donor:
             relay.put(StepSettings(step, self._settings[step][0]))
 
     def _settings_now(self, others: dict[str, Any]) -> _Settings:
-        optimizer = optimizer_of(self._driver.session)
+        optimizer = self._driver.session.bound
         return numbers_of(optimizer.param_groups), others, self._policy()
 
     def _read_others(self) -> dict[str, Any] | None:
@@ -151,7 +150,7 @@ class Donor:
         def state() -> Snapshot:
             values = {
                 "model": session.model.state_dict(),
-                "optimizer": optimizer_of(session).state_dict(),
+                "optimizer": session.bound.state_dict(),
             }
             return Snapshot(session.step, plain_copy(values))
 
@@ -210,7 +209,7 @@ class Donor:
         session.comm.drain()
         state = {
             "model": session.model.state_dict(),
-            "optimizer": optimizer_of(session).state_dict(),
+            "optimizer": session.bound.state_dict(),
             "sync": self._driver.state_dict(),
             "others": self._read_others() or {},
             "policy": self._policy(),
@@ -241,15 +240,9 @@ def plain_copy(state: Any) -> Any:
     return plain(state)
 
 
-def optimizer_of(session: Session) -> Optimizer:
-    """The optimizer, which a worker of an elastic run has from the start."""
-    assert session.optimizer is not None, "bound from the start"
-    return session.optimizer
-
-
 def digest_of(session: Session) -> int:
     """Differs if any bit of the parameters or of the optimizer's state differs; not 0."""
-    states = [optimizer_of(session).state.get(p, {}) for p in session.params()]
+    states = [session.bound.state.get(p, {}) for p in session.params()]
     tensors = [t for state in states for _, t in sorted(state.items()) if isinstance(t, Tensor)]
     return 1 + checksum([*session.params(), *tensors])
 
