@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from inspect import iscoroutinefunction
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -91,14 +91,10 @@ class Exchange:
         return False
 
     @property
-    def relative_to_last(self) -> bool:
-        """Whether messages are taken relative to the last result: then they must be parameters."""
-        return False
-
-    @property
-    def needs_changes(self) -> bool:
-        """Whether messages must be changes, such as pseudo-gradients, and not parameters."""
-        return False
+    def takes(self) -> Literal["any", "parameters", "changes"]:
+        """What messages must be: ``"parameters"`` where they are taken relative to the last result,
+        ``"changes"`` for changes of them alone, such as pseudo-gradients."""
+        return "any"
 
     def owners(self, n: int) -> int | None:
         """How many of ``n`` ranks, the first ones, share the ``owner`` state, each combining one

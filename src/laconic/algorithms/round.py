@@ -63,12 +63,12 @@ class Round:
                 f"{exchange} keeps state for messages as long as the parameters, and those of "
                 f"{update} are {self.update.models} times as long"
             )
-        if self.update.sends_changes and self.exchange.relative_to_last:
+        if self.update.sends_changes and self.exchange.takes == "parameters":
             raise ValueError(
                 f"{update} sends changes of the parameters, which {exchange} would take relative "
                 "to the last result: give the exchange relative=False"
             )
-        if self.exchange.needs_changes and not self.update.sends_changes:
+        if self.exchange.takes == "changes" and not self.update.sends_changes:
             raise ValueError(
                 f"{exchange} averages changes of the parameters, and {update} sends parameters: "
                 "give the exchange relative=True"

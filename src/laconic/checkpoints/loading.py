@@ -16,7 +16,8 @@ from laconic.checkpoints.manifest import Manifest, newest, read_manifest
 from laconic.checkpoints.plan import Plan, make_plan, received_files
 from laconic.checkpoints.random_state import check_random_state, load_random_state
 from laconic.checkpoints.rank_file import read_rank_file
-from laconic.checkpoints.training_state import Stateful, TrainingState, parameters
+from laconic.checkpoints.training_state import TrainingState, parameters
+from laconic.engine.saved_state import Stateful
 from laconic.sampler import ElasticSampler
 from laconic.tensors import is_sharded, on_mesh_of
 

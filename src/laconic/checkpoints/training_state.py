@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +16,12 @@ from laconic.compat.dist_optimizer import DistOptimizer
 from laconic.compat.fairscale import SlowMoDistributedDataParallel
 from laconic.engine.attached import check_free, synchronizer_of
 from laconic.engine.joint_optimizer import JointOptimizer, as_one, class_names, members
+from laconic.engine.saved_state import Stateful
 from laconic.engine.synchronizer import Synchronizer
 from laconic.tensors import plain
 
 _PREFIX = "laconic: "
 """Begins the names of objects that are laconic's and not the user's."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with state to save: a scheduler, a GradScaler, a sampler, another module."""
-
-    def state_dict(self) -> Any:
-        """Return the state as plain data."""
-        ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load the state."""
-        ...
 
 
 class _Counter:

@@ -142,8 +142,7 @@ class Binding:
     def _replace(self, optimizer: Optimizer) -> None:
         """Replace the bound optimizer by another one over the same parameters."""
         check_free(optimizer)
-        assert self._driver.session.optimizer is not None
-        release(self._driver.session.optimizer)
+        release(self._driver.session.bound)
         self._driver.follow(optimizer)
         claim(optimizer, self._sync)
 
@@ -152,9 +151,7 @@ class Binding:
         problem, self._problem = self._problem, None
         self._compare(problem)
         self.finished = True
-        bound = self._driver.session.optimizer
-        assert bound is not None, "an optimizer must be bound first"
-        held = [p for group in bound.param_groups for p in group["params"]]
+        held = [p for group in self._driver.session.bound.param_groups for p in group["params"]]
         known = {id(p) for p in held}
         own = [p for p in self.module.parameters() if p.requires_grad]
         missing = sum(id(p) not in known for p in own)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -17,21 +16,17 @@ from laconic.engine.synchronizer import Synchronizer
 from laconic.links import Link
 from laconic.links.simulated import current_link
 
-_by_optimizer: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] = (
-    weakref.WeakKeyDictionary()
-)
+_by_optimizer: WeakKeyDictionary[Optimizer, ref[Synchronizer]] = WeakKeyDictionary()
 """Weak on both sides: an attached optimizer's hooks keep its synchronizer alive."""
-_made: weakref.WeakValueDictionary[int, Synchronizer] = weakref.WeakValueDictionary()
+_made: WeakKeyDictionary[Synchronizer, None] = WeakKeyDictionary()
 """All that exist, in the order of `laconic.attach`."""
-_numbers = itertools.count()
 
 
 def claim(optimizer: Optimizer, sync: Synchronizer) -> None:
     """Record that ``sync`` follows ``optimizer``."""
-    if sync not in _all():
-        _made[next(_numbers)] = sync
+    _made[sync] = None
     for each in (optimizer, *members(optimizer)):
-        _by_optimizer[each] = weakref.ref(sync)
+        _by_optimizer[each] = ref(sync)
 
 
 def release(optimizer: Optimizer) -> None:
@@ -121,4 +116,4 @@ def _attached() -> list[Synchronizer]:
 
 
 def _all() -> list[Synchronizer]:
-    return [sync for one in _made.valuerefs() if (sync := one()) is not None]  # threads may add
+    return [sync for one in _made.keyrefs() if (sync := one()) is not None]  # threads may add

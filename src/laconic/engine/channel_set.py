@@ -11,8 +11,8 @@ from laconic.algorithms.round import Round
 from laconic.algorithms.update import Slot, State, in_every_step
 from laconic.buckets import Segment
 from laconic.engine.channel import Channel, is_owned, open_channels
-from laconic.engine.in_flight import RoundContext
 from laconic.engine.offload import HostState
+from laconic.engine.session import Session
 from laconic.errors import check_choice
 from laconic.links.link import Link
 from laconic.parts import Fragment, parameters
@@ -29,11 +29,11 @@ class ChannelSet:
     buffers, optimizer state), selected again at each round: then they `vary`.
     """
 
-    def __init__(self, round: Round, link: Link, replica: Link, context: RoundContext) -> None:
+    def __init__(self, round: Round, link: Link, replica: Link, session: Session) -> None:
         self._round = round
         self._link = link
         self._replica = replica
-        self._context = context
+        self._session = session
         self.all: list[Channel] = []
         self.joined: list[list[Tensor]] = []
         """The parameters that were taken in together: those share buckets."""
@@ -68,7 +68,7 @@ class ChannelSet:
             self.add([held[k] for k in batch])
 
     def _held(self) -> list[Tensor]:
-        return [p for group in self._context.optimizer.param_groups for p in group["params"]]
+        return [p for group in self._session.held() for p in group]
 
     def replace(self, tensors: Tensors) -> None:
         """Open channels for ``tensors``, which vary, in place of those before."""
@@ -83,12 +83,12 @@ class ChannelSet:
     def cut(self, tensors: Tensors, number: int = 0) -> list[Channel]:
         """See `open_channels`."""
         at = self._round.update, self._round.exchange, self._link, self._replica
-        return open_channels(tensors, *at, number, elastic=self._context.elastic)
+        return open_channels(tensors, *at, number, elastic=self._session.elastic is not None)
 
     def varying(self) -> Sequence[dict[str, Tensor]]:
         """The present tensors, by group and name, of a round whose tensors vary."""
         assert not isinstance(self._round.part, Fragment), "parameters do not vary"
-        return self._round.part(self._context.model, self._context.optimizer)
+        return self._round.part(self._session.model, self._session.bound)
 
     def copies(self) -> list[dict[str, Tensor]]:
         """Copies of the present tensors, of a round whose tensors vary."""
@@ -110,14 +110,14 @@ class ChannelSet:
     def _selected(self, joining: set[int]) -> Tensors:
         """The round's tensors among the parameters whose ids are ``joining``. The first time, also
         those that are no parameters of the optimizer."""
-        part, model, optimizer = self._round.part, self._context.model, self._context.optimizer
+        part, session = self._round.part, self._session
         if isinstance(part, Fragment):
-            groups = [group["params"] for group in optimizer.param_groups]
-            return part.segments(model, [[p for p in g if id(p) in joining] for g in groups])
+            groups = [[p for p in g if id(p) in joining] for g in session.held()]
+            return part.segments(session.model, groups)
         others = set() if self.joined else {id(p) for p in self._held()}
         return [
             [t for t in group.values() if id(t) in joining or (others and id(t) not in others)]
-            for group in part(model, optimizer)
+            for group in part(session.model, session.bound)
         ]
 
     def _add(self, tensors: Tensors) -> None:
@@ -133,12 +133,14 @@ class ChannelSet:
 
     def _kept(self, channel: Channel, state: State) -> State:
         """``state``, in host memory if it belongs there."""
-        return HostState(state, channel.bucket.device) if self._context.offload else state
+        device = channel.bucket.device
+        offload = self._session.settings.offload and self._session.device.type != "cpu"
+        return HostState(state, device) if offload else state
 
     def _initial_state(self, channel: Channel) -> State:
         """The update's state on its part of x0. Each state tensor gets a copy of its own."""
         update, bucket = self._round.update, channel.bucket
-        x = bucket.pack(self._context.memory(bucket))
+        x = bucket.pack(self._session.memory(bucket))
         dtype = state_dtype(bucket.dtype)
         owned = update.init(x[channel.region].to(dtype, copy=True))
         if missing := sorted(owned.keys() - update.slots.keys()):
@@ -158,5 +160,5 @@ class ChannelSet:
         if not channel.exchange.slots:
             return {}
         bucket = channel.bucket
-        x = bucket.pack(self._context.memory(bucket))[channel.part]
+        x = bucket.pack(self._session.memory(bucket))[channel.part]
         return channel.exchange.init(x.to(state_dtype(bucket.dtype), copy=True), channel.owned)

@@ -10,15 +10,14 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from laconic.engine import bequest
 from laconic.engine.driver import Driver
 from laconic.engine.reports import Reports
-from laconic.engine.saved_state import checksum
+from laconic.engine.saved_state import Stateful, checksum
 from laconic.engine.session import Session
 from laconic.errors import LinkError, after_step
 from laconic.links.calls import GRADIENTS, Call
@@ -37,16 +36,6 @@ LEFT = 128 + signal.SIGTERM
 _Settings = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]
 """The numbers in the optimizer's parameter groups, the state of the user's objects, and what the
 policy hands over."""
-
-
-class Stateful(Protocol):
-    """An object with state, such as a scheduler."""
-
-    def state_dict(self) -> Any:
-        """Return the state as plain data."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load it."""
 
 
 class Donor:
@@ -125,7 +114,7 @@ class Donor:
             relay.put(StepSettings(step, self._settings[step][0]))
 
     def _settings_now(self, others: dict[str, Any]) -> _Settings:
-        optimizer = optimizer_of(self._driver.session)
+        optimizer = self._driver.session.bound
         return numbers_of(optimizer.param_groups), others, self._policy()
 
     def _read_others(self) -> dict[str, Any] | None:
@@ -161,7 +150,7 @@ class Donor:
         def state() -> Snapshot:
             values = {
                 "model": session.model.state_dict(),
-                "optimizer": optimizer_of(session).state_dict(),
+                "optimizer": session.bound.state_dict(),
             }
             return Snapshot(session.step, plain_copy(values))
 
@@ -220,7 +209,7 @@ class Donor:
         session.comm.drain()
         state = {
             "model": session.model.state_dict(),
-            "optimizer": optimizer_of(session).state_dict(),
+            "optimizer": session.bound.state_dict(),
             "sync": self._driver.state_dict(),
             "others": self._read_others() or {},
             "policy": self._policy(),
@@ -251,15 +240,9 @@ def plain_copy(state: Any) -> Any:
     return plain(state)
 
 
-def optimizer_of(session: Session) -> Optimizer:
-    """The optimizer, which a worker of an elastic run has from the start."""
-    assert session.optimizer is not None, "bound from the start"
-    return session.optimizer
-
-
 def digest_of(session: Session) -> int:
     """Differs if any bit of the parameters or of the optimizer's state differs; not 0."""
-    states = [optimizer_of(session).state.get(p, {}) for p in session.params()]
+    states = [session.bound.state.get(p, {}) for p in session.params()]
     tensors = [t for state in states for _, t in sorted(state.items()) if isinstance(t, Tensor)]
     return 1 + checksum([*session.params(), *tensors])
 

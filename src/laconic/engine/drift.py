@@ -164,12 +164,11 @@ class DriftCheck:
 
 def _settings(session: Session) -> dict[str, str]:
     """The options in the optimizer's parameter groups, by name and group, as text."""
-    assert session.optimizer is not None, "a step was taken"
     return {
         f"{name} of parameter group {number}": str(
             float(value) if isinstance(value, Tensor) else value
         )
-        for number, group in enumerate(session.optimizer.param_groups)
+        for number, group in enumerate(session.bound.param_groups)
         for name, value in group.items()
         if name not in ("params", "param_names")
         and (not isinstance(value, Tensor) or value.numel() == 1)

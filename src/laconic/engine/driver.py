@@ -96,7 +96,7 @@ class Driver:
             session.note_order()
             self.run.start_gradient_rounds({})
             if optimizer is not None:
-                self.run.start(optimizer)
+                self.run.start()
                 self._listen(optimizer)
         except BaseException:
             self.run.detach()  # else its hooks would average the gradients of the next attempt
@@ -112,13 +112,12 @@ class Driver:
         round."""
         assert self.session.optimizer is None, "an optimizer is bound once"
         self.session.bind(optimizer)
-        self.run.start(optimizer)
+        self.run.start()
         self._listen(optimizer)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let ``optimizer``, which moves the same parameters, replace the bound one."""
         self.session.optimizer = optimizer
-        self.run.follow(optimizer)
         for handle in self._handles:
             handle.remove()
         self._listen(optimizer)
@@ -228,7 +227,8 @@ class Driver:
         session.world.check_peers()
         if session.step == 1:
             session.check_first_step()
-        run.after_step()
+        for gradients in run.gradients:
+            gradients.after_step()
 
     @torch.no_grad()
     def observe(self) -> None:
@@ -322,7 +322,7 @@ class Driver:
         """The training raised ``error``: send nothing more, and tell the other ranks."""
         self.events.tell("failure", error)
         self.session.recorder.failed(error)
-        broken = self.session.comm.abandon() or self.run.broken
+        broken = self.session.comm.abandon() or any(g.broken for g in self.run.gradients)
         if self.run.quorum is not None:
             self.run.quorum.abandon()
         self.session.world.leave(broken)

@@ -16,10 +16,11 @@ from torch import Tensor
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, describe, recipe_text
 from laconic.elastic import COORDINATOR_VARIABLE, Elastic
-from laconic.engine.donor import Donor, Stateful, plain_copy
+from laconic.engine.donor import Donor, plain_copy
 from laconic.engine.driver import Driver
 from laconic.engine.newcomers import Newcomer
 from laconic.engine.reports import Reports
+from laconic.engine.saved_state import Stateful
 from laconic.links import Link
 from laconic.links.elastic.faults import Recording, Trace
 from laconic.links.elastic.leases import Need

@@ -13,7 +13,7 @@ trips (`turns_at_once`). The results are the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,11 +32,11 @@ from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.channel import Channel
 from laconic.engine.flat_gradients import FlatGradients, nonzero
 from laconic.engine.gradient_channels import GradientChannels
-from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.engine.overlap import Overlapping, Result, collectives, turns_at_once
+from laconic.engine.session import Session
 from laconic.errors import LinkError, NotFiniteError
-from laconic.links.comm_thread import CommThread, coroutine
-from laconic.links.link import AsyncLink, Link
+from laconic.links.comm_thread import coroutine
+from laconic.links.link import AsyncLink
 from laconic.tensors import local
 
 REENTRANT = (
@@ -68,50 +68,33 @@ class LastMean(Mean):
         return arrival
 
 
-@dataclass(frozen=True)
-class GradientContext:
-    """What gradient rounds need of the engine. ``params()``: the parameters with gradients.
-    ``scale()``: the loss scale of a GradScaler, or None. With a scaler, a gradient that is not
-    finite becomes NaN on all ranks, and is no error, since the scaler skips the step. ``sync()``:
-    whether backward passes average gradients: False under ``no_sync()``. ``elastic``: workers come
-    and go, so a bucket may be averaged again among others."""
-
-    comm: CommThread
-    nonfinite: NonfiniteCheck
-    params: Callable[[], Iterable[Tensor]]
-    scale: Callable[[], float] | None
-    sync: Callable[[], bool]
-    elastic: bool = False
-
-
 class GradientRunner:
-    """Averages gradients by ``r.exchange`` and the `combine` of ``r.update`` over ``link``.
+    """Averages gradients by ``r.exchange`` and the `combine` of ``r.update`` over ``r.over``.
 
-    It does so in every step that is ``due()``: in its backward passes, or else before the
-    optimizer's step. ``announce()`` begins the call with the other ranks and returns its label;
-    then ``clock()`` gives its time. ``unsent``: the `GradientChannels.left_over` of the round
-    before this one.
+    It does so in every step that is due: in its backward passes, or else before the optimizer's
+    step. ``announce()`` begins the call with the other ranks and returns its label. ``unsent``: the
+    `GradientChannels.left_over` of the round before this one.
+
+    With a GradScaler, a gradient that is not finite becomes NaN on all ranks, and is no error,
+    since the scaler skips the step.
     """
 
     def __init__(
         self,
         r: GradientRound,
-        link: Link,
-        context: GradientContext,
-        due: Callable[[], bool],
+        session: Session,
         announce: Callable[[], str],
-        clock: Callable[[], Clock],
         unsent: Mapping[tuple[str, int], Tensor],
     ) -> None:
         self.round = r
         self.exchange = r.exchange
         self._update = r.update
-        self._link, self._comm = link, context.comm
-        self._context = context
-        self._due = due
+        self._session, self._comm = session, session.comm
+        self._link = link = session.links[r.over]
+        self._elastic = session.elastic is not None
+        self._scaler = session.settings.scaler
         self._announce = announce
-        self._clock = clock
-        self.set = GradientChannels(r.exchange, link, context.elastic)
+        self.set = GradientChannels(r.exchange, link, self._elastic)
         self._unsent = unsent
         self._trainable: list[int] = []
         self._params: list[Tensor] = []
@@ -120,7 +103,7 @@ class GradientRunner:
         self._flats: list[FlatGradients] = []
         self._pending: list[Result[None]] = []
         """By bucket sent."""
-        self._overlap = Overlapping(link, context.comm)
+        self._overlap = Overlapping(link, session.comm)
         self._missing: list[int] = []
         """By bucket, how many parameters' gradients have not arrived."""
         self._arrived: set[int] = set()
@@ -141,9 +124,8 @@ class GradientRunner:
         """Follow groups added and parameters frozen or thawed. Returns whether any were added. With
         ``keep``, in a backward pass, none is removed, since its gradient may still be needed."""
         before = {id(p) for p in self._params}
-        chosen = [
-            p for p in self._context.params() if p.requires_grad or (keep and id(p) in before)
-        ]
+        given = self._session.differentiated()
+        chosen = [p for p in given if p.requires_grad or (keep and id(p) in before)]
         trainable = [id(p) for p in chosen]
         if trainable == self._trainable:
             if self._sizes != [(p.numel(), p.dtype) for p in self._params]:
@@ -156,7 +138,7 @@ class GradientRunner:
         if not self.broken:
             self._discard()
         unsent = {**self._unsent, **self.set.left_over()}
-        at = self.exchange, self._link, self._context.elastic
+        at = self.exchange, self._link, self._elastic
         channels = GradientChannels(*at, params, unsent, self.set.scale)
         # what may fail is done: change this object
         self._params, self.set, self._unsent = params, channels, {}
@@ -192,6 +174,16 @@ class GradientRunner:
         if self.broken:
             self._overlap.complete(self._label).wait_quietly()
 
+    def _due(self) -> bool:
+        """Whether this step averages gradients."""
+        return self._session.newcomer is None and self.round.when(self._session.step + 1)
+
+    def _clock(self) -> Clock:
+        step, link = self._session.step, self._link
+        # in an elastic run a unit looks who takes part when it begins
+        present = (1, 0) if self._elastic else (link.size, link.rank)
+        return Clock(step + 1, math.nan, step, 0, *present, seed=self._session.settings.seed)
+
     # -- during backward ----
 
     def _begin(self, task: int) -> None:
@@ -212,7 +204,7 @@ class GradientRunner:
             )
         self._discard()
         self.refresh(keep=True)
-        self.set.rescale(1.0 if self._context.scale is None else self._context.scale())
+        self.set.rescale(1.0 if self._scaler is None else self._scaler.get_scale())
         self._task, self._stream = task, None
         self._missing = list(self.set.counts)
         self._arrived = set()
@@ -228,7 +220,7 @@ class GradientRunner:
 
     def _on_gradient(self, p: Tensor) -> None:
         """Handle the complete gradient of ``p``."""
-        if not ((due := self._due()) and self._context.sync()):
+        if not ((due := self._due()) and self._session.sync_gradients):
             self._averaged = False  # the next pass or step averages gradients under no_sync() too
             self.withheld = due
             return
@@ -284,7 +276,7 @@ class GradientRunner:
         """``flat`` <- combine(mean over the ranks of ``flat``). It becomes NaN if it is not finite
         on some rank. ``overlap``: whether other buckets are under way meanwhile."""
         message, link = flat, collectives(self._link, overlap)
-        if self._context.elastic:
+        if self._elastic:
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
             if exchange.slots and not exchange.keeps_message:
                 message = flat.clone()
@@ -295,8 +287,8 @@ class GradientRunner:
             if arrival.flat is not flat:
                 flat.copy_(arrival.flat)
         except NotFiniteError as error:
-            if self._context.scale is None:
-                self._context.nonfinite.report(error)
+            if self._scaler is None:
+                self._session.nonfinite.report(error)
             flat.fill_(math.nan)
 
     def _end(self) -> None:
@@ -349,7 +341,7 @@ class GradientRunner:
         had = had.to(self.channels[0].bucket.device)
         self._comm.call(partial(self._link.mean, had), label)
         used = [p for p, share in zip(params, had.tolist(), strict=True) if share > 0]
-        multiple = 1 if self._context.elastic else self._link.size
+        multiple = 1 if self._elastic else self._link.size
         for bucket in bucketize([used], multiple):
             flat = FlatGradients(bucket)
             flat.gather()
@@ -358,10 +350,10 @@ class GradientRunner:
             self._comm.call(coroutine(first) if joined else again, label)
             flat.scatter(set())
 
-    def after_step(self, next_due: bool) -> None:
+    def after_step(self) -> None:
         """Prepare for the next step; free the memory if that step averages nothing."""
         self._averaged = self.withheld = False
-        if not next_due:
+        if not self.round.when(self._session.step + 1):
             self._flats = []
 
     @torch.no_grad()

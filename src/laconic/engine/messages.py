@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from laconic.algorithms.exchange import Arrival, Gossip, Scored
 from laconic.algorithms.round import Round
-from laconic.algorithms.scores import of_worker
+from laconic.algorithms.scores import Scores, of_worker
 from laconic.algorithms.update import Clock, State, Tensors, Update, returned
 from laconic.buckets import Bucket
 from laconic.engine.channel import Channel, is_owned
-from laconic.engine.in_flight import RoundContext
 from laconic.engine.overlap import collectives
+from laconic.engine.session import Session
 from laconic.engine.sharded_tensors import ShardedTensors
 from laconic.errors import NotFiniteError
 from laconic.links.link import Link
@@ -43,11 +43,13 @@ class Messenger:
     """Makes and exchanges the messages of ``round``. ``link``: to the other workers; ``replica``:
     to the other ranks of this worker, which share its messages."""
 
-    def __init__(self, round: Round, link: Link, replica: Link, context: RoundContext) -> None:
+    def __init__(
+        self, round: Round, link: Link, replica: Link, session: Session, scores: Scores | None
+    ) -> None:
         self._round = round
         self._link = link
         self._replica = replica
-        self._context = context
+        self._session, self._scores = session, scores
         exchange = round.exchange
         self._gossip = exchange if isinstance(exchange, Gossip) else None
         self._scored = exchange if isinstance(exchange, Scored) else None
@@ -60,7 +62,7 @@ class Messenger:
         update = self._round.update
         lr = self.learning_rate(bucket)
         at = present or (self._link.size, self._link.rank)
-        seed, delay = self._context.seed, self._round.delay
+        seed, delay = self._session.settings.seed, self._round.delay
         clock = Clock(step, lr, executed, delay, *at, seed=seed, bucket=bucket.number)
         if update.whole:
             clock = replace(clock, tensors=self._tensors(bucket))
@@ -71,19 +73,20 @@ class Messenger:
     def learning_rate(self, bucket: Bucket) -> float:
         """That of the bucket's parameter group, whose index changes if the program removes one
         before it; NaN where the update does not use it."""
-        update, groups = self._round.update, self._context.optimizer.param_groups
+        update, optimizer = self._round.update, self._session.bound
         if not update.uses_lr:
             return math.nan
         p = bucket.segments[0].tensor
+        groups = optimizer.param_groups
         own = (group for group in groups if any(each is p for each in group["params"]))
         group = next(own, None) or groups[bucket.group]  # p may be no parameter
         if not has_lr(group):
-            raise ValueError(no_lr(update, self._context.optimizer))
+            raise ValueError(no_lr(update, optimizer))
         return float(group["lr"])
 
     def _tensors(self, bucket: Bucket) -> Tensors:
         if any(is_sharded(s.tensor) for s in bucket.segments):
-            return ShardedTensors(bucket, self._context.shards, self._context.comm)
+            return ShardedTensors(bucket, self._session.links["shards"], self._session.comm)
         return Tensors(bucket.shapes)
 
     def stamped(self, clock: Clock, state: State) -> Clock:
@@ -91,8 +94,8 @@ class Messenger:
         weight = self._round.update.weight
         if weight is not None:
             clock = replace(clock, weight=float(state[weight]))
-        if self._scored is not None and self._context.scores is not None:
-            clock = replace(clock, score=self._context.scores.now(self._scored.score_window))
+        if self._scored is not None and self._scores is not None:
+            clock = replace(clock, score=self._scores.now(self._scored.score_window))
         return clock
 
     def message(
@@ -122,7 +125,8 @@ class Messenger:
         one worker hold the same message: each carries its part across, then they share.
         ``overlap``: whether other buckets are under way meanwhile."""
         update, link = self._round.update, collectives(self._link, overlap)
-        if self._context.elastic:  # another attempt may be among others, and needs the message
+        elastic = self._session.elastic is not None
+        if elastic:  # another attempt may be among others, and needs the message
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
             if channel.exchange.slots and not channel.exchange.keeps_message:
                 message = message.clone()
@@ -146,7 +150,7 @@ class Messenger:
         try:
             with channel.states() as (state, exchange_state):
                 result = await channel.exchange.run(link, part, combine, clock, exchange_state)
-            if self._context.elastic:
+            if elastic:
                 result = result._replace(present=(clock.workers, clock.worker))
         except NotFiniteError as raised:
             error = raised
@@ -155,7 +159,7 @@ class Messenger:
             if bool(failed.any()) and error is None:
                 error = NotFiniteError("what other ranks of this worker carry is not finite")
         if error is not None:
-            self._context.nonfinite.report(error)
+            self._session.nonfinite.report(error)
             return Arrival(message)
         if replica.size > 1:
             replica.all_gather(result.flat, message)

@@ -27,9 +27,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms.exchange import Gossip
-from laconic.engine.donor import RESIDUALS, Stateful, digest_of, optimizer_of, steps_before
+from laconic.engine.donor import RESIDUALS, digest_of, steps_before
 from laconic.engine.driver import Driver
 from laconic.engine.joint_optimizer import members
+from laconic.engine.saved_state import Stateful
 from laconic.errors import LinkError, after_step
 from laconic.links.calls import FINISH, GRADIENTS, Call
 from laconic.links.elastic.feed import Feed
@@ -241,19 +242,18 @@ class Newcomer:
         weights = session.model.state_dict()  # with its modules' versions, which are not sent
         weights.update(state["model"])
         session.model.load_state_dict(weights)
-        optimizer_of(session).load_state_dict(state["optimizer"])
+        session.bound.load_state_dict(state["optimizer"])
 
     def _replay(self, call: Call, feed: Feed) -> None:
         """Repeat the step that ``call`` belongs to."""
         session, run = self._driver.session, self._driver.run
         self._skip_to(steps_before(call))
         step = session.step + 1
-        assert session.optimizer is not None, "bound from the start"
         if any(gradients.round.when(step) for gradients in run.gradients):
             self._use(feed.settings_of(session.step))
             for p in session.params():
                 p.grad = None
-            self._take_step(session.optimizer)  # its hook averages: the gradients of the donor
+            self._take_step(session.bound)  # its hook averages: the gradients of the donor
         else:
             self._driver.advance()
         session.comm.drain()  # delayed rounds take their records in the communication thread
@@ -272,7 +272,7 @@ class Newcomer:
             self._driver.session.comm.drain()
 
     def _use(self, groups: list[dict[str, float]]) -> None:
-        optimizer = optimizer_of(self._driver.session)
+        optimizer = self._driver.session.bound
         for group, numbers in zip(optimizer.param_groups, groups, strict=True):
             group.update(numbers)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange, Rebase, Scored
 from laconic.algorithms.round import Round
+from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import (
     AfterSend,
     AfterStep,
@@ -24,9 +25,10 @@ from laconic.buckets import Bucket, bucketize
 from laconic.engine.channel import Channel, by_tensor, is_owned
 from laconic.engine.channel_set import ChannelSet
 from laconic.engine.comparison import held_by_all
-from laconic.engine.in_flight import InFlightBucket, InFlightRound, RoundContext, X
+from laconic.engine.in_flight import InFlightBucket, InFlightRound
 from laconic.engine.messages import Messenger
 from laconic.engine.overlap import AHEAD, Overlapping
+from laconic.engine.session import Session
 from laconic.errors import after_step
 from laconic.links.comm_thread import Pending, coroutine
 from laconic.links.link import Link
@@ -34,30 +36,41 @@ from laconic.links.simulated import single_link
 from laconic.parts import Fragment, module_buffers
 from laconic.tensors import overwrite
 
+X = -1
+"""The number of memory for x next to messages."""
+
 
 class ParameterRunner:
     """Runs ``round`` over ``link``: `start` sends, `fold_due` folds.
 
+    ``replica``: the link inside this worker; None: the session's.
     ``executed``: how many rounds were started. ``in_flight``: those to be folded later.
     """
 
-    def __init__(self, round: Round, link: Link, context: RoundContext) -> None:
+    def __init__(
+        self,
+        round: Round,
+        link: Link,
+        session: Session,
+        scores: Scores | None,
+        replica: Link | None = None,
+    ) -> None:
         self.round = round
         self.link = link
         # A set that crosses workers consists of the same rank of each: the ranks of a worker share
         # what the worker sends. In any other set each rank sends its own.
         crosses = round.over in ("workers", "group")
-        self._replica = context.replica if crosses else single_link()
-        self._context = context
-        self.set = ChannelSet(round, link, self._replica, context)
-        self._messenger = Messenger(round, link, self._replica, context)
+        self._replica = replica or session.links["replica"] if crosses else single_link()
+        self._session, self._scores = session, scores
+        self.set = ChannelSet(round, link, self._replica, session)
+        self._messenger = Messenger(round, link, self._replica, session, scores)
         # looked up once, since isinstance with a protocol takes longer than a short update
         update = round.update
         self._before = update if isinstance(update, BeforeStep) else None
         self._after = update if isinstance(update, AfterStep) else None
         self._after_send = update if isinstance(update, AfterSend) else None
         self._quiescing = update if isinstance(update, Quiesce) else None
-        self._overlap = Overlapping(link, context.comm)
+        self._overlap = Overlapping(link, session.comm)
         self._sends_part_of_x = update.weight is not None
         """Whether what is in flight is missing from x."""
         self.executed = 0
@@ -80,7 +93,7 @@ class ParameterRunner:
     @property
     def communicates(self) -> bool:
         """Whether its messages leave this rank."""
-        several = self._context.elastic or self.link.size > 1
+        several = self._session.elastic is not None or self.link.size > 1
         across = several and self.round.exchange.communicates
         empty = isinstance(self.round.part, Fragment) and not self.channels
         return not empty and (across or self._replica.size > 1)
@@ -91,14 +104,14 @@ class ParameterRunner:
 
     def like(self, positions: Sequence[Sequence[int]]) -> ParameterRunner:
         """A new runner, as if parameters had joined at these `ChannelSet.positions`."""
-        fresh = ParameterRunner(self.round, self.link, self._context)
+        fresh = ParameterRunner(self.round, self.link, self._session, self._scores)
         fresh.set.add_at(positions)
         return fresh
 
     def elsewhere(self, link: Link, replica: Link) -> ParameterRunner:
         """A new runner, as if on the rank of another run: over ``link``, in a worker of the ranks
         of ``replica``."""
-        fresh = ParameterRunner(self.round, link, replace(self._context, replica=replica))
+        fresh = ParameterRunner(self.round, link, self._session, self._scores, replica)
         fresh.set.add([p for batch in self.set.joined for p in batch])
         return fresh
 
@@ -110,8 +123,9 @@ class ParameterRunner:
         """See `Messenger.learning_rate`."""
         return self._messenger.learning_rate(bucket)
 
-    def _clock(self, bucket: Bucket, step: int) -> Clock:
-        present = self.present if self._context.elastic else None
+    def clock(self, bucket: Bucket, step: int) -> Clock:
+        """See `Messenger.clock`."""
+        present = None if self._session.elastic is None else self.present
         return self._messenger.clock(bucket, step, self.executed, present)
 
     # -- one round ----
@@ -120,12 +134,12 @@ class ParameterRunner:
         """Send this round's messages after ``step``. Without a delay, also fold the answers."""
         if self.set.vary and not (self.round.delay and self._can_select_later):
             job = partial(self._to_send, self.set.varying())
-            self.set.replace(self._context.comm.call(job, self.label(step)))
+            self.set.replace(self._session.comm.call(job, self.label(step)))
         if self.round.delay:
             self.in_flight.append(self._launch(step))
         else:
             self._exchange_now(step)
-            self._context.nonfinite.check(self.exchange, self.label(step)).wait()
+            self._session.nonfinite.check(self.exchange, self.label(step)).wait()
         self.complete()
 
     def complete(self) -> None:
@@ -165,7 +179,7 @@ class ParameterRunner:
         ahead = AHEAD if self._overlap.use(len(self.channels)) else 0
         sent: deque[InFlightBucket] = deque()
         for number, channel in enumerate(self.channels):
-            memory = self._context.memory(channel.bucket, number % (ahead + 1))
+            memory = self._session.memory(channel.bucket, number % (ahead + 1))
             sent.append(self._send(channel, step, memory))
             if len(sent) > ahead:
                 self._fold_bucket(sent.popleft(), step, self.executed)
@@ -179,20 +193,20 @@ class ParameterRunner:
         self._overlap.use(len(self.channels))
         sent = [self._send(c, step, c.bucket.empty()) for c in self.channels]
         self._overlap.complete(self.label(step))
-        checked = self._context.nonfinite.check(self.exchange, self.label(step))
+        checked = self._session.nonfinite.check(self.exchange, self.label(step))
         at = step + self.round.delay, self.executed
         return InFlightRound(*at, Pending.of(sent), checked=checked)
 
     def _send(self, channel: Channel, step: int, memory: Tensor) -> InFlightBucket:
         """Send a bucket's message, made in ``memory`` from x."""
         bucket = channel.bucket
-        clock = self._clock(bucket, step)
+        clock = self.clock(bucket, step)
         message, sent = self._messenger.message(channel, clock, memory)
         clock = self._messenger.stamped(clock, channel.state)
         job = partial(self._messenger.carry, channel, message, clock, self._overlap.used)
         pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
         if self.round.delay and self._after_send is not None:
-            x = bucket.pack(self._context.memory(bucket))
+            x = bucket.pack(self._session.memory(bucket))
             with channel.states() as (state, _):
                 self._after_send.after_send(x, state, clock)
             bucket.unpack(x)
@@ -212,7 +226,7 @@ class ParameterRunner:
                 found.append(InFlightBucket(channel, sent, Pending.of(arrival)))
             return found
 
-        pending = self._context.comm.submit(coroutine(send), self.label(step))
+        pending = self._session.comm.submit(coroutine(send), self.label(step))
         return InFlightRound(step + self.round.delay, executed, pending, copies)
 
     # -- folding ----
@@ -259,9 +273,9 @@ class ParameterRunner:
         if copies is None:
             self.present = present
         if self.round.delay or not update.replaces:
-            at = self._clock(bucket, step)
+            at = self.clock(bucket, step)
             clock = replace(at, executed=executed, weight=arrival.weight, workers=present[0])
-            received, x = x, bucket.pack(self._context.memory(bucket, X))
+            received, x = x, bucket.pack(self._session.memory(bucket, X))
             with channel.states() as (own, _):
                 state = own if copies is None else copies[id(channel)]
                 x = returned(update, "fold", update.fold(x, received, y, state, clock), state)
@@ -303,7 +317,7 @@ class ParameterRunner:
         """``copies``: as in `_fold`."""
         if self._quiescing is not None:
             for channel in self.channels:
-                x = channel.bucket.pack(self._context.memory(channel.bucket))
+                x = channel.bucket.pack(self._session.memory(channel.bucket))
                 with channel.states() as (own, _):
                     state = own if copies is None else copies[id(channel)]
                     self._quiescing.quiesce(x, state, averaged)
@@ -315,7 +329,7 @@ class ParameterRunner:
         """The update's `before_step` on every parameter. ``step``: the one about to be taken."""
         if self._before is not None:
             for channel in self.channels:
-                clock = self._clock(channel.bucket, step)
+                clock = self.clock(channel.bucket, step)
                 for each in by_tensor(channel, self.round.update, clock):
                     self._before.before_step(*each)
 
@@ -328,7 +342,7 @@ class ParameterRunner:
         """The update's `after_step` on every parameter."""
         if self._after is not None and self.round.update.pulls:
             for channel in self.channels:
-                clock = self._clock(channel.bucket, step)
+                clock = self.clock(channel.bucket, step)
                 for each in by_tensor(channel, self.round.update, clock):
                     self._after.after_step(*each)
 
@@ -336,7 +350,7 @@ class ParameterRunner:
         """Clear the optimizer's state of this round's parameters."""
         for channel in self.channels:
             for segment in channel.bucket.segments:
-                self._context.optimizer.state.pop(segment.tensor, None)
+                self._session.bound.state.pop(segment.tensor, None)
 
     # -- what the workers agree on ----
 
@@ -365,7 +379,7 @@ class ParameterRunner:
                 anchor = copies.get(id(channel), state)[name]
             if is_owned(self.round.update, name, anchor):
                 job = partial(self._messenger.gather_owned, anchor, channel)
-                anchor = self._context.comm.call(job, "consensus")
+                anchor = self._session.comm.call(job, "consensus")
             channel.bucket.unpack(anchor)
 
     def _copies(self) -> dict[int, State]:
@@ -385,8 +399,8 @@ class ParameterRunner:
     def start_here(self, step: int) -> None:
         """Make messages relative to the x of now: the first worker's, since processors differ."""
         for channel in self.channels:
-            x = channel.bucket.pack(self._context.memory(channel.bucket))[channel.part]
-            self._context.comm.call(partial(self.link.broadcast, x), self.label(step))
+            x = channel.bucket.pack(self._session.memory(channel.bucket))[channel.part]
+            self._session.comm.call(partial(self.link.broadcast, x), self.label(step))
             _rebase(channel, x)
 
     def rebase(self) -> None:
@@ -394,7 +408,7 @@ class ParameterRunner:
         if self.round.update.anchor and self.exchange.agrees:
             for channel in self.channels:
                 bucket = channel.bucket
-                _rebase(channel, bucket.pack(self._context.memory(bucket))[channel.part])
+                _rebase(channel, bucket.pack(self._session.memory(bucket))[channel.part])
 
 
 def _rebase(channel: Channel, x: Tensor) -> None:

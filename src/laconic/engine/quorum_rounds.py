@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -142,13 +141,11 @@ class QuorumRounds:
         return ran
 
     def _deliver(self, index: int, kind: Kind, step: int) -> None:
-        me, seed = self._link.rank, self._session.settings.seed
         messages, bases, room = [], [], []
         for running in kind.runners:
             for channel in running.channels:
                 exchange, bucket = _exchange(channel), channel.bucket
-                at = step, math.nan, running.executed, 0, self._link.size, me
-                clock = Clock(*at, seed=seed, bucket=bucket.number)
+                clock = running.clock(bucket, step)
                 x = running.round.update.send(bucket.pack(bucket.empty()), channel.state, clock)
                 message = exchange.message(x, channel.exchange_state, clock)
                 messages.append(message)

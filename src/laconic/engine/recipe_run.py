@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from laconic.algorithms.compile import parameter_rounds, score_window
 from laconic.algorithms.exchanges import QuorumMean
@@ -24,10 +22,8 @@ from laconic.algorithms.round import (
     workers_differ,
 )
 from laconic.algorithms.scores import Scores
-from laconic.algorithms.update import Clock
 from laconic.engine.drift import DriftCheck, RoundCheck
-from laconic.engine.gradient_rounds import GradientContext, GradientRunner
-from laconic.engine.in_flight import RoundContext
+from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.messages import has_lr, no_lr
 from laconic.engine.model_checks import check_tensors, shared_memory
@@ -35,6 +31,7 @@ from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.quorum_rounds import QuorumRounds
 from laconic.engine.session import Session
 from laconic.links.calls import GRADIENTS, Call
+from laconic.links.link import Link
 from laconic.parts import module_buffers
 from laconic.tensors import describe as describe_tensor
 from laconic.tensors import is_sharded
@@ -66,26 +63,13 @@ class RecipeRun:
 
     # -- starting ----
 
-    def start(self, optimizer: Optimizer) -> None:
+    def start(self) -> None:
         """Make the parameter rounds, and their state, from the present x."""
         session = self.session
-        if isinstance(optimizer, JointOptimizer):
-            optimizer.keep_order()
-        self._context = RoundContext(
-            session.model,
-            optimizer,
-            session.comm,
-            session.links["replica"],
-            session.links["shards"],
-            session.nonfinite,
-            self.scores,
-            session.settings.seed,
-            session.elastic is not None,
-            session.settings.offload and session.device.type != "cpu",
-        )
-        self.rounds = [
-            ParameterRunner(r, session.links[r.over], self._context) for r in self._planned
-        ]
+        if isinstance(session.optimizer, JointOptimizer):
+            session.optimizer.keep_order()
+        session.scratch.clear()  # of the recipe before this one
+        self.rounds = [self._runner(r) for r in self._planned]
         for running in self.rounds:
             running.set.add(session.params())
         self._checks = {id(r): RoundCheck(session, self.drift, r) for r in self.rounds}
@@ -96,44 +80,21 @@ class RecipeRun:
         """Make the gradient rounds, and have the parameters' hooks call them. ``left``: gradients
         that the rounds before these have not sent."""
         for r in gradient_rounds(self.recipe):  # one by one: `detach` finds those that were made
-            self.gradients.append(self._gradient_round(r, left))
+            announce = partial(self._announce_gradients, r)
+            self.gradients.append(GradientRunner(r, self.session, announce, left))
 
-    def _gradient_round(
-        self, r: GradientRound, left: Mapping[tuple[str, int], Tensor]
-    ) -> GradientRunner:
-        session = self.session
-        link = session.links[r.over]
+    def _announce_gradients(self, r: GradientRound) -> str:
+        session, step = self.session, self.session.step + 1
+        if step == 1:
+            session.note_first_gradients()
+        label = f"{r.name} of step {step}"
+        session.status(label)
+        digest = 0 if self._differ else self.drift.digest()
+        self._announce(session.links[r.over], GRADIENTS, step, digest)
+        return label
 
-        def due() -> bool:
-            return session.newcomer is None and r.when(session.step + 1)
-
-        def announce() -> str:
-            if session.step == 0:
-                session.note_first_gradients()
-            label = f"{r.name} of step {session.step + 1}"
-            session.status(label)
-            digest = 0 if self._differ else self.drift.digest()
-            call = Call(session.step, GRADIENTS, self._starts(session.step + 1), digest)
-            session.comm.before_next(partial(link.begin_call, call, wait=False))
-            return label
-
-        def clock() -> Clock:
-            step = session.step + 1
-            seed = session.settings.seed
-            # in an elastic run a unit looks who takes part when it begins
-            present = (1, 0) if session.elastic is not None else (link.size, link.rank)
-            return Clock(step, math.nan, step - 1, 0, *present, seed=seed)
-
-        settings = session.settings
-        scale = None if settings.scaler is None else settings.scaler.get_scale
-        at = session.comm, session.nonfinite, session.differentiated, scale
-        sync = partial(getattr, session, "sync_gradients")
-        context = GradientContext(*at, sync, session.elastic is not None)
-        return GradientRunner(r, link, context, due, announce, clock, left)
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """Use ``optimizer``, which moves the same parameters, from now on."""
-        self._context.optimizer = optimizer
+    def _runner(self, r: Round) -> ParameterRunner:
+        return ParameterRunner(r, self.session.links[r.over], self.session, self.scores)
 
     def take_in(self) -> None:
         """Take parameters that were added to the optimizer, or thawed, into x, with rank 0's
@@ -160,12 +121,7 @@ class RecipeRun:
 
     def average_optimizer_state(self, r: Round) -> None:
         """Run ``r``, a round on the optimizer's state that this recipe does not have, once."""
-        ParameterRunner(r, self.session.links[r.over], self._context).start(self.session.step)
-
-    def listen(self) -> None:
-        """Put the gradient rounds' hooks on the parameters, after a `detach`."""
-        for gradients in self.gradients:
-            gradients.listen()
+        self._runner(r).start(self.session.step)
 
     def detach(self) -> None:
         """Remove the gradient rounds' hooks."""
@@ -263,11 +219,6 @@ class RecipeRun:
         self.quorum.meet()
         return True
 
-    @property
-    def broken(self) -> bool:
-        """Whether a backward pass sent only some of its buckets."""
-        return any(gradients.broken for gradients in self.gradients)
-
     def unsent(self) -> dict[tuple[str, int], Tensor]:
         """Gradients that a codec has not sent yet, for the rounds of another recipe."""
         found: dict[tuple[str, int], Tensor] = {}
@@ -318,11 +269,6 @@ class RecipeRun:
         for gradients in self.gradients:
             gradients.refresh(keep=keep)
 
-    def after_step(self) -> None:
-        """A step was counted: the gradient rounds forget its averaging."""
-        for gradients in self.gradients:
-            gradients.after_step(gradients.round.when(self.session.step + 1))
-
     @torch.no_grad()
     def pull(self) -> None:
         """The updates' `after_step`; no communication. The recipe's last round comes first."""
@@ -348,7 +294,7 @@ class RecipeRun:
         if self._averaging_ends():
             for running in self.rounds:
                 if running.starts_relative:
-                    self._announce(running)
+                    self._announce_round(running)
                     running.start_here(step)
         return ran
 
@@ -360,19 +306,17 @@ class RecipeRun:
                 if other is not running:
                     other.quiesce(step, averaged=running.round.exchange.agrees)
         self.session.status(running.label(step))
-        self._announce(running, check.digest(step))
+        self._announce_round(running, check.digest(step))
 
-    def _announce(self, running: ParameterRunner, digest: int = 0) -> None:
-        """Tell the other ranks which round the next message belongs to."""
+    def _announce_round(self, running: ParameterRunner, digest: int = 0) -> None:
         if running.communicates:
-            step = self.session.step
-            call = Call(step, running.round.name, self._starts(step), digest)
-            self.session.comm.before_next(partial(running.link.begin_call, call, wait=False))
+            self._announce(running.link, running.round.name, self.session.step, digest)
 
-    def _starts(self, step: int) -> bool:
-        """Whether no round was announced in ``step`` before."""
-        before, self._announced = self._announced, step
-        return before != step
+    def _announce(self, link: Link, name: str, step: int, digest: int) -> None:
+        """Tell the other ranks which round of ``step`` the next message belongs to."""
+        first, self._announced = self._announced != step, step
+        call = Call(self.session.step, name, first, digest)
+        self.session.comm.before_next(partial(link.begin_call, call, wait=False))
 
     def _averaging_ends(self) -> bool:
         """Whether gradients were averaged over all workers in every step so far, and are not in the

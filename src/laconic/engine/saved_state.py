@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +31,17 @@ VERSION, OLDER = 4, 3
 WRAPPER = "SlowMoDistributedDataParallel("
 """Begins the text of a recipe that a wrapped module has, and cannot switch."""
 _CHUNK = 2**20
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with state to save: a scheduler, a GradScaler, a sampler, another module."""
+
+    def state_dict(self) -> Any:
+        """Return the state as plain data."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Load the state."""
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:

@@ -4,6 +4,7 @@ the calls that all ranks make together."""
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.round import Recipe
-from laconic.buckets import bucketize
+from laconic.buckets import Bucket, Scratch, bucketize
 from laconic.engine.batch_check import check_first_gradients, fingerprint
 from laconic.engine.comparison import held_by_all
 from laconic.engine.nonfinite import NonfiniteCheck
@@ -163,6 +164,8 @@ class Session:
             self.elastic.wake = self.comm.poke
         self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
         self.recorder = Recorder(self.ledger)
+        self.scratch: defaultdict[int, Scratch] = defaultdict(Scratch)
+        """Memory for the messages of parameter rounds, by number: see `memory`."""
         self._first_gradients: Tensor | None = None
         """The `fingerprint` of this rank's first gradients, before any averaging."""
         self.step = 0
@@ -189,6 +192,12 @@ class Session:
         """Let ``optimizer`` move the parameters. What it trains joins x, unless it is in x."""
         self.optimizer = optimizer
         self.join(self.joining())
+
+    @property
+    def bound(self) -> Optimizer:
+        """The optimizer, where there must be one."""
+        assert self.optimizer is not None, "the optimizer is bound"
+        return self.optimizer
 
     def held(self) -> list[list[Tensor]]:
         """All parameters of the optimizer, by parameter group."""
@@ -279,6 +288,11 @@ class Session:
         first = [p for p in own if not hooked or id(p) in wanted]
         rest = [p for p in params if id(p) not in known and (hooked or p.grad_fn is None)]
         return first + rest
+
+    def memory(self, bucket: Bucket, number: int = 0) -> Tensor:
+        """Memory for one flat copy of ``bucket``, until that of this ``number`` is asked for
+        again."""
+        return self.scratch[number].take(bucket.length, bucket.dtype, bucket.device)
 
     # -- calls that all ranks make together ----
 

@@ -23,20 +23,20 @@ def successor(
     """Start a run of ``recipe`` on workers that hold the same x. Its gradient rounds send what
     ``run`` left ``unsent``. Also returns a function that makes ``run`` the one at work again."""
     session = run.session
-    assert session.optimizer is not None, "the optimizer is bound"
     new = None
 
     def undo() -> None:
         if new is not None:
             new.detach()
             new.close()
-        run.listen()
+        for gradients in run.gradients:
+            gradients.listen()
 
     run.detach()
     try:
         new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
         new.start_gradient_rounds(unsent)
-        new.start(session.optimizer)
+        new.start()
     except BaseException:  # out of memory, for instance
         undo()
         raise
@@ -87,8 +87,7 @@ class Switcher:
         that skipped steps did not count them. State that some ranks lack, because a parameter had
         no gradient there, is dropped on all."""
         session = self._session
-        assert session.optimizer is not None
-        states, params = session.optimizer.state, session.params()
+        states, params = session.bound.state, session.params()
         present = session.gather(torch.tensor([float(bool(states.get(p))) for p in params]))
         numbers: list[tuple[dict[str, Any], str]] = []
         for p, everywhere in zip(params, present.amin(0).tolist(), strict=True):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -69,12 +69,9 @@ class Coded(Exchange):
         return not self.relative
 
     @property
-    def relative_to_last(self) -> bool:
-        return self.relative
-
-    @property
-    def needs_changes(self) -> bool:
-        return not self.relative  # whole parameters would lose their low bits in every round
+    def takes(self) -> Literal["parameters", "changes"]:
+        # unless they are relative, whole parameters would lose their low bits in every round
+        return "parameters" if self.relative else "changes"
 
     def init(self, x: Tensor, owned: slice) -> State:
         check_codable(self.codec, x)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NoReturn
+from typing import ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -85,12 +85,8 @@ class RadialMean(Exchange):
             )
 
     @property
-    def relative_to_last(self) -> bool:
-        return self.relative
-
-    @property
-    def needs_changes(self) -> bool:
-        return not self.relative
+    def takes(self) -> Literal["parameters", "changes"]:
+        return "parameters" if self.relative else "changes"
 
     @property
     def _mean(self) -> Exchange:
