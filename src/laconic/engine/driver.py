@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from laconic.engine.joint_optimizer import JointOptimizer, class_names, listen, 
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.modes import training_weights
 from laconic.engine.recipe_run import RecipeRun, check_alike
-from laconic.engine.saved_pieces import Saved
+from laconic.engine.saved_pieces import Saved, States
 from laconic.engine.session import Session, Settings
 from laconic.engine.steps import Events, StepHooks, UnseenSteps
 from laconic.engine.switching import Switcher
@@ -220,8 +220,7 @@ class Driver:
                 raise ValueError(NOT_AVERAGED)
             run.check_gradients()
             run.refresh()
-        session.step += 1
-        self.ending.step = session.step
+        self.ending.step = session.step = session.step + 1
         session.in_step = False
         session.status("computing")
         session.world.check_peers()
@@ -350,9 +349,7 @@ class Driver:
             session.gather(torch.zeros(1))  # no worker arrives before rank 0 has loaded
 
     @torch.no_grad()
-    def load_here(
-        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
-    ) -> str | None:
+    def load_here(self, state: States) -> str | None:
         """As `load_state_dict`, without communication. Returns what is wrong, if anything is; then
         nothing has changed."""
         loaded = Loading.prepare(self.run, lambda: loading.parts_of(state, self.run), None)

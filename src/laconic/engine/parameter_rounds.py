@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from laconic.algorithms.exchange import Exchange, Rebase, Scored
 from laconic.algorithms.round import Round
@@ -146,7 +147,7 @@ class ParameterRunner:
         """A round has started, or, with a quorum (`laconic.engine.quorum_rounds`), ended."""
         self.executed += 1
         if self.round.optimizer_state == "reset":
-            self._reset_optimizer()
+            _forget(self.channels, self._session.bound)
 
     def _to_send(self, groups: Sequence[dict[str, Tensor]]) -> list[list[Tensor]]:
         """Of tensors that come and go, those that all ranks have; of buffers, whose mean this is
@@ -328,10 +329,7 @@ class ParameterRunner:
     def before_step(self, step: int) -> None:
         """The update's `before_step` on every parameter. ``step``: the one about to be taken."""
         if self._before is not None:
-            for channel in self.channels:
-                clock = self.clock(channel.bucket, step)
-                for each in by_tensor(channel, self.round.update, clock):
-                    self._before.before_step(*each)
+            _on_every_tensor(self, self._before.before_step, step)
 
     def undo_before_step(self, step: int) -> None:
         """Divide by the push weights again, by which `before_step` has multiplied."""
@@ -341,16 +339,7 @@ class ParameterRunner:
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
         if self._after is not None and self.round.update.pulls:
-            for channel in self.channels:
-                clock = self.clock(channel.bucket, step)
-                for each in by_tensor(channel, self.round.update, clock):
-                    self._after.after_step(*each)
-
-    def _reset_optimizer(self) -> None:
-        """Clear the optimizer's state of this round's parameters."""
-        for channel in self.channels:
-            for segment in channel.bucket.segments:
-                self._session.bound.state.pop(segment.tensor, None)
+            _on_every_tensor(self, self._after.after_step, step)
 
     # -- what the workers agree on ----
 
@@ -358,7 +347,7 @@ class ParameterRunner:
         """Write into x what `finish` would leave there. The round itself does not change."""
         if self._quiescing is None:
             return
-        copies = self._copies()
+        copies = _copies(self.channels)
         for flight in self.in_flight:
             self._fold(flight, step, copies, write=self._sends_part_of_x)
         self._quiesce(averaged=True, copies=copies)
@@ -371,7 +360,7 @@ class ParameterRunner:
         assert name is not None
         copies: dict[int, State] = {}
         if self.in_flight and not self.round.update.replaces:
-            copies = self._copies()
+            copies = _copies(self.channels)
             for flight in self.in_flight:
                 self._fold(flight, step, copies, write=False)
         for channel in self.channels:
@@ -381,14 +370,6 @@ class ParameterRunner:
                 job = partial(self._messenger.gather_owned, anchor, channel)
                 anchor = self._session.comm.call(job, "consensus")
             channel.bucket.unpack(anchor)
-
-    def _copies(self) -> dict[int, State]:
-        """Copies of the channels' states, by the channel's id."""
-        copies: dict[int, State] = {}
-        for channel in self.channels:
-            with channel.states() as (state, _):
-                copies[id(channel)] = {name: t.clone() for name, t in state.items()}
-        return copies
 
     @property
     def starts_relative(self) -> bool:
@@ -415,3 +396,29 @@ def _rebase(channel: Channel, x: Tensor) -> None:
     if isinstance(channel.exchange, Rebase):
         with channel.states() as (_, exchange_state):
             channel.exchange.rebase(x, exchange_state)
+
+
+def _on_every_tensor(
+    runner: ParameterRunner, method: Callable[[Tensor, State, Clock], None], step: int
+) -> None:
+    """Call the update's ``method`` on every parameter."""
+    for channel in runner.channels:
+        clock = runner.clock(channel.bucket, step)
+        for each in by_tensor(channel, runner.round.update, clock):
+            method(*each)
+
+
+def _copies(channels: Sequence[Channel]) -> dict[int, State]:
+    """Copies of the channels' states, by the channel's id."""
+    copies: dict[int, State] = {}
+    for channel in channels:
+        with channel.states() as (state, _):
+            copies[id(channel)] = {name: t.clone() for name, t in state.items()}
+    return copies
+
+
+def _forget(channels: Sequence[Channel], optimizer: Optimizer) -> None:
+    """Clear the optimizer's state of these parameters."""
+    for channel in channels:
+        for segment in channel.bucket.segments:
+            optimizer.state.pop(segment.tensor, None)

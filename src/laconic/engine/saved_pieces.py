@@ -7,7 +7,7 @@ own state, that of all ranks, and that of another number of workers are restored
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +20,8 @@ from laconic.buckets import Bucket
 from laconic.engine.channel import Channel
 
 Saved = dict[str, Any]
+States = Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
+"""What `Synchronizer.state_dict` has returned: a rank's own, or that of all ranks, by rank."""
 
 
 class Runner(Protocol):

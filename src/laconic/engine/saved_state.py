@@ -21,7 +21,15 @@ from laconic.algorithms.update import State
 from laconic.engine.channel import is_owned
 from laconic.engine.in_flight import InFlightBucket, InFlightRound
 from laconic.engine.parameter_rounds import ParameterRunner
-from laconic.engine.saved_pieces import Runner, Saved, Source, buckets_at, pieces_of, restored
+from laconic.engine.saved_pieces import (
+    Runner,
+    Saved,
+    Source,
+    States,
+    buckets_at,
+    pieces_of,
+    restored,
+)
 from laconic.links.comm_thread import Pending
 from laconic.tensors import as_bytes, local
 from laconic.tensors import parts as plain_parts
@@ -148,9 +156,7 @@ def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int |
     return mine
 
 
-def parts_of(
-    state: Mapping[str, Any] | Sequence[Mapping[str, Any] | None], here: Saved
-) -> dict[int, Saved]:
+def parts_of(state: States, here: Saved) -> dict[int, Saved]:
     """The user's ``state`` by the rank that saved it: one rank's own state, or a list of all ranks'
     states, with None for lost ones."""
     states = [state] if isinstance(state, Mapping) else list(state)

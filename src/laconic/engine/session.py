@@ -20,6 +20,7 @@ from laconic.buckets import Bucket, Scratch, bucketize
 from laconic.engine.batch_check import check_first_gradients, fingerprint
 from laconic.engine.comparison import held_by_all
 from laconic.engine.nonfinite import NonfiniteCheck
+from laconic.engine.parties import Choice, Joining
 from laconic.engine.recorder import Recorder
 from laconic.errors import LinkError, after_step, error_text
 from laconic.links.agreement import agree
@@ -34,17 +35,6 @@ from laconic.tensors import as_bytes, is_sharded, itemsize_of, local, parts, rea
 
 PROBLEM = 2**64 - 1
 """The `Call.digest` of a rank that cannot make the call. Digests of values are smaller."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A policy's choice after ``step``: the recipe's text, the measured facts (of `auto`,
-    `laconic.policy.facts.Facts`), and the reason."""
-
-    step: int
-    text: str
-    facts: Any
-    reason: str
 
 
 class Policy(Protocol):
@@ -113,16 +103,6 @@ class Settings:
     hooked: bool = True
     elastic: ElasticLink | None = None
     offload: bool = False
-
-
-class Joining(Protocol):
-    """A worker that has loaded the state of an elastic run, and has taken no step."""
-
-    def arrive(self) -> None:
-        """Take part from the next step on."""
-
-    def finish(self) -> None:
-        """Load what `Synchronizer.finish` leaves on the others."""
 
 
 class Session:
