@@ -144,7 +144,10 @@ def slow(name: str, base: Any, of: Any, period: int, tags: str = "", **options: 
     if options.get("optimizer_state") == "average":
         tags += " moments"
     recipe = la.slowmo(base, period, momentum, lr, **options, **unsharded)
-    reference = lambda *size: o_.SlowMo(of and of(*size), period, momentum, lr, **options)  # noqa: E731
+
+    def reference(*size: int) -> Recipe:
+        return o_.SlowMo(of and of(*size), period, momentum, lr, **options)
+
     row(name, recipe, reference, f"lags {tags}")
 
 
