@@ -210,13 +210,9 @@ class Model(nn.Module):
 
     def __init__(self, case: Case, rank: int) -> None:
         super().__init__()
-        dtypes = [case.dtype for _ in case.shapes]
-        if case.mixed:
-            dtypes = [(torch.bfloat16, case.dtype)[i % 2] for i in range(len(dtypes))]
-        values = [
-            numbers(shape, 1, rank, index).to(dtype)
-            for index, (shape, dtype) in enumerate(zip(case.shapes, dtypes, strict=True))
-        ]
+        dtypes = (torch.bfloat16 if case.mixed else case.dtype, case.dtype)
+        drawn = [numbers(shape, 1, rank, index) for index, shape in enumerate(case.shapes)]
+        values = [x.to(dtypes[index % 2]) for index, x in enumerate(drawn)]
         pairs = range(0, len(values) - 1, 2)
         self.layers = nn.ModuleList(Layer(values[i], values[i + 1]) for i in pairs)
         rest = values[2 * len(pairs) :]
@@ -255,6 +251,11 @@ class StopError(Exception):
 
 class Training:
     """One rank's loop under `laconic.attach`, built as it is after ``begun`` steps."""
+
+    front: Any
+    """What has ``consensus()`` and ``finish()``."""
+    follows = ""
+    """Which attribute of ``front`` is its synchronizer; "" where ``front`` itself is one."""
 
     def __init__(self, case: Case, rank: int, link: Link | None, begun: int = 0) -> None:
         self.case, self.rank, self.link, self.begun = case, rank, link, begun
@@ -296,10 +297,8 @@ class Training:
     def _optimizers(self, begun: int) -> list[torch.optim.Optimizer]:
         case = self.case
         if case.optimizer == "momentum, adamw":
-            made = zip(
-                case.optimizer.split(", "), (self.params[::2], self.params[1::2]), strict=True
-            )
-            return [OPTIMIZERS[name](params, lr=0.05) for name, params in made]
+            names, halves = case.optimizer.split(", "), (self.params[::2], self.params[1::2])
+            return [OPTIMIZERS[n](half, lr=0.05) for n, half in zip(names, halves, strict=True)]
         make = OPTIMIZERS[case.optimizer]
         decay = {"weight_decay": 0.1} if case.absent else {}
         if self.masters is not None:
@@ -322,11 +321,12 @@ class Training:
             options["mesh"] = self.mesh
         if case.faults:
             options["elastic"] = la.Elastic("simulated", others=self.others)
-        self.own_sync = la.attach(self.model, self.optimizer, recipe, **options)
+        self.front = la.attach(self.model, self.optimizer, recipe, **options)
 
     @property
     def sync(self) -> la.Synchronizer:
-        return self.own_sync
+        found: la.Synchronizer = getattr(self.front, self.follows) if self.follows else self.front
+        return found
 
     # -- one step ----
 
@@ -361,10 +361,7 @@ class Training:
 
     def _backward(self, t: int, part: int) -> Tensor:
         loss: Tensor = self.model(self.case, self.rank, t, part)
-        if self.scaler is not None:
-            self.scaler.scale(loss).backward()
-        else:
-            loss.backward()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss
 
     def _fail(self, t: int) -> None:
@@ -373,9 +370,8 @@ class Training:
         def stop(_: Tensor) -> None:
             raise StopError
 
-        early = (
-            torch.zeros((), requires_grad=True) * 1.0
-        )  # what is made first is differentiated last
+        # what is made first is differentiated last
+        early = torch.zeros((), requires_grad=True) * 1.0
         early.register_hook(stop)
 
         def backward() -> None:
@@ -394,10 +390,7 @@ class Training:
             grads = [p.grad.float().reshape(-1) for p in self.params if p.grad is not None]
             self.masters.grad = torch.cat(grads)
         for each in self.steppers:
-            if self.scaler is not None:
-                self.scaler.step(each)
-            else:
-                each.step()
+            each.step() if self.scaler is None else self.scaler.step(each)
         if self.scaler is not None:
             self.scaler.update()
 
@@ -413,23 +406,16 @@ class Training:
         return self.sync.no_sync()
 
     def report(self, loss: float) -> None:
-        self.sync.report_loss(loss)
-
-    @property
-    def front(self) -> Any:
-        """What has ``consensus()`` and ``finish()``."""
-        return self.sync
-
-    def detach(self) -> None:
-        self.front.detach()
+        self.front.report_loss(loss)
 
     # -- saving ----
 
     @property
     def parts(self) -> dict[str, Any]:
         """What a user saves with ``state_dict()``, in the order in which it is loaded."""
-        optimizers = {f"optimizer {n}": each for n, each in enumerate(self.steppers)}
-        return {"model": self.model, **optimizers, "sync": self.sync}
+        found = {f"optimizer {n}": each for n, each in enumerate(self.steppers)}
+        sync = {} if self.follows else {"sync": self.sync}
+        return {"model": self.model, **found, **sync}
 
     def states(self) -> bytes:
         found = {k: part.state_dict() for k, part in {**self.parts, **self.others}.items()}
@@ -481,31 +467,15 @@ class Training:
 class Comm(Training):
     """With a `CommOptimizer`."""
 
-    handle: Any
+    follows = "sync"
 
     def begin(self) -> None:
         name, *rest = self.case.options["arguments"]
-        self.handle = self.make(name, self.case.ranks, *rest, model=self.model, link=self.link)
+        self.front = self.make(name, self.case.ranks, *rest, model=self.model, link=self.link)
 
     def make(self, name: str, *arguments: Any, **options: Any) -> Any:
         self.optimizer = la.CommOptimizer(self.inner, name, *arguments, **options)
         return self.optimizer
-
-    @property
-    def sync(self) -> la.Synchronizer:
-        found: la.Synchronizer = self.handle.sync
-        return found
-
-    @property
-    def front(self) -> Any:
-        return self.handle
-
-    def report(self, loss: float) -> None:
-        self.handle.report_loss(loss)
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
 
 
 class ByHand(Comm):
@@ -515,15 +485,17 @@ class ByHand(Comm):
         return getattr(la, name)(self.inner, *arguments, **options)
 
     def after_step(self, t: int) -> None:
-        self.handle.step()
+        self.front.step()
 
     @property
     def parts(self) -> dict[str, Any]:
-        return {**super().parts, "sync": self.handle}
+        return {**super().parts, "sync": self.front}
 
 
 class SlowMo(Training):
     """With a `SlowMoDistributedDataParallel`; over processes it takes the default group."""
+
+    follows = "synchronizer"
 
     def wrap(self) -> None:
         options = dict(self.case.options)
@@ -533,20 +505,11 @@ class SlowMo(Training):
             options["graph"] = options["graph"](*at, nprocs, self.rank % nprocs)
         if "mixing" in options:
             options["mixing"] = options["mixing"](options["graph"])
-        self.model = la.SlowMoDistributedDataParallel(self.module, nprocs, **options)
+        self.model = self.front = la.SlowMoDistributedDataParallel(self.module, nprocs, **options)
 
     def begin(self) -> None:
         if self.begun:
             self.model.bind(self.inner, self.masters)
-
-    @property
-    def sync(self) -> la.Synchronizer:
-        found: la.Synchronizer = self.model.synchronizer
-        return found
-
-    @property
-    def front(self) -> Any:
-        return self.model
 
     def no_sync(self) -> Any:
         return self.model.no_sync()
@@ -557,17 +520,8 @@ class SlowMo(Training):
     def after_step(self, t: int) -> None:
         self.model.perform_slowmo(self.inner, self.masters)
 
-    @property
-    def parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
 
-
-FRONTS: dict[str, type[Training]] = {
-    "attach": Training,
-    "comm": Comm,
-    "by hand": ByHand,
-    "slowmo": SlowMo,
-}
+FRONTS = {"attach": Training, "comm": Comm, "by hand": ByHand, "slowmo": SlowMo}
 
 
 # -- digests ----
@@ -591,11 +545,8 @@ def tensors_in(state: Any) -> Iterator[Tensor]:
     """All tensors in dicts, lists and tuples."""
     if isinstance(state, Tensor):
         yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from tensors_in(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
+    elif isinstance(state, (Mapping, list, tuple)):
+        for value in state.values() if isinstance(state, Mapping) else state:
             yield from tensors_in(value)
 
 
@@ -661,11 +612,10 @@ class Recorder:
         self.put("finish", step, *training.weights(), *training.module.buffers())
         calls = sorted((c.count, c.bytes) for c in training.sync.calls().values())
         self.put("total", step, sorted(training.ledger().items()), calls)
-        if training.sync.choices:
-            self.put(
-                "choices", step, [(choice.step, choice.text) for choice in training.sync.choices]
-            )
-        training.detach()
+        choices = [(choice.step, choice.text) for choice in training.sync.choices]
+        if choices:
+            self.put("choices", step, choices)
+        training.front.detach()
 
 
 def train(
@@ -773,13 +723,9 @@ def trace_of(recipe: str, folder: Path) -> la.Trace:
     message has arrived, and c leaves after step 10 and gives a what only it has."""
     came, lost, left = TRACES[recipe]
     views = {1: "abc", came: "abcd", lost - 1: "abcd", lost: "acd", left: "ad"}
-    own: dict[str, dict[str, Any]] = {
-        "a": {"from": "c", "step": 10},
-        "c": {"left": 10},
-        "d": {"donor": "a", "step": 5},
-    }
+    own = {"a": {"from": "c", "step": 10}, "c": {"left": 10}, "d": {"donor": "a", "step": 5}}
     for worker in "abcd":
-        events = [own[worker]] if worker in own else []
+        events: list[Any] = [own[worker]] if worker in own else []
         for unit, present in views.items():
             if worker in present:
                 missing = {"missing": ["b"]} if unit == lost - 1 and worker != "b" else {}
@@ -839,8 +785,7 @@ def in_processes(name: str, pools: dict[int, gloo.Pool]) -> tuple[Trace, list[Tr
     """The same over processes; without the ledger of single steps where it depends on time."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
-        given = (over_processes, name, Path(folder))
-        runs = pools[case.ranks].run(*given, ranks=case.ranks)
+        runs = pools[case.ranks].run(over_processes, name, Path(folder), ranks=case.ranks)
     if case.alarm and isinstance(pools, Pools):
         pools.drop(case.ranks)
     trace = combined([trace for trace, _ in runs])
@@ -923,13 +868,9 @@ def _coded() -> None:
         case(f"ddp, codec {name}", la.ddp(codec=codec))
         case(f"local_sgd, codec {name}", la.local_sgd(3, codec=codec), 4)
         case(f"diloco, codec {name}", la.diloco(4, momentum=0.5, codec=codec))
-    late = la.local_sgd(6, delay=4, codec="int4")
-    case("local_sgd, late, int4", late)
-    case(
-        "local_sgd, adamw, average, int8",
-        la.local_sgd(3, codec="int8", optimizer_state="average"),
-        optimizer="adamw",
-    )
+    case("local_sgd, late, int4", la.local_sgd(6, delay=4, codec="int4"))
+    averaged = la.local_sgd(3, codec="int8", optimizer_state="average")
+    case("local_sgd, adamw, average, int8", averaged, optimizer="adamw")
     case("post_local_sgd, int8", la.post_local_sgd(5, 4, codec="int8"))
     case("hierarchical, int4", la.hierarchical(2, 6, codec="int4"), 4, group=2)
     case("easgd, int8", la.easgd(3, pull=0.1, codec="int8"))
@@ -945,8 +886,7 @@ def _coded() -> None:
     case("streaming_diloco, by layers", la.streaming_diloco(6, 2, 2, by="layers"), save=7)
     case("streaming_diloco, Adam", la.streaming_diloco(6, 3, 6, outer=adam, codec="int8"))
     case("sparse_loco, int8", la.sparse_loco(3, 8, 64, decay=0.9, values="int8"), 4)
-    low = la.power_sgd(2, codec="int8")
-    case("power_sgd, int8", low, 4, shapes=MATRIX)
+    case("power_sgd, int8", la.power_sgd(2, codec="int8"), 4, shapes=MATRIX)
     case("power_sgd, start", la.power_sgd(1, start=5), shapes=MATRIX)
     case("power_sgd, adamw", la.power_sgd(1), shapes=MATRIX, optimizer="adamw")
     case("demo, 4 tiles", la.demo(0.9, k=4, chunk=16), 4, optimizer="sgd")
@@ -994,25 +934,18 @@ def _outer() -> None:
     case("slowmo over hierarchical", la.slowmo(la.hierarchical(2, 3), 6, 0.5), 4, group=2)
     case("slowmo over lsgd in groups", la.slowmo(la.lsgd(3, local_period=1), 6, 0.5), 4, group=2)
     case("slowmo, momentum by workers", la.slowmo(la.local_sgd(2), 6), 4)
-    for state in ("average", "reset"):
-        inner = la.local_sgd(2, optimizer_state=state)
-        case(f"slowmo, {state}", la.slowmo(inner, 6, 0.5, optimizer_state=state))
-        case(
-            f"local_sgd, adamw, {state}", la.local_sgd(4, optimizer_state=state), optimizer="adamw"
-        )
+    for how in ("average", "reset"):
+        inner = la.local_sgd(2, optimizer_state=how)
+        case(f"slowmo, {how}", la.slowmo(inner, 6, 0.5, optimizer_state=how))
+        case(f"local_sgd, adamw, {how}", la.local_sgd(4, optimizer_state=how), optimizer="adamw")
     case("local_sgd, adamw, keep", la.local_sgd(4), 4, optimizer="adamw")
     case("diloco, unsharded", la.diloco(4, sharded=False))
     case("diloco, Adam, unsharded", la.diloco(4, outer=adam, sharded=False), 4)
     case("noloco, seed", la.noloco(2, gamma=0.3), 4, options={"seed": 5})
     case("eamsgd, nesterov", la.eamsgd(4, 0.5, pull=0.1), 4, optimizer="nesterov")
     case("lsgd, by gradients", la.lsgd(4, local_period=0, drift=0.3), reports=False)
-    case(
-        "lsgd in groups, by gradients",
-        la.lsgd(4, local_period=2, local_drift=0.4, window=2),
-        4,
-        group=2,
-        reports=False,
-    )
+    groups = la.lsgd(4, local_period=2, local_drift=0.4, window=2)
+    case("lsgd in groups, by gradients", groups, 4, group=2, reports=False)
     case("hierarchical, one group", la.hierarchical(2, 6), 3, group=3)
 
 
@@ -1028,10 +961,8 @@ def _graphs() -> None:
 
 def _replicas() -> None:
     """Workers of two ranks."""
-    names = (
-        "ddp; ddp, int4; local_sgd, late; local_sgd, average; local_sgd, int8; slowmo; sgp, late"
-    )
-    names += "; easgd; lsgd; diloco, late, int4; streaming_diloco; noloco"
+    names = "ddp; ddp, int4; local_sgd, late; local_sgd, average; local_sgd, int8; slowmo"
+    names += "; sgp, late; easgd; lsgd; diloco, late, int4; streaming_diloco; noloco"
     for name in names.split("; "):
         case(f"{name}, 2 ranks a worker", SOME[name], 4, options={"nprocs_per_node": 2})
     both = {"nprocs_per_node": 2, "group_size": 2}
@@ -1041,60 +972,37 @@ def _replicas() -> None:
 def _loops() -> None:
     """Recipes under what a training loop may do."""
     recipes = {**SOME, "sgp": la.sgp("bipartite_linear")}
-    loops: dict[str, tuple[dict[str, Any], str]] = {
-        "buffers": (
-            {"norm": True},
-            "ddp; local_sgd; local_sgd, late; sgp; sgp, late; slowmo; diloco, late",
-        ),
-        "buffers kept": (
-            {"norm": True, "options": {"buffers": "keep"}},
-            "local_sgd; sgp, late; ddp",
-        ),
-        "buffers, 2 ranks a worker": (
-            {"norm": True, "options": {"nprocs_per_node": 2}, "ranks": 4},
-            "local_sgd; local_sgd, late",
-        ),
-        "float64": (
-            {"dtype": torch.float64},
-            "ddp; local_sgd, int8; slowmo; sgp; easgd; lsgd; diloco, late; noloco",
-        ),
-        "bfloat16": (
-            {"dtype": torch.bfloat16},
-            "ddp; ddp, int8; local_sgd; local_sgd, int8; local_sgd, late; slowmo; sgp; sgp, late"
-            "; easgd; diloco, late",
-        ),
-        "two dtypes": ({"mixed": True}, "ddp; local_sgd; slowmo; sgp"),
-        "overflow": ({"overflow": (3, 7, 10)}, "ddp; local_sgd; local_sgd, late; slowmo; lsgd"),
-        "accumulated": ({"accumulate": True}, "ddp; ddp, int8; local_sgd"),
-        "groups": (
-            {"groups": True},
-            "ddp; ddp, int8; local_sgd, int8; local_sgd, late; slowmo; sgp, late; easgd"
-            "; diloco, late; streaming_diloco",
-        ),
-        "absent gradients": (
-            {"absent": True},
-            "ddp; ddp, int8; local_sgd, average; sgp; slowmo; lsgd",
-        ),
-        "schedule": ({"schedule": True}, "local_sgd; slowmo; slowmo over sgp; easgd"),
-        "closure": ({"closure": True}, "ddp; local_sgd, late; slowmo"),
-        "finish": (
-            {"finish_at": 7},
-            "local_sgd, late; diloco, late; sgp, late; slowmo; streaming_diloco; easgd",
-        ),
-    }
-    for loop, (changes, names) in loops.items():
+
+    def loop(title: str, names: str, **changes: Any) -> None:
         for name in names.split("; "):
-            case(f"{name}, {loop}", recipes[name], **changes)
-    for start, end in (
-        ("local_sgd, late", "ddp"),
-        ("ddp, int8", "local_sgd, int8"),
-        ("ddp, int8", "ddp"),
-        ("sgp, late", "slowmo"),
-        ("diloco, late", "ddp, int8"),
-        ("slowmo", "streaming_diloco"),
-    ):
-        changed: dict[str, Any] = {"switch_at": 6, "to": recipes[end], "save": 10}
-        case(f"switch from {start} to {end}", recipes[start], optimizer="adamw", **changed)
+            case(f"{name}, {title}", recipes[name], **changes)
+
+    two = {"nprocs_per_node": 2}
+    most = "ddp; local_sgd; local_sgd, late; sgp; sgp, late; slowmo; diloco, late"
+    loop("buffers", most, norm=True)
+    loop("buffers kept", "local_sgd; sgp, late; ddp", norm=True, options={"buffers": "keep"})
+    both = "local_sgd; local_sgd, late"
+    loop("buffers, 2 ranks a worker", both, norm=True, options=two, ranks=4)
+    most = "ddp; local_sgd, int8; slowmo; sgp; easgd; lsgd; diloco, late; noloco"
+    loop("float64", most, dtype=torch.float64)
+    most = "ddp; ddp, int8; local_sgd; local_sgd, int8; local_sgd, late; slowmo; sgp; sgp, late"
+    loop("bfloat16", f"{most}; easgd; diloco, late", dtype=torch.bfloat16)
+    loop("two dtypes", "ddp; local_sgd; slowmo; sgp", mixed=True)
+    loop("overflow", "ddp; local_sgd; local_sgd, late; slowmo; lsgd", overflow=(3, 7, 10))
+    loop("accumulated", "ddp; ddp, int8; local_sgd", accumulate=True)
+    most = "ddp; ddp, int8; local_sgd, int8; local_sgd, late; slowmo; sgp, late; easgd"
+    loop("groups", f"{most}; diloco, late; streaming_diloco", groups=True)
+    most = "ddp; ddp, int8; local_sgd, average; sgp; slowmo; lsgd"
+    loop("absent gradients", most, absent=True)
+    loop("schedule", "local_sgd; slowmo; slowmo over sgp; easgd", schedule=True)
+    loop("closure", "ddp; local_sgd, late; slowmo", closure=True)
+    most = "local_sgd, late; diloco, late; sgp, late; slowmo; streaming_diloco; easgd"
+    loop("finish", most, finish_at=7)
+    pairs = "local_sgd, late to ddp; ddp, int8 to local_sgd, int8; ddp, int8 to ddp"
+    pairs += "; sgp, late to slowmo; diloco, late to ddp, int8; slowmo to streaming_diloco"
+    for pair in pairs.split("; "):
+        start, end = (recipes[name] for name in pair.split(" to "))
+        case(f"switch from {pair}", start, optimizer="adamw", switch_at=6, to=end, save=10)
     mixed: dict[str, Any] = {"switch_at": 7, "to": la.ddp(), "overflow": (3, 9), "save": 10}
     case("switch with a scaler", recipes["local_sgd"], **mixed)
     case("nothing", (), 2)
@@ -1117,20 +1025,18 @@ def _front_ends() -> None:
                 made(f"{front} {name}, closure", closure=True, reports=False)
             if name == "LSGD":
                 made(f"{front} {name}, by gradients", reports=False)
-    sgp: dict[str, Any] = {
-        "slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP,
-        "slowmo_memory_efficient": False,
-    }
+    whole, efficient = ({"slowmo_memory_efficient": yes} for yes in (False, True))
+    sgp: dict[str, Any] = {"slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP, **whole}
     settings: dict[str, dict[str, Any]] = {
         "local SGD": {},
         "local SGD, 2 shards": {"slowmo_num_shards": 2},
-        "local SGD, not memory efficient": {"slowmo_memory_efficient": False},
+        "local SGD, not memory efficient": whole,
         "local SGD, 2 ranks a node": {"nprocs_per_node": 2},
         "local SGD, one node": {"nprocs_per_node": 4},
         "local SGD, no slow step": {"slowmo_momentum": 0.0, "slowmo_lr": 1.0},
         "local SGD, slow lr 0.7": {"slowmo_lr": 0.7, "slowmo_momentum": 0.2},
         "SGP": sgp,
-        "SGP, memory efficient": {**sgp, "slowmo_memory_efficient": True},
+        "SGP, memory efficient": {**sgp, **efficient},
         "SGP, average": {**sgp, "slowmo_sgp_average_params": True},
         "SGP, 2 ranks a node": {**sgp, "nprocs_per_node": 2},
         "SGP, no push-sum": {**sgp, "push_sum": False},
@@ -1139,11 +1045,7 @@ def _front_ends() -> None:
         "SGP, linear": {**sgp, "graph": la.DynamicDirectedLinearGraph},
         "SGP, bipartite": {**sgp, "graph": la.DynamicBipartiteExponentialGraph},
         "SGP, ring, mixing": {**sgp, "graph": la.RingGraph, "mixing": la.UniformMixing},
-        "SGP, no push-sum, memory efficient": {
-            **sgp,
-            "push_sum": False,
-            "slowmo_memory_efficient": True,
-        },
+        "SGP, no push-sum, memory efficient": {**sgp, "push_sum": False, **efficient},
         "local SGD, every 2 steps": {"localsgd_frequency": 2, "use_streams": False},
     }
     for name, options in settings.items():
@@ -1152,33 +1054,28 @@ def _front_ends() -> None:
     slow: dict[str, Any] = {"slowmo_frequency": 6}
     overlap = {**slow, **settings["SGP, overlap"]}
     uneven = {**overlap, "graph": la.DynamicBipartiteLinearGraph}
-    base = Case((), 4, slow, "slowmo")
-    CASES["SlowMo, SGP, 3 nodes, uneven"] = replace(base, ranks=3, options=uneven)
-    CASES["SlowMo, local SGD, 2 nodes"] = replace(base, ranks=2)
-    CASES["SlowMo, buffers"] = replace(base, norm=True)
-    CASES["SlowMo, buffers kept"] = replace(
-        base, norm=True, options={**slow, "broadcast_buffers": False}
-    )
-    CASES["SlowMo, adamw, schedule"] = replace(base, optimizer="adamw", schedule=True)
-    CASES["SlowMo, overflow"] = replace(base, overflow=(3, 7, 10))
-    CASES["SlowMo, accumulated"] = replace(
-        base, accumulate=True, options={**slow, "nprocs_per_node": 2}
-    )
-    CASES["SlowMo, absent gradients"] = replace(base, absent=True)
-    half: dict[str, Any] = {"dtype": torch.bfloat16, "masters": True}
-    CASES["SlowMo, masters"] = replace(base, **half)
-    CASES["SlowMo, masters, overlap"] = replace(base, options=overlap, **half)
-    CASES["SlowMo, bfloat16"] = replace(base, dtype=torch.bfloat16)
+
+    def slowmo(name: str, ranks: int = 4, options: Any = slow, **more: Any) -> None:
+        case(f"SlowMo, {name}", (), ranks, options=options, front="slowmo", **more)
+
+    slowmo("SGP, 3 nodes, uneven", 3, uneven)
+    slowmo("local SGD, 2 nodes", 2)
+    slowmo("buffers", norm=True)
+    slowmo("buffers kept", options={**slow, "broadcast_buffers": False}, norm=True)
+    slowmo("adamw, schedule", optimizer="adamw", schedule=True)
+    slowmo("overflow", overflow=(3, 7, 10))
+    slowmo("accumulated", options={**slow, "nprocs_per_node": 2}, accumulate=True)
+    slowmo("absent gradients", absent=True)
+    slowmo("masters", dtype=torch.bfloat16, masters=True)
+    slowmo("masters, overlap", options=overlap, dtype=torch.bfloat16, masters=True)
+    slowmo("bfloat16", dtype=torch.bfloat16)
 
 
 def _sharded() -> None:
     """Workers whose models are sharded over two ranks each."""
-    recipes = {
-        name: SOME[name] for name in ("ddp", "ddp, int8", "local_sgd, late", "slowmo", "sgp, late")
-    }
-    recipes["diloco, int4"] = la.diloco(4, codec="int4")
-    for name, recipe in recipes.items():
-        case(f"{name}, FSDP", recipe, 4, sharded=True, shapes=SHAPES[:4])
+    recipes = {**SOME, "diloco, int4": la.diloco(4, codec="int4")}
+    for name in ("ddp", "ddp, int8", "local_sgd, late", "slowmo", "sgp, late", "diloco, int4"):
+        case(f"{name}, FSDP", recipes[name], 4, sharded=True, shapes=SHAPES[:4])
 
 
 def _elastic() -> None:
@@ -1195,14 +1092,13 @@ def _elastic() -> None:
 
 def _quorums() -> None:
     """Rounds with a quorum in virtual time; the second worker is slow."""
+    own: dict[str, Any] = {"quorum": 2, "pace": "own"}
     recipes: dict[str, la.Recipe] = {
         "local_sgd": la.local_sgd(3, quorum=2),
-        "local_sgd, own pace, steps": la.local_sgd(
-            4, quorum=2, pace="own", weigh="steps", grace=0.5
-        ),
+        "local_sgd, own pace, steps": la.local_sgd(4, weigh="steps", grace=0.5, **own),
         "diloco": la.diloco(3, momentum=0.5, quorum=2),
         "diloco, rda, grace": la.diloco(3, momentum=0.5, quorum=1, grace=1.5, average="rda"),
-        "diloco, own pace, int8": la.diloco(4, quorum=2, pace="own", codec="int8"),
+        "diloco, own pace, int8": la.diloco(4, codec="int8", **own),
     }
     for number, (name, recipe) in enumerate(recipes.items()):
         times: dict[str, Any] = {"seconds": (1.0, 2.25, 1.5)}
@@ -1214,8 +1110,8 @@ def _quorums() -> None:
 def _automatic() -> None:
     """``auto()``, with networks of which the choice is clear."""
     for network in ("10gbit", "30kbit"):
-        case = Case(la.auto(), network=network, steps=20, optimizer="sgd", processes=False)
-        CASES[f"auto, {network}"] = case
+        given: dict[str, Any] = {"network": network, "steps": 20, "optimizer": "sgd"}
+        case(f"auto, {network}", la.auto(), processes=False, **given)
 
 
 def _offloaded() -> None:
@@ -1229,8 +1125,8 @@ def _several() -> None:
     both: dict[str, Any] = {"optimizer": "momentum, adamw"}
     for name in ("ddp, int4", "local_sgd, average", "slowmo over late sgp", "diloco, late"):
         case(f"{name}, momentum and adamw", SOME[name], **both)
-    scaled = Case(SOME["local_sgd, late, int8"], overflow=(3, 7, 10), **both)
-    CASES["local_sgd, momentum and adamw, overflow"] = scaled
+    scaled = SOME["local_sgd, late, int8"]
+    case("local_sgd, momentum and adamw, overflow", scaled, overflow=(3, 7, 10), **both)
 
 
 def _skips() -> None:
@@ -1247,17 +1143,10 @@ def _skips() -> None:
 def _interrupted() -> None:
     """By a signal, wherever a step waits for another rank: in the backward pass, in a round, where
     a delayed round is folded, in an outer step, and in ``finish()``."""
-    for name, alarm in (
-        ("ddp", 3),
-        ("ddp, int4", 3),
-        ("local_sgd, average", 3),
-        ("diloco, late", 5),
-        ("sgp", 2),
-        ("slowmo over late sgp", 5),
-        ("streaming_diloco", 2),
-        ("local_sgd, average", 11),
-    ):
-        case(f"{name}, interrupted at {alarm}", SOME[name], 2, alarm=alarm, steps=10)
+    places = "ddp at 3; ddp, int4 at 3; local_sgd, average at 3; diloco, late at 5; sgp at 2"
+    places += "; slowmo over late sgp at 5; streaming_diloco at 2; local_sgd, average at 11"
+    for name, alarm in (place.split(" at ") for place in places.split("; ")):
+        case(f"{name}, interrupted at {alarm}", SOME[name], 2, alarm=int(alarm), steps=10)
 
 
 for _fill in (
@@ -1317,9 +1206,7 @@ def write(path: Path, recorded: Recorded) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def differences(
-    name: str, trace: Trace, wrong: Sequence[Trace], recorded: Mapping[str, str]
-) -> list[str]:
+def differences(name: str, trace: Trace, wrong: list[Trace], recorded: dict[str, str]) -> list[str]:
     """One text for each kind that differs from what is recorded, or after resuming."""
     found = []
     for kind, steps in trace.items():

@@ -25,6 +25,7 @@ from laconic.algorithms.round import Recipe
 from laconic.cli import main
 from laconic.policy.predict import LATER, predict
 
+Capture = pytest.CaptureFixture[str]
 CALM = Cluster(8_000_000, uniform(4, 1, rate=80e6, latency=0.0), step=0.5, spread=0.0)
 """An all-reduce of 8 million numbers takes 4.8 s."""
 
@@ -232,9 +233,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def test_the_example_is_a_cluster_and_so_is_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_is_a_cluster_and_so_is_json(tmp_path: Path, capsys: Capture) -> None:
     assert main(["plan", "--example"]) == 0
     cluster = fields.read(written(tmp_path / "cluster.yaml", capsys.readouterr().out))
     assert [site.name for site in cluster.sites] == ["paris", "oslo", "ohio"]
@@ -255,7 +254,7 @@ def test_the_example_is_a_cluster_and_so_is_json(
 # -- the answer ----
 
 
-def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answer_comes_first(capsys: Capture) -> None:
     assert main([*SMALL, "--mtbf", "1d", "--price", "2", "diloco(16)"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("diloco(16): 32 steps of 4 workers on 2 sites take ")
@@ -326,9 +325,7 @@ def test_the_law_is_that_of_the_paper_and_has_a_domain() -> None:
     assert law.expected(la.diloco(30), 10**9, 4, None).loss is None, "unknown tokens"
 
 
-def test_a_pilot_is_continued_with_a_range(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pilot_is_continued_with_a_range(tmp_path: Path, capsys: Capture) -> None:
     def loss(step: float) -> float:
         return float(6.0 * step**-0.1)
 
@@ -385,9 +382,7 @@ def test_records_give_step_times_the_network_and_failures(tmp_path: Path) -> Non
         measured.read_records(written(path, cut + "\n"))
 
 
-def test_the_planned_timeline_is_beside_the_measured_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_planned_timeline_is_beside_the_measured_one(tmp_path: Path, capsys: Capture) -> None:
     path, picture = records(tmp_path / "run.jsonl"), tmp_path / "plan.svg"
     known = ["plan", "--rate", "1gbit", "--parameters", "1m", "--steps", "40", "--from-metrics"]
     assert main([*known, str(path), "--workers", "4", "--plot", str(picture)]) == 0

@@ -45,9 +45,7 @@ SPELLINGS: dict[str, Callable[[], la.Recipe]] = {
     "slowmo(sgp, average=False)": lambda: la.slowmo(la.sgp(), average=False),
     "outer_step(ddp, outer='muon')": lambda: la.outer_step(la.ddp(), 8, outer="muon"),
     "slowmo(base=local_sgd(period=12))": lambda: la.slowmo(la.local_sgd(12)),
-    "slowmo(slowmo(local_sgd(3), 12), 48)": lambda: la.slowmo(
-        la.slowmo(la.local_sgd(3), 12), period=48
-    ),
+    "slowmo(slowmo(local_sgd(3), 12), 48)": lambda: la.slowmo(la.slowmo(la.local_sgd(3), 12), 48),
 }
 
 

@@ -130,9 +130,7 @@ def test_a_quorum_of_all_is_the_plain_recipe(place: int) -> None:
         plain = (replace(plain[0], exchange=la.exchanges.ShardedMean()),)
     times = (1, 3, 2, 5)[:workers]
     one = la.simulate(partial(train, plain, dtype), workers=workers)
-    other = la.simulate(
-        partial(train, recipe(quorum=workers), dtype), workers=workers, step_seconds=times
-    )
+    other = la.simulate(partial(train, recipe(quorum=workers), dtype), workers, step_seconds=times)
     for a, b in zip(one, other, strict=True):
         assert all(map(torch.equal, a, b))
 

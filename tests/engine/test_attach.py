@@ -256,9 +256,7 @@ def coded_state(model: nn.Module) -> None:
     optimizer = sgd(model)
     la.attach(model, optimizer, la.local_sgd(1, optimizer_state="average"))
     for p in model.parameters():
-        optimizer.state[p]["exp_avg"] = Scaled(
-            torch.zeros(p.shape, dtype=torch.int8), torch.ones(())
-        )
+        optimizer.state[p]["exp_avg"] = Scaled(torch.zeros(p.shape).char(), torch.ones(()))
     optimizer.step()
 
 
@@ -371,6 +369,5 @@ def beside(rank: int, through: bool) -> str:
 def test_training_through_ddp_is_noticed_at_the_first_step(pool: gloo.Pool) -> None:
     """And a wrapper that is not used any more is none of laconic's business."""
     assert set(pool.run(beside, False, ranks=4)) == {""}
-    assert all(
-        "through a DistributedDataParallel" in said for said in pool.run(beside, True, ranks=4)
-    )
+    for said in pool.run(beside, True, ranks=4):
+        assert "through a DistributedDataParallel" in said

@@ -249,9 +249,7 @@ def test_low_precision_over_twenty_steps(recipe: str, dtype: torch.dtype) -> Non
             train(model, optimizer, [x.to(dtype) for x in data(steps=20)[rank]])
         return flat(model)
 
-    low, full = (
-        la.simulate(partial(run, dtype=d), workers=WORKERS) for d in (dtype, torch.float32)
-    )
+    low, full = (la.simulate(partial(run, dtype=d), WORKERS) for d in (dtype, torch.float32))
     assert equal(low) and low[0].dtype == dtype
     assert torch.allclose(low[0].float(), full[0], atol=0.05)
 
@@ -306,7 +304,7 @@ def test_identical_first_gradients_warn_once_on_each_worker(recipe: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("first", "then"),
     [
         (la.ddp(), la.local_sgd(3, delay=2)),
         (la.ddp(codec="int4"), la.diloco(4, momentum=0.5)),
@@ -315,23 +313,21 @@ def test_identical_first_gradients_warn_once_on_each_worker(recipe: str) -> None
         (la.sgp(), la.ddp(codec="int4")),
     ],
 )
-def test_switching_starts_all_workers_from_the_consensus(
-    before: la.Recipe, after: la.Recipe
-) -> None:
+def test_switching_starts_all_workers_from_the_consensus(first: la.Recipe, then: la.Recipe) -> None:
     """Alike in x and in the optimizer's state; and what the recipe before would have ended with."""
 
     def run(rank: int, switch: bool) -> tuple[Tensor, ...]:
-        model, optimizer, sync = attached(rank, before)
+        model, optimizer, sync = attached(rank, first)
         train(model, optimizer, data()[rank][:5])
         if not switch:
             sync.finish()
             return (flat(model),)
-        sync.switch(repr(after))
+        sync.switch(repr(then))
         x = flat(model)
         moments = torch.cat([s["momentum_buffer"].ravel() for s in optimizer.state.values()])
         train(model, optimizer, data(steps=11)[rank][5:])
         sync.finish()
-        assert sync.recipe == after and sync.step == 11
+        assert sync.recipe == then and sync.step == 11
         return x, moments, flat(model)
 
     finished, runs = (la.simulate(partial(run, switch=s), workers=2) for s in (False, True))

@@ -15,72 +15,55 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laconic.integrations import accelerate as integration
 
+from tests.support import by_hand as hand
 from tests.support import forked
-from tests.support.by_hand import (
-    ACCUMULATE,
-    BATCH,
-    CLIP,
-    EVALUATED,
-    RECIPES,
-    SAVED,
-    STEPS,
-    flat,
-    main,
-    network,
-    plain,
-    rate,
-    rounds,
-    samples,
-    spoil,
-)
 
 FOLDER = Path(sys.argv[1])
 
 
 def by_accelerate(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, Any]:
     folder = FOLDER / f"{recipe}-{ranks}"
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
-    model = spoil(rank, network())
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=hand.ACCUMULATE)
+    model = hand.spoil(rank, hand.network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    scheduler = LambdaLR(optimizer, rate)
-    loader = DataLoader(
-        TensorDataset(*samples(STEPS * ACCUMULATE * BATCH * ranks)), batch_size=BATCH
-    )
-    model, optimizer, sync = integration.attach(accelerator, model, optimizer, RECIPES[recipe])
+    scheduler = LambdaLR(optimizer, hand.rate)
+    loader = DataLoader(TensorDataset(*hand.whole(ranks)), batch_size=hand.BATCH)
+    model, optimizer, sync = integration.attach(accelerator, model, optimizer, hand.RECIPES[recipe])
     loader, scheduler = accelerator.prepare(loader, scheduler)
     first, evaluated, steps = 0, {}, 0
     if resume:
         accelerator.load_state(str(folder))
-        first = steps = SAVED
-    batches = loader if not first else accelerator.skip_first_batches(loader, first * ACCUMULATE)
+        first = steps = hand.SAVED
+    batches = accelerator.skip_first_batches(loader, first * hand.ACCUMULATE) if first else loader
     for x, y in batches:
         with accelerator.accumulate(model):
             loss = nn.functional.mse_loss(model(x), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                accelerator.clip_grad_norm_(model.parameters(), hand.CLIP)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
         steps += accelerator.sync_gradients
-        if accelerator.sync_gradients and steps % EVALUATED == 0:
+        if accelerator.sync_gradients and steps % hand.EVALUATED == 0:
             with sync.consensus():
-                evaluated[steps] = flat(model)
-        if accelerator.sync_gradients and steps == SAVED and not resume:
+                evaluated[steps] = hand.flat(model)
+        if accelerator.sync_gradients and steps == hand.SAVED and not resume:
             accelerator.save_state(str(folder))
     sync.finish()
     accelerator.end_training()
-    return {"flat": flat(model), "rounds": rounds(sync), "evaluated": evaluated, "step": sync.step}
+    found = {"flat": hand.flat(model), "rounds": hand.rounds(sync), "evaluated": evaluated}
+    return {**found, "step": sync.step}
 
 
 def in_order(rank: int, ranks: int, number: int) -> list[int]:
     """As Accelerate deals samples."""
-    first = (number * ranks + rank) * BATCH
-    return list(range(first, first + BATCH))
+    first = (number * ranks + rank) * hand.BATCH
+    return list(range(first, first + hand.BATCH))
 
 
 def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
-    return plain(rank, ranks, recipe, in_order, times=ranks)  # as Accelerate's scheduler
+    return hand.plain(rank, ranks, recipe, in_order, times=ranks)  # as Accelerate's scheduler
 
 
 class Counted(nn.Linear):
@@ -101,9 +84,10 @@ def with_dropout(rank: int, ranks: int, resume: bool) -> np.ndarray:
     torch.manual_seed(rank)
     model: Any = nn.Sequential(Counted(6, 24), nn.Dropout(0.3), nn.Linear(24, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    data, generator = TensorDataset(*samples(12 * BATCH * ranks)), torch.Generator()
-    loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=generator.manual_seed(9))
-    model, optimizer, sync = integration.attach(accelerator, model, optimizer, RECIPES["diloco"])
+    data, own = TensorDataset(*hand.samples(12 * hand.BATCH * ranks)), torch.Generator()
+    loader = DataLoader(data, batch_size=hand.BATCH, shuffle=True, generator=own.manual_seed(9))
+    recipe = hand.RECIPES["diloco"]
+    model, optimizer, sync = integration.attach(accelerator, model, optimizer, recipe)
     loader = accelerator.prepare(loader)
     if resume:
         accelerator.load_state(folder)
@@ -116,14 +100,14 @@ def with_dropout(rank: int, ranks: int, resume: bool) -> np.ndarray:
             accelerator.save_state(folder, safe_serialization=False)
     sync.finish()
     sync.detach()
-    integration.attach(accelerator, model, optimizer.optimizer, RECIPES["ddp"])[2].detach()
-    return flat(model)
+    integration.attach(accelerator, model, optimizer.optimizer, hand.RECIPES["ddp"])[2].detach()
+    return hand.flat(model)
 
 
 def shipped(rank: int, folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    model = network()
+    model = hand.network()
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return {k: v.clone() for k, v in model.state_dict().items()}
 
@@ -131,11 +115,11 @@ def shipped(rank: int, folder: Path) -> dict[str, Tensor]:
 def prepared(what: str) -> None:
     options = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[options] * (what == "options"))
-    given: dict[str, Any] = {"model": (model := network())}
+    given: dict[str, Any] = {"model": (model := hand.network())}
     given["optimizer"] = torch.optim.AdamW(model.parameters())
     if what != "options":
         given[what] = accelerator.prepare(given[what])
-    integration.attach(accelerator, **given, recipe=RECIPES["ddp"])
+    integration.attach(accelerator, **given, recipe=hand.RECIPES["ddp"])
 
 
 def run_the_rest(found: dict[str, Any]) -> None:
@@ -143,7 +127,7 @@ def run_the_rest(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(
+    hand.main(
         *(by_accelerate, by_hand, shipped, ".", "laconic", run_the_rest),
         model=lambda _: prepared("model"),
         optimizer=lambda _: prepared("optimizer"),

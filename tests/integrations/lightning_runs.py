@@ -23,24 +23,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import laconic as la
 from laconic.integrations.lightning import LaconicStrategy
 
+from tests.support import by_hand as hand
 from tests.support import forked
-from tests.support.by_hand import (
-    ACCUMULATE,
-    BATCH,
-    CLIP,
-    EVALUATED,
-    RECIPES,
-    SAVED,
-    STEPS,
-    flat,
-    main,
-    network,
-    plain,
-    rate,
-    rounds,
-    samples,
-    spoil,
-)
 
 FOLDER = Path(sys.argv[1])
 
@@ -48,7 +32,7 @@ FOLDER = Path(sys.argv[1])
 class Module(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
-        self.network = network()
+        self.network = hand.network()
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         x, y = batch
@@ -60,7 +44,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
-        scheduler = {"scheduler": LambdaLR(optimizer, rate), "interval": "step"}
+        scheduler = {"scheduler": LambdaLR(optimizer, hand.rate), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
@@ -116,14 +100,15 @@ class Consensus(lightning.Callback):  # type: ignore[misc]
         self.sync = trainer.strategy.sync
 
     def on_validation_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.weights[trainer.global_step] = flat(module)
+        self.weights[trainer.global_step] = hand.flat(module)
 
 
 def trainer_of(ranks: int, recipe: str, folder: Path, **more: Any) -> Any:
+    at = TorchElasticEnvironment()
     return lightning.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=LaconicStrategy(RECIPES[recipe], cluster_environment=TorchElasticEnvironment()),
+        strategy=LaconicStrategy(hand.RECIPES[recipe], cluster_environment=at),
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -136,52 +121,50 @@ def trainer_of(ranks: int, recipe: str, folder: Path, **more: Any) -> Any:
 def by_lightning(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, Any]:
     quiet()
     folder = FOLDER / f"{recipe}-{ranks}"
-    module, seen = spoil(rank, Module()), Consensus()
-    saving = ModelCheckpoint(
-        folder, "{step}", every_n_train_steps=SAVED, save_top_k=-1, enable_version_counter=False
-    )
+    module, seen = hand.spoil(rank, Module()), Consensus()
+    keep: dict[str, Any] = {"save_top_k": -1, "enable_version_counter": False}
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=hand.SAVED, **keep)
     trainer = trainer_of(
         ranks,
         recipe,
         folder,
-        max_steps=STEPS,
-        accumulate_grad_batches=ACCUMULATE,
-        gradient_clip_val=CLIP,
-        val_check_interval=EVALUATED * ACCUMULATE,
+        max_steps=hand.STEPS,
+        accumulate_grad_batches=hand.ACCUMULATE,
+        gradient_clip_val=hand.CLIP,
+        val_check_interval=hand.EVALUATED * hand.ACCUMULATE,
         callbacks=[saving, seen],
         logger=CSVLogger(folder, "log"),
     )
-    data = TensorDataset(*samples(STEPS * ACCUMULATE * BATCH * ranks))
-    check = TensorDataset(*samples(8))
+    data, check = TensorDataset(*hand.whole(ranks)), TensorDataset(*hand.samples(8))
     trainer.fit(
         module,
-        Resumable(data, batch_size=BATCH, shuffle=False),
+        Resumable(data, batch_size=hand.BATCH, shuffle=False),
         DataLoader(check, batch_size=4),
-        ckpt_path=folder / f"step={SAVED}.ckpt" if resume else None,
+        ckpt_path=folder / f"step={hand.SAVED}.ckpt" if resume else None,
     )
     log = (folder / "log").rglob("metrics.csv")
     logged = [path.read_text() for path in log] if not rank else []
-    found = {"flat": flat(module), "rounds": rounds(seen.sync), "evaluated": seen.weights}
+    found = {"flat": hand.flat(module), "rounds": hand.rounds(seen.sync), "evaluated": seen.weights}
     return {**found, "step": seen.sync.step, "logged": logged}
 
 
 def dealt(rank: int, ranks: int, batch: int) -> list[int]:
     """As Lightning deals the samples of a training, which are enough for all steps."""
-    data: Any = range(STEPS * ACCUMULATE * BATCH * ranks)
+    data: Any = range(hand.STEPS * hand.ACCUMULATE * hand.BATCH * ranks)
     sampler: Any = DistributedSampler(data, ranks, rank, shuffle=True, seed=0)
-    return list(sampler)[batch * BATCH : (batch + 1) * BATCH]
+    return list(sampler)[batch * hand.BATCH : (batch + 1) * hand.BATCH]
 
 
 def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
-    return plain(rank, ranks, recipe, dealt)
+    return hand.plain(rank, ranks, recipe, dealt)
 
 
 def by_hand_manually(rank: int, ranks: int) -> np.ndarray:
     la.init()
-    model, (x, y) = network(), samples(STEPS * ACCUMULATE * BATCH * ranks)
+    model, (x, y) = hand.network(), hand.whole(ranks)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (model[0], model[2])]
-    sync = la.attach(model, optimizers, RECIPES["diloco"])
-    for step in range(STEPS * ACCUMULATE):
+    sync = la.attach(model, optimizers, hand.RECIPES["diloco"])
+    for step in range(hand.STEPS * hand.ACCUMULATE):
         own = dealt(rank, ranks, step)
         with nullcontext() if step % 2 else sync.no_sync():
             nn.functional.mse_loss(model(x[own]), y[own]).backward()
@@ -189,19 +172,18 @@ def by_hand_manually(rank: int, ranks: int) -> np.ndarray:
             optimizer.step()
             optimizer.zero_grad()
     sync.finish()
-    return flat(model)
+    return hand.flat(model)
 
 
 def fit_once(module: Module, ranks: int, **more: Any) -> np.ndarray:
     """Train for an epoch, and return the parameters."""
     quiet()
-    data = TensorDataset(*samples(STEPS * ACCUMULATE * BATCH * ranks))
-    trainer = trainer_of(
-        *(ranks, "diloco", FOLDER), max_epochs=1, logger=False, enable_checkpointing=False, **more
-    )
-    loaders = (DataLoader(data, batch_size=BATCH), DataLoader(data, batch_size=BATCH))
+    data = TensorDataset(*hand.whole(ranks))
+    more = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **more}
+    trainer = trainer_of(ranks, "diloco", FOLDER, **more)
+    loaders = (DataLoader(data, batch_size=hand.BATCH), DataLoader(data, batch_size=hand.BATCH))
     trainer.fit(module, *loaders)
-    return flat(module)
+    return hand.flat(module)
 
 
 def manually(rank: int, ranks: int) -> np.ndarray:
@@ -233,13 +215,11 @@ def with_dropout(rank: int, ranks: int, folder: Path, last: int, resume: bool) -
         folder, "{epoch}-{step}", enable_version_counter=False, monitor="step", mode="max",
         save_top_k=2,
     )  # fmt: skip
-    trainer = trainer_of(
-        ranks, "diloco", folder, max_epochs=last, callbacks=[keeping], logger=False
-    )
-    module, data = Random(), TensorDataset(*samples(6 * BATCH * ranks))
+    own = trainer_of(ranks, "diloco", folder, max_epochs=last, callbacks=[keeping], logger=False)
+    module, data = Random(), TensorDataset(*hand.samples(6 * hand.BATCH * ranks))
     path = folder / "epoch=1-step=12.ckpt" if resume else None
-    trainer.fit(module, Resumable(data, batch_size=BATCH, shuffle=True), ckpt_path=path)
-    return flat(module)
+    own.fit(module, Resumable(data, batch_size=hand.BATCH, shuffle=True), ckpt_path=path)
+    return hand.flat(module)
 
 
 def shipped(rank: int, file: Path) -> dict[str, Tensor]:
@@ -263,8 +243,8 @@ def run_the_rest(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        *(by_lightning, by_hand, shipped, f"step={SAVED}.ckpt", f"step={SAVED}.ckpt.laconic"),
-        run_the_rest,
-        options=lambda _: LaconicStrategy(RECIPES["ddp"], find_unused_parameters=True),
+    saved = f"step={hand.SAVED}.ckpt"
+    hand.main(
+        *(by_lightning, by_hand, shipped, saved, f"{saved}.laconic", run_the_rest),
+        options=lambda _: LaconicStrategy(hand.RECIPES["ddp"], find_unused_parameters=True),
     )

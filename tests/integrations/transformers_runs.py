@@ -16,20 +16,8 @@ from transformers.optimization import get_linear_schedule_with_warmup
 import laconic as la
 from laconic.integrations.transformers import LaconicCallback, LaconicTrainer
 
+from tests.support import by_hand as hand
 from tests.support import forked
-from tests.support.by_hand import (
-    ACCUMULATE,
-    CLIP,
-    EVALUATED,
-    RECIPES,
-    SAVED,
-    STEPS,
-    flat,
-    main,
-    rounds,
-    spoil,
-    train,
-)
 
 BATCH, LENGTH = 2, 8
 FOLDER = Path(sys.argv[1])
@@ -53,13 +41,12 @@ def network(dropout: float = 0.0) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     free: dict[str, Any] = {n: dropout for n in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     free["use_cache"] = False  # as the Trainer sets it
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=LENGTH, n_embd=16, n_layer=1, n_head=2, **free)
-    )
+    free |= {"vocab_size": 64, "n_positions": LENGTH}
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, **free))
 
 
 def data_of(ranks: int) -> dict[str, Any]:
-    count = STEPS * ACCUMULATE * BATCH * ranks
+    count = hand.STEPS * hand.ACCUMULATE * BATCH * ranks
     return {"train_dataset": Text(count), "eval_dataset": Text(8)}
 
 
@@ -77,7 +64,7 @@ class InOrder(Sequential, LaconicTrainer):
 
     def prediction_step(self, model: torch.nn.Module, *given: Any, **more: Any) -> Any:
         evaluated = self.__dict__.setdefault("evaluated", {})
-        evaluated.setdefault(self.state.global_step, flat(model))
+        evaluated.setdefault(self.state.global_step, hand.flat(model))
         return super().prediction_step(model, *given, **more)
 
 
@@ -88,16 +75,16 @@ class Plain(Sequential, Trainer):  # type: ignore[misc]
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
     known: dict[str, Any] = {
         "per_device_train_batch_size": BATCH,
-        "gradient_accumulation_steps": ACCUMULATE,
-        "max_steps": STEPS,
+        "gradient_accumulation_steps": hand.ACCUMULATE,
+        "max_steps": hand.STEPS,
         "learning_rate": 0.01,
         "warmup_steps": 5,
-        "max_grad_norm": CLIP,
+        "max_grad_norm": hand.CLIP,
         "optim": "adamw_torch",
         "eval_strategy": "steps",
-        "eval_steps": EVALUATED,
+        "eval_steps": hand.EVALUATED,
         "save_strategy": "steps",
-        "save_steps": SAVED,
+        "save_steps": hand.SAVED,
         "logging_steps": 5,
         "use_cpu": True,
         "report_to": [],
@@ -107,13 +94,14 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 
 
 def by_trainer(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, Any]:
-    folder, model = FOLDER / f"{recipe}-{ranks}", spoil(rank, network())
-    trainer = InOrder(model, arguments(folder), **data_of(ranks), recipe=RECIPES[recipe])
-    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}") if resume else None)
+    folder, model = FOLDER / f"{recipe}-{ranks}", hand.spoil(rank, network())
+    trainer = InOrder(model, arguments(folder), **data_of(ranks), recipe=hand.RECIPES[recipe])
+    saved = str(folder / f"checkpoint-{hand.SAVED}")
+    trainer.train(resume_from_checkpoint=saved if resume else None)
     assert trainer.sync is not None and not trainer.sync.attached
     return {
-        "flat": flat(model),
-        "rounds": rounds(trainer.sync),
+        "flat": hand.flat(model),
+        "rounds": hand.rounds(trainer.sync),
         "history": trainer.state.log_history,
         "evaluated": trainer.__dict__["evaluated"],
         "step": trainer.sync.step,
@@ -128,19 +116,19 @@ def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
     other = [p for name, p in model.named_parameters() if name not in names]
     groups = [{"params": decay, "weight_decay": 0.0}, {"params": other, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-8)
-    scheduler = get_linear_schedule_with_warmup(optimizer, 5, STEPS)
+    scheduler = get_linear_schedule_with_warmup(optimizer, 5, hand.STEPS)
     # as the Trainer counts labels of GPT-2
-    items = torch.tensor(ACCUMULATE * BATCH * LENGTH)
+    items = torch.tensor(hand.ACCUMULATE * BATCH * LENGTH)
     if recipe == "ddp":
         items = items * ranks  # average_tokens_across_devices
 
     def loss(step: int, part: int) -> torch.Tensor:
-        first = ((step * ACCUMULATE + part) * ranks + rank) * BATCH
+        first = ((step * hand.ACCUMULATE + part) * ranks + rank) * BATCH
         x = rows[first : first + BATCH].clone()
         own: torch.Tensor = model(input_ids=x, labels=x, num_items_in_batch=items).loss
         return own * ranks if recipe == "ddp" else own
 
-    return train(recipe, model, optimizer, scheduler.step, loss)
+    return hand.train(recipe, model, optimizer, scheduler.step, loss)
 
 
 def short(
@@ -149,9 +137,9 @@ def short(
     """Parameters after 12 steps, with a save after 6 of them."""
     steps = {"max_steps": 12, "save_steps": 6, "eval_steps": 6, **more}
     at = arguments(FOLDER / folder, **steps)
-    trainer = kind(model, at, **data_of(ranks), recipe=RECIPES["diloco"])
+    trainer = kind(model, at, **data_of(ranks), recipe=hand.RECIPES["diloco"])
     trainer.train(resume_from_checkpoint=resume)
-    return flat(model)
+    return hand.flat(model)
 
 
 def with_dropout(rank: int, ranks: int, resume: bool) -> np.ndarray:
@@ -163,17 +151,16 @@ class Worse(LaconicTrainer):
     """Takes the first model that it evaluates for the best one."""
 
     def _determine_best_metric(self, metrics: Any, trial: Any) -> Any:
-        return super()._determine_best_metric(
-            {**metrics, "eval_loss": float(self.state.global_step)}, trial
-        )
+        metrics = {**metrics, "eval_loss": float(self.state.global_step)}
+        return super()._determine_best_metric(metrics, trial)
 
 
 def best_without_a_shared_folder(rank: int, ranks: int) -> tuple[np.ndarray, np.ndarray | None]:
     """The model in the end, and the saved one that was the best, which the first host has."""
     host = f"host{rank}"
-    end = short(Worse, spoil(rank, network()), host, ranks, load_best_model_at_end=True)
+    end = short(Worse, hand.spoil(rank, network()), host, ranks, load_best_model_at_end=True)
     saved = FOLDER / host / "checkpoint-6"
-    return end, None if rank else flat(GPT2LMHeadModel.from_pretrained(saved))
+    return end, None if rank else hand.flat(GPT2LMHeadModel.from_pretrained(saved))
 
 
 def followed_by_a_trainer(rank: int, ranks: int) -> tuple[str, np.ndarray, np.ndarray]:
@@ -181,11 +168,11 @@ def followed_by_a_trainer(rank: int, ranks: int) -> tuple[str, np.ndarray, np.nd
     model, data = network(), data_of(ranks)
     quiet = {"eval_strategy": "no", "save_strategy": "no", "average_tokens_across_devices": False}
     at = arguments(FOLDER / "followed", **quiet)
-    Plain(model, at, **data, callbacks=[LaconicCallback(RECIPES["diloco"])]).train()
-    trained = flat(model)
+    Plain(model, at, **data, callbacks=[LaconicCallback(hand.RECIPES["diloco"])]).train()
+    trained = hand.flat(model)
     second = Trainer(model, arguments(FOLDER / "followed", **quiet, max_steps=4), **data)
     second.train()
-    return type(second.model_wrapped).__name__, trained, flat(model)
+    return type(second.model_wrapped).__name__, trained, hand.flat(model)
 
 
 def shipped(rank: int, folder: Path) -> dict[str, torch.Tensor]:
@@ -193,13 +180,13 @@ def shipped(rank: int, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def evaluated_by_a_callback(_: int) -> None:
-    at, callbacks = arguments(FOLDER / "refused"), [LaconicCallback(RECIPES["diloco"])]
+    at, callbacks = arguments(FOLDER / "refused"), [LaconicCallback(hand.RECIPES["diloco"])]
     Trainer(network(), at, **data_of(1), callbacks=callbacks)
 
 
 def refused(_: int, **options: Any) -> None:
     at = arguments(FOLDER / "refused", **options)
-    InOrder(network(), at, **data_of(1), recipe=RECIPES["ddp"])
+    InOrder(network(), at, **data_of(1), recipe=hand.RECIPES["ddp"])
 
 
 def run_the_rest(found: dict[str, Any]) -> None:
@@ -209,8 +196,8 @@ def run_the_rest(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    checkpoint = f"checkpoint-{SAVED}"
-    main(
+    checkpoint = f"checkpoint-{hand.SAVED}"
+    hand.main(
         *(by_trainer, by_hand, shipped, checkpoint, f"{checkpoint}/laconic", run_the_rest),
         callback=evaluated_by_a_callback,
         batch_size=partial(refused, auto_find_batch_size=True),

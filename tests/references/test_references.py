@@ -78,9 +78,7 @@ def test_rounds_keep_the_mean(name: str) -> None:
     assert row.reference is not None
     recipe = row.reference(2)
     recipe.pull = 0.0  # type: ignore[attr-defined]
-    trace = run(
-        *(recipe, 4, STEPS, [SGD(0.9), SGD()], lambda group, t: 0.1 * (t < 6)), *(DATA, INIT)
-    )
+    trace = run(recipe, 4, STEPS, [SGD(0.9), SGD()], lambda _, t: 0.1 * (t < 6), DATA, INIT)
     for t in range(6, STEPS):
         if "easgd" in name:
             sums = [add(scale(4.0, mean(trace.workers[k])), trace.consensus[k]) for k in (5, t)]

@@ -132,6 +132,11 @@ def samples(count: int) -> tuple[Tensor, Tensor]:
     return x, x[:, :2] * x[:, 2:4]
 
 
+def whole(ranks: int) -> tuple[Tensor, Tensor]:
+    """All samples of a training."""
+    return samples(STEPS * ACCUMULATE * BATCH * ranks)
+
+
 def rate(step: int) -> float:
     return 1.0 / (1.0 + step / 20)
 
@@ -142,7 +147,7 @@ def plain(
     """The training by hand: ``rows(rank, ranks, k)`` are those of batch k, and the scheduler takes
     so many ``times`` a step."""
     la.init()
-    model, (x, y) = network(), samples(STEPS * ACCUMULATE * BATCH * ranks)
+    model, (x, y) = network(), whole(ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 

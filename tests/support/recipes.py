@@ -18,7 +18,8 @@ from laconic.algorithms.exchanges import LowRank
 from laconic.algorithms.topology import Graph
 from laconic.codecs import Int2, Int4, Int8
 
-from tests.references import coded, gossip, gradients, outer, parameters
+from tests.references import coded, gossip, outer, parameters
+from tests.references.gradients import BUCKET, DDP, DeMo, PowerSGD
 from tests.references.problem import LAYERS, SHAPES, Recipe
 from tests.support import own_updates
 from tests.support.training import Job, constant_lr
@@ -75,7 +76,7 @@ def pairs(k: int, n: int) -> list[tuple[int, int]]:
 
 def first_basis(rank: int) -> Any:
     """Where PowerSGD begins."""
-    shapes = [torch.Size(SHAPES[name]) for name in gradients.BUCKET]
+    shapes = [torch.Size(SHAPES[name]) for name in BUCKET]
     x = torch.zeros(sum(shape.numel() for shape in shapes), dtype=torch.float64)
     return LowRank(rank).shaped(shapes).init(x, slice(0, len(x)))["basis"].numpy()
 
@@ -103,13 +104,14 @@ def row(
 def alike(
     name: str,
     tags: str,
-    make: Callable[..., la.Recipe],
-    loop: Callable[..., Recipe],
+    kinds: tuple[Any, Any],
     *given: Any,
     codec: tuple[Any, Any] | None = None,
     **options: Any,
 ) -> None:
-    """A row whose recipe and reference take the same arguments, but for the ``codec`` of each."""
+    """A row whose recipe and reference take the same arguments, but for the ``codec`` of each.
+    ``kinds``: what makes the recipe, and the reference."""
+    make, loop = kinds
     own, its = ({} if codec is None else {"codec": codec[i]} for i in (0, 1))
     row(name, make(*given, **options, **own), partial(loop, *given, **options, **its), tags)
 
@@ -126,55 +128,42 @@ MUON = 1e-8
 which depend on the processor: up to 3e-10 was seen."""
 
 
+LOCAL, DILOCO = (la.local_sgd, p_.LocalSGD), (la.diloco, o_.DiLoCo)
+SGP, DPSGD = (la.sgp, g_.SGP), (la.d_psgd, g_.DPSGD)
+
+
+def by_adam(period: int) -> Recipe:
+    return o_.DiLoCo(period, outer=o_.adam_outer(0.01))
+
+
 def slow(name: str, base: Any, of: Any, period: int, tags: str = "", **options: Any) -> None:
-    """A row of slowmo; ``options`` are alike in the recipe and in the reference."""
+    """A row of slowmo; ``options`` are alike in the recipe and in the reference, and ``of`` takes
+    the size of groups if it is grouped."""
     unsharded: dict[str, Any] = {"sharded": False} if "unsharded" in name else {}
     momentum, lr = options.pop("momentum", 0.5), options.pop("lr", 1.0)
     if options.get("optimizer_state") == "average":
         tags += " moments"
     recipe = la.slowmo(base, period, momentum, lr, **options, **unsharded)
-    reference = lambda: o_.SlowMo(of and of(), period, momentum, lr, **options)  # noqa: E731
+
+    def reference(*size: int) -> Recipe:
+        return o_.SlowMo(of and of(*size), period, momentum, lr, **options)
+
     row(name, recipe, reference, f"lags {tags}")
 
 
 # ---------------------------------------------------------------- recorded in the golden digests
-row("ddp", la.ddp(), gradients.DDP, "golden equal")
-row(
-    "ddp, coded", la.ddp(codec="int4"), lambda: gradients.DDP(coded.int4(256)), "golden whole equal"
-)
-row(
-    "power_sgd",
-    la.power_sgd(2),
-    lambda: gradients.PowerSGD(2, first_basis(2)),
-    "golden whole equal",
-)
-row(
-    "demo",
-    la.demo(k=8, chunk=8),
-    lambda: gradients.DeMo(0.999, 8, 8),
-    "golden whole equal",
-    optimizer="sgd",
-    lr=constant_lr,
-    sizes=(4, 8, 16),
-)
+row("ddp", la.ddp(), DDP, "golden equal")
+row("ddp, coded", la.ddp(codec="int4"), lambda: DDP(coded.int4(256)), "golden whole equal")
+low = la.power_sgd(2), lambda: PowerSGD(2, first_basis(2))
+row("power_sgd", *low, "golden whole equal")
+tiles: dict[str, Any] = {"optimizer": "sgd", "lr": constant_lr, "sizes": (4, 8, 16)}
+row("demo", la.demo(k=8, chunk=8), lambda: DeMo(0.999, 8, 8), "golden whole equal", **tiles)
 row("local_sgd", la.local_sgd(4), lambda: p_.LocalSGD(4), "golden conserves")
 row("local_sgd, late", la.local_sgd(6, delay=4), lambda: p_.LocalSGD(6, 4), "golden conserves")
-alike(
-    "local_sgd, average",
-    "golden moments conserves",
-    la.local_sgd,
-    p_.LocalSGD,
-    3,
-    optimizer_state="average",
-)
-alike("local_sgd, coded", "golden", la.local_sgd, p_.LocalSGD, 3, codec=BYTE)
+alike("local_sgd, average", "golden moments conserves", LOCAL, 3, optimizer_state="average")
+alike("local_sgd, coded", "golden", LOCAL, 3, codec=BYTE)
 row("post_local_sgd", la.post_local_sgd(5, 4), lambda: p_.post_local_sgd(5, 4), "golden conserves")
-row(
-    "hierarchical",
-    la.hierarchical(2, 6),
-    lambda size: p_.Hierarchical(2, 6, size),
-    "golden grouped conserves",
-)
+alike("hierarchical", "golden grouped conserves", (la.hierarchical, p_.Hierarchical), 2, 6)
 local2 = la.local_sgd(2), lambda: p_.LocalSGD(2)
 slow("slowmo", *local2, 5, "golden", momentum=0.4)
 slow("slowmo, unsharded", None, None, 5, "golden", momentum=0.4)
@@ -182,7 +171,7 @@ slow("slowmo, no average", la.sgp(), g_.SGP, 5, "golden gossip", momentum=0.4, a
 late_sgp = la.sgp(delay=2), lambda: g_.SGP(delay=2)
 slow("slowmo over late sgp", *late_sgp, 5, "golden gossip", momentum=0.4)
 row("sgp", la.sgp(), g_.SGP, "golden gossip conserves")
-alike("sgp, bipartite", "golden gossip irregular conserves", la.sgp, g_.SGP, "bipartite_linear")
+alike("sgp, bipartite", "golden gossip irregular conserves", SGP, "bipartite_linear")
 row("sgp, late", la.sgp(delay=2), lambda: g_.SGP(delay=2), "golden gossip conserves")
 row("d_psgd", la.d_psgd(), g_.DPSGD, "golden gossip conserves")
 row("d_psgd, late", la.d_psgd(delay=1), lambda: g_.DPSGD(delay=1), "golden gossip conserves")
@@ -190,53 +179,27 @@ row("easgd", la.easgd(3, pull=0.1), lambda: p_.EASGD(3, pull=0.1), "golden lags"
 row("eamsgd", la.eamsgd(3), lambda: p_.EASGD(3), "golden lags")
 row("downpour", la.downpour(4), lambda: p_.Downpour(4), "golden lags")
 row("lsgd", la.lsgd(4, local_period=0), lambda: p_.LSGD(4), "golden")
-row(
-    "lsgd, groups",
-    la.lsgd(4, local_period=2),
-    lambda size: p_.LSGD(4, 2, group_size=size),
-    "golden grouped",
-)
+groups = la.lsgd(4, local_period=2)
+row("lsgd, groups", groups, lambda size: p_.LSGD(4, 2, group_size=size), "golden grouped")
 row("diloco", la.diloco(5, momentum=0.5), lambda: o_.DiLoCo(5, 0.7, 0.5), "golden lags")
-alike("diloco, late", "golden lags", la.diloco, o_.DiLoCo, 5, 0.7, 0.5, delay=4)
-row(
-    "diloco, Adam",
-    la.diloco(3, outer=adam),
-    lambda: o_.DiLoCo(3, outer=o_.adam_outer(0.01)),
-    "golden lags",
-)
-row(
-    "diloco, eager",
-    la.diloco(5, momentum=0.5, delay=4, merge="eager"),
-    lambda: o_.Eager(5, 0.7, 0.5),
-    "golden",
-)
-alike("diloco, loscar", "golden lags", la.diloco, o_.DiLoCo, 5, 1.0, 0.0, delay=4, merge="loscar")
+alike("diloco, late", "golden lags", DILOCO, 5, 0.7, 0.5, delay=4)
+row("diloco, Adam", la.diloco(3, outer=adam), lambda: by_adam(3), "golden lags")
+eager = la.diloco(5, momentum=0.5, delay=4, merge="eager")
+row("diloco, eager", eager, lambda: o_.Eager(5, 0.7, 0.5), "golden")
+alike("diloco, loscar", "golden lags", DILOCO, 5, 1.0, 0.0, delay=4, merge="loscar")
 STREAMING = partial(la.streaming_diloco, 6, 3, 3, momentum=0.5)
 row("streaming_diloco", STREAMING(codec="int4"), None, "golden lags")
 row("streaming_diloco, int2", STREAMING(codec="int2"), None, "golden lags")
 row("muloco", la.muloco(5), lambda: o_.DiLoCo(5, 0.7, 0.6), "golden lags")
-row(
-    "muloco, outer, late",
-    la.muloco(5, outer="muon", delay=4),
-    lambda: o_.DiLoCo(5, 0.7, 0.6, 4, muon=True),
-    "golden lags",
-    MUON,
-)
+late = la.muloco(5, outer="muon", delay=4)
+row("muloco, outer, late", late, lambda: o_.DiLoCo(5, 0.7, 0.6, 4, muon=True), "golden lags", MUON)
 row("muloco, outer, coded", la.muloco(5, outer="muon", codec="int2"), None, "golden lags")
-alike("diloco, rda", "golden lags whole", la.diloco, o_.DiLoCo, 5, 0.7, 0.5, average="rda")
-row(
-    "diloco, rda, coded",
-    la.diloco(5, momentum=0.5, average="rda", codec="int8"),
-    None,
-    "golden lags whole",
-)
+alike("diloco, rda", "golden lags whole", DILOCO, 5, 0.7, 0.5, average="rda")
+radial = la.diloco(5, momentum=0.5, average="rda", codec="int8")
+row("diloco, rda, coded", radial, None, "golden lags whole")
 row("des_loc", la.des_loc(2, 4, 6), lambda: p_.DesLoc(2, 4, 6), "golden moments conserves")
-row(
-    "sparse_loco",
-    la.sparse_loco(3, 8, 64),
-    lambda: o_.sparse_loco(3, 8, 64, values=coded.int2(8)),
-    "golden lags whole",
-)
+sparse = la.sparse_loco(3, 8, 64), lambda: o_.sparse_loco(3, 8, 64, values=coded.int2(8))
+row("sparse_loco", *sparse, "golden lags whole")
 row("noloco", la.noloco(3), lambda: o_.NoLoCo(3, pairing=pairs), "golden gossip irregular")
 
 # ---------------------------------------------------------------- other settings
@@ -244,41 +207,32 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "delay=.* is longer than the period")
     row("nothing", (), Recipe, "conserves")
     row("local_sgd(1)", la.local_sgd(1), lambda: p_.LocalSGD(1), "conserves equal variant")
-    alike("local_sgd(4, delay=2)", "conserves variant", la.local_sgd, p_.LocalSGD, 4, delay=2)
+    alike("local_sgd(4, delay=2)", "conserves variant", LOCAL, 4, delay=2)
     row("local_sgd(3, delay=7)", la.local_sgd(3, delay=7), lambda: p_.LocalSGD(3, 7), "conserves")
-    alike("local_sgd(1, delay=1)", "conserves variant", la.local_sgd, p_.LocalSGD, 1, delay=1)
-    alike("local_sgd(4, reset)", "conserves", la.local_sgd, p_.LocalSGD, 4, optimizer_state="reset")
-    alike("local_sgd(4, delay=3, coded)", "", la.local_sgd, p_.LocalSGD, 4, delay=3, codec=BLOCKS)
-    row(
-        "power_sgd(1, start=4)",
-        la.power_sgd(1, start=4),
-        lambda: gradients.PowerSGD(1, first_basis(1), 4),
-        "whole equal",
-    )
+    alike("local_sgd(1, delay=1)", "conserves variant", LOCAL, 1, delay=1)
+    alike("local_sgd(4, reset)", "conserves", LOCAL, 4, optimizer_state="reset")
+    alike("local_sgd(4, delay=3, coded)", "", LOCAL, 4, delay=3, codec=BLOCKS)
+    begun = la.power_sgd(1, start=4), lambda: PowerSGD(1, first_basis(1), 4)
+    row("power_sgd(1, start=4)", *begun, "whole equal")
     row("power_sgd(2, coded)", la.power_sgd(2, codec="int8"), None, "whole equal")
     for codec, expected, tags in (
         ("int8", coded.int8(256), "whole equal variant"),
         ("float16", coded.cast("float16"), "whole equal"),
         (SMALL, small(), "whole equal variant"),
     ):
-        row(f"ddp({codec})", la.ddp(codec=codec), partial(gradients.DDP, expected), tags)
+        row(f"ddp({codec})", la.ddp(codec=codec), partial(DDP, expected), tags)
 
     slow("slowmo(None, 4)", None, None, 4, "variant")
     slow("slowmo(local_sgd(2), 6)", *local2, 6, "variant", momentum=0.6, lr=0.9)
     slow("slowmo(local_sgd(2), 6, unsharded)", *local2, 6, "variant")
     slow("slowmo(local_sgd(2), 6, no average)", *local2, 6, "variant", average=False)
     slow("slowmo(local_sgd(2), 6, reset)", *local2, 6, optimizer_state="reset")
-    slow(
-        "slowmo(local_sgd(2), 6, average)",
-        la.local_sgd(2, optimizer_state="average"),
-        lambda: p_.LocalSGD(2, optimizer_state="average"),
-        6,
-        optimizer_state="average",
-    )
+    own, its = (partial(kind, 2, optimizer_state="average") for kind in LOCAL)
+    slow("slowmo(local_sgd(2), 6, average)", own(), its, 6, optimizer_state="average")
     slow("slowmo(local_sgd(3, delay=4), 5)", la.local_sgd(3, delay=4), lambda: p_.LocalSGD(3, 4), 5)
     post = la.post_local_sgd(5, 2), lambda: p_.post_local_sgd(5, 2)
     slow("slowmo(post_local_sgd(5, 2), 4)", *post, 4, "variant")
-    slow("slowmo(ddp, 3)", la.ddp(), gradients.DDP, 3, "equal")
+    slow("slowmo(ddp, 3)", la.ddp(), DDP, 3, "equal")
     slow("slowmo(sgp(), 4)", la.sgp(), g_.SGP, 4, "gossip variant", momentum=0.6)
     slow("slowmo(sgp(delay=2), 5)", *late_sgp, 5, "gossip variant")
     uneven = (la.sgp("bipartite_linear", delay=2), lambda: g_.SGP("bipartite_linear", delay=2))
@@ -296,46 +250,24 @@ with warnings.catch_warnings():
         lambda: o_.SlowMo(p_.LocalSGD(2, codec=small()), 6, 0.6, 0.8, codec=coded.int8(256)),
         "lags",
     )
-    row(
-        "slowmo(hierarchical(2, 3), 6)",
-        la.slowmo(la.hierarchical(2, 3), 6, 0.5),
-        lambda size: o_.SlowMo(p_.Hierarchical(2, 3, size), 6),
-        "lags grouped variant",
-    )
-    row(
-        "slowmo(lsgd(3, local_period=1), 6)",
-        la.slowmo(la.lsgd(3, local_period=1), 6, 0.5),
-        lambda size: o_.SlowMo(p_.LSGD(3, 1, group_size=size), 6),
-        "lags grouped",
-    )
+    inner = la.hierarchical(2, 3), lambda size: p_.Hierarchical(2, 3, size)
+    slow("slowmo(hierarchical(2, 3), 6)", *inner, 6, "grouped variant")
+    leaders = la.lsgd(3, local_period=1), lambda size: p_.LSGD(3, 1, group_size=size)
+    slow("slowmo(lsgd(3, local_period=1), 6)", *leaders, 6, "grouped")
 
     def over(name: str, base: Any, of: Any, period: int, tags: str = "", **options: Any) -> None:
         """A row of outer_step."""
         recipe = la.outer_step(base, period, 0.9, 0.5, **options)
         muon, state = options.get("outer") == "muon", options.get("optimizer_state", "keep")
-        outer = o_.DiLoCo(
-            period, 0.9, 0.5, muon=muon, codec=small() if "codec" in options else None
-        )
+        codec = small() if "codec" in options else None
+        outer = o_.DiLoCo(period, 0.9, 0.5, muon=muon, codec=codec)
         reference = lambda: o_.OuterStep(of(), outer, state)  # noqa: E731
         row(f"outer_step({name})", recipe, reference, f"lags {tags}", MUON if muon else 1e-10)
 
-    over("ddp, 3", la.ddp(), gradients.DDP, 3, "equal")
-    over(
-        "ddp, coded, 2, muon",
-        la.ddp(codec=SMALL),
-        partial(gradients.DDP, small()),
-        2,
-        "equal whole",
-        outer="muon",
-    )
-    over(
-        "power_sgd, 3, reset",
-        la.power_sgd(2),
-        lambda: gradients.PowerSGD(2, first_basis(2)),
-        3,
-        "equal whole",
-        optimizer_state="reset",
-    )
+    over("ddp, 3", la.ddp(), DDP, 3, "equal")
+    rough = la.ddp(codec=SMALL), lambda: DDP(small())
+    over("ddp, coded, 2, muon", *rough, 2, "equal whole", outer="muon")
+    over("power_sgd, 3, reset", *low, 3, "equal whole", optimizer_state="reset")
     over("local_sgd(2), 6", *local2, 6, "moments", optimizer_state="average")
     over("local_sgd(2), 6, coded", *local2, 6, codec=SMALL)
     over("sgp(bipartite), 5, muon", *uneven, 5, "gossip irregular variant", outer="muon")
@@ -349,142 +281,61 @@ with warnings.catch_warnings():
         ("ring", {"peers": 2, "delay": 3}, ""),
         ("exponential", {"peers": 2}, "variant"),
     ]
+    irregular = "gossip irregular conserves"
     for name, options, tags in graphs:
-        at = f"gossip irregular conserves {tags}", la.sgp, g_.SGP, name
-        alike(f"sgp({name}, {options})", *at, **options)
-    row(
-        "sgp(random, delay=1)",
-        la.sgp("random", delay=1),
-        lambda: g_.SGP("random_pairs", delay=1, pairing=pairs),
-        "gossip irregular conserves",
-    )
-    alike(
-        "d_psgd(exponential, delay=2)",
-        "gossip irregular conserves variant",
-        la.d_psgd,
-        g_.DPSGD,
-        "exponential",
-        delay=2,
-    )
-    alike(
-        "d_psgd(bipartite_linear)",
-        "gossip irregular conserves",
-        la.d_psgd,
-        g_.DPSGD,
-        "bipartite_linear",
-    )
-    row(
-        "d_psgd(random)",
-        la.d_psgd("random"),
-        lambda: g_.DPSGD("random_pairs", pairing=pairs),
-        "gossip irregular conserves variant",
-    )
-
-    alike("easgd(2, 0.5, pull=0.3)", "lags", la.easgd, p_.EASGD, 2, 0.5, pull=0.3)
-    alike("easgd(3, 0.7, coded)", "lags", la.easgd, p_.EASGD, 3, 0.7, codec=BLOCKS)
-    alike("downpour(3, coded)", "lags", la.downpour, p_.Downpour, 3, codec=BYTE)
-    row(
-        "lsgd(4, pulls)",
-        la.lsgd(4, local_period=0, pull=0.4, drift=0.3, window=3),
-        lambda: p_.LSGD(4, pull=0.4, drift=0.3, window=3),
-    )
-    row(
-        "lsgd(4, by gradients)",
-        la.lsgd(4, local_period=2, local_drift=0.4, local_pull=0.3),
-        lambda size: p_.LSGD(
-            *(4, 2),
-            local_drift=0.4,
-            local_pull=0.3,
-            group_size=size,
-            score="gradient",
-            score_includes_pulls=False,
-        ),
-        "grouped",
-        reports=False,
-    )
-
+        alike(f"sgp({name}, {options})", f"{irregular} {tags}", SGP, name, **options)
+    drawn = la.sgp("random", delay=1), partial(g_.SGP, "random_pairs", delay=1, pairing=pairs)
+    row("sgp(random, delay=1)", *drawn, irregular)
+    alike("d_psgd(exponential, delay=2)", f"{irregular} variant", DPSGD, "exponential", delay=2)
+    alike("d_psgd(bipartite_linear)", irregular, DPSGD, "bipartite_linear")
+    even = la.d_psgd("random"), partial(g_.DPSGD, "random_pairs", pairing=pairs)
+    row("d_psgd(random)", *even, f"{irregular} variant")
+    alike("easgd(2, 0.5, pull=0.3)", "lags", (la.easgd, p_.EASGD), 2, 0.5, pull=0.3)
+    alike("easgd(3, 0.7, coded)", "lags", (la.easgd, p_.EASGD), 3, 0.7, codec=BLOCKS)
+    alike("downpour(3, coded)", "lags", (la.downpour, p_.Downpour), 3, codec=BYTE)
+    given: dict[str, Any] = {"pull": 0.4, "drift": 0.3, "window": 3}
+    row("lsgd(4, pulls)", la.lsgd(4, local_period=0, **given), partial(p_.LSGD, 4, **given))
+    local: dict[str, Any] = {"local_drift": 0.4, "local_pull": 0.3}
+    score: dict[str, Any] = {"score": "gradient", "score_includes_pulls": False}
+    scored = partial(p_.LSGD, 4, 2, **local, **score)
+    led = la.lsgd(4, local_period=2, **local)
+    row("lsgd(4, by gradients)", led, lambda n: scored(group_size=n), "grouped", reports=False)
     row("diloco(4)", la.diloco(4), lambda: o_.DiLoCo(4), "lags variant")
     row("diloco(4, unsharded)", la.diloco(4, sharded=False), lambda: o_.DiLoCo(4), "lags variant")
-    alike("diloco(4, no momentum)", "lags", la.diloco, o_.DiLoCo, 4, 0.5, 0.0)
-    row(
-        "diloco(4, Adam, unsharded)",
-        la.diloco(4, outer=adam, sharded=False),
-        lambda: o_.DiLoCo(4, outer=o_.adam_outer(0.01)),
-        "lags",
-    )
-    alike(
-        "diloco(4, delay=2, coded)",
-        "lags",
-        la.diloco,
-        o_.DiLoCo,
-        4,
-        0.6,
-        0.8,
-        delay=2,
-        mix=0.3,
-        codec=BLOCKS,
-    )
-    alike(
-        "diloco(4, rda, delay=3)",
-        "lags whole",
-        la.diloco,
-        o_.DiLoCo,
-        4,
-        delay=3,
-        mix=0.2,
-        average="rda",
-    )
-    row(
-        "diloco(4, eager, coded)",
-        la.diloco(4, delay=3, merge="eager", codec=Int8(16)),
-        lambda: o_.Eager(4, codec=coded.int8(16)),
-    )
-    for given, codec_of, tags in (
+    alike("diloco(4, no momentum)", "lags", DILOCO, 4, 0.5, 0.0)
+    unsharded = la.diloco(4, outer=adam, sharded=False)
+    row("diloco(4, Adam, unsharded)", unsharded, lambda: by_adam(4), "lags")
+    alike("diloco(4, delay=2, coded)", "lags", DILOCO, 4, 0.6, 0.8, delay=2, mix=0.3, codec=BLOCKS)
+    alike("diloco(4, rda, delay=3)", "lags whole", DILOCO, 4, delay=3, mix=0.2, average="rda")
+    eager = la.diloco(4, delay=3, merge="eager", codec=Int8(16))
+    row("diloco(4, eager, coded)", eager, lambda: o_.Eager(4, codec=coded.int8(16)))
+    for own_codec, codec_of, tags in (
         (None, None, "lags variant"),
         (SMALL, small(), "lags"),
         (Int2(4), coded.int2(4), "lags"),
     ):
         row(
-            f"streaming_diloco(4, 2, {given})",
-            la.streaming_diloco(*(4, 2, 2, 0.3, given), lr=0.6, momentum=0.8, by="layers"),
+            f"streaming_diloco(4, 2, {own_codec})",
+            la.streaming_diloco(*(4, 2, 2, 0.3, own_codec), lr=0.6, momentum=0.8, by="layers"),
             partial(o_.DiLoCo, *(4, 0.6, 0.8, 2, 0.3), codec=codec_of, fragments=LAYERS),
             tags,
         )
-    row(
-        "streaming_diloco(3, 1, muon)",
-        la.streaming_diloco(3, 1, 2, codec=None, outer="muon"),
-        lambda: o_.DiLoCo(3, 1.0, 0.6, 2, merge="loscar", muon=True),
-        "lags",
-        MUON,
-    )
-    row(
-        "muloco(4, muon)",
-        la.muloco(4, outer="muon"),
-        lambda: o_.DiLoCo(4, 0.7, 0.6, muon=True),
-        "lags variant",
-        MUON,
-    )
+    recipe = la.streaming_diloco(3, 1, 2, codec=None, outer="muon")
+    muon = partial(o_.DiLoCo, 3, 1.0, 0.6, 2, merge="loscar", muon=True)
+    row("streaming_diloco(3, 1, muon)", recipe, muon, "lags", MUON)
+    muon = partial(o_.DiLoCo, 4, 0.7, 0.6, muon=True)
+    row("muloco(4, muon)", la.muloco(4, outer="muon"), muon, "lags variant", MUON)
     row("des_loc(2)", la.des_loc(2, codec="int8"), lambda: p_.DesLoc(2, 6, 12, BYTE[1]), "moments")
-    row(
-        "sparse_loco(3, 5, 32)",
-        la.sparse_loco(3, 5, 32, decay=0.8, lr=0.7, values="int8"),
-        lambda: o_.sparse_loco(3, 5, 32, 0.8, 0.7, coded.int8(256)),
-        "lags whole",
-    )
-    row(
-        "noloco(2)",
-        la.noloco(2, 0.5, 0.2, 1.0),
-        lambda: o_.NoLoCo(2, 0.5, 0.2, 1.0, pairs),
-        "gossip irregular variant",
-    )
+    recipe = la.sparse_loco(3, 5, 32, decay=0.8, lr=0.7, values="int8")
+    loop = partial(o_.sparse_loco, 3, 5, 32, 0.8, 0.7, BYTE[1])
+    row("sparse_loco(3, 5, 32)", recipe, loop, "lags whole")
+    mixed = partial(o_.NoLoCo, 2, 0.5, 0.2, 1.0, pairs)
+    row("noloco(2)", la.noloco(2, 0.5, 0.2, 1.0), mixed, "gossip irregular variant")
 
 
 # ---------------------------------------------------------------- of a user's own
-row(
-    "own, coarse",
-    (la.Round(la.every(3), own_updates.Coarse(), la.exchanges.Mean()),),
-    lambda: own_updates.CoarseLoop(3),
-)
+coarse = la.Round(la.every(3), own_updates.Coarse(), la.exchanges.Mean())
+row("own, coarse", (coarse,), lambda: own_updates.CoarseLoop(3))
 for delay in (0, 4):
     row(
         f"own, delay={delay}",

@@ -97,9 +97,7 @@ def build(job: Job, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     with torch.no_grad():
         for name, p in by_name.items():
             p.copy_(torch.from_numpy(values[name]))
-    groups = [
-        {"params": [by_name[name] for name in names], "lr": 1.0} for names in reference.GROUPS
-    ]
+    groups = [{"params": [by_name[n] for n in names], "lr": 1.0} for names in reference.GROUPS]
     return model, OPTIMIZERS[job.optimizer][0](groups)
 
 
