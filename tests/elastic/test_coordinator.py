@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -15,8 +16,13 @@ import pytest
 import torch
 
 import laconic
-from laconic.links import strangers
+from laconic.links import health, strangers
+from laconic.links.calls import CallPosition
+from laconic.links.elastic import client, coordinator, leases
+from laconic.links.elastic.signs import Signs
+from laconic.links.elastic.view import NONCE_BITS, View
 
+from tests.elastic.test_leases import member
 from tests.links.test_secured import Between
 from tests.support import gloo, job_keys
 from tests.support.elastic_runs import SECONDS, Coordinator
@@ -67,18 +73,6 @@ def test_attached_again_under_another_job(start: Start, monkeypatch: pytest.Monk
     monkeypatch.setenv("LACONIC_PORTS", f"{ports[0]}-{ports[-1]}")
     for job in ("one", "two"):
         attached(port, job=job).detach()
-
-
-@pytest.mark.fault("joining took longer with every worker that had ever come")
-def test_joining_after_many_sends_as_much_as_after_few(start: Start) -> None:
-    port, sent = start().port, list[int]()
-    for _ in range(12):
-        between = Between(port)
-        sync = attached(between.port)
-        sent.append(len(between.passed))
-        sync.detach()
-        between.close()
-    assert min(sent[-3:]) <= 1.2 * max(sent[1:4]), sent
 
 
 def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +136,47 @@ def test_what_travels_is_encrypted(
         between.close()
         assert len(between.passed) > 1000
         assert [w in between.passed for w in (b"a name", b"salt", b"127.0.0.1")] == [not secure] * 3
+
+
+@pytest.mark.fault("a coordinator with TLS ended when it wrote to a worker that it had sent away")
+def test_those_that_wait_begin_again_where_a_run_comes_back(
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
+) -> None:
+    """And the coordinator goes on."""
+    job_keys.turn_on(monkeypatch, jobs.one)
+    place = "127.0.0.1", gloo.free_port()
+    server = coordinator.Coordinator(*place)
+    at, need = (*place, "job"), leases.Need(2, None, 1)
+    waits, returns, last = [client.Client(*at, member(name), "it", need) for name in "abc"]
+    waits.connect(None)
+    returns._salt = "00" * 32
+    returns.connect(View(1 << NONCE_BITS, (member("b"),)))
+    while "again" not in waits.receive(5.0):
+        continue
+    time.sleep(0.5)
+    assert not last.connect(None) and "view" in last.receive(5.0)
+    for each in (waits, returns, last, server):
+        each.close()
+
+
+def test_whom_a_worker_reports() -> None:
+    """One to which no connection can be made, for long enough; and nothing twice."""
+    signs = Signs(limit=0.1)
+    id, asked = member("a").id, ([member("a")], None, CallPosition())
+    news = [health.GONE, health.GONE, health.Answer("here"), health.Answer("here")]
+    heard = [signs.hear(id, time.monotonic(), answer) for answer in news]
+    assert heard == [True, False, True, False]
+    signs.connected([id])
+    assert not signs.reports(*asked)
+    time.sleep(0.3)
+    assert signs.reports(*asked)[id][0] == leases.SILENT
+    signs.connected([])
+    assert not signs.reports(*asked)
+
+
+def test_a_flood_from_one_address_drops_nobody_elses_calls() -> None:
+    callers = {1: "one", 2: "flood", 3: "flood", 4: "flood"}
+    assert {strangers.superfluous(callers) for _ in range(200)} == {2, 3, 4}
 
 
 # -- processes that end ----

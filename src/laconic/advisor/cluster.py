@@ -9,7 +9,8 @@ from dataclasses import replace
 from laconic.advisor.measure import Measured
 from laconic.advisor.worker import Spec, measured_of
 from laconic.lab.emulation.cluster import Cluster, Loopback, launch
-from laconic.lab.race.runner import Settings, network
+from laconic.lab.emulation.network import emulate
+from laconic.lab.race.runner import Settings
 
 SECONDS = 300.0
 """A measurement that takes longer has failed."""
@@ -40,7 +41,7 @@ def measure_on_hosts(
         timeout=TIMEOUT,
         paces=[settings.slow_hosts.get(host, 1.0) for host in hosts],
     )
-    with network(settings) as (cluster, reason):
+    with emulate(settings.network) as (cluster, reason):
         if not cluster.emulated:  # ranks share their host's throttled link
             rates = [settings.host_bandwidth.get(host, settings.bandwidth) for host in hosts]
             spec = replace(

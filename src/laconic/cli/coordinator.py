@@ -39,8 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         coordinator = Coordinator(arguments.host, arguments.port)
     except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]  # Python adds the address
         raise ValueError(
-            f"cannot listen at {arguments.host}:{arguments.port}: {error.strerror}; give an "
+            f"cannot listen at {arguments.host}:{arguments.port}: {reason}; give an "
             "address of this host as --host, and a free --port"
         ) from error
     how = "" if tls.contexts() is None else ", with TLS"

@@ -16,12 +16,14 @@ from collections.abc import Callable
 from laconic.links import forks, tls
 from laconic.links.handshake import Exchange, RefusedError
 from laconic.links.sockets import watch
-from laconic.links.strangers import MOST_STRANGERS, log_refused, superfluous
-
-_ACCEPTS = 32
-"""The most callers accepted at once, before other conversations continue."""
-_PAUSE = 0.1
-"""Seconds without new callers after the process has run out of file descriptors."""
+from laconic.links.strangers import (
+    AT_ONCE,
+    MOST_STRANGERS,
+    PAUSE,
+    accepted,
+    log_refused,
+    superfluous,
+)
 
 
 class EndedError(ConnectionError):
@@ -185,26 +187,22 @@ class Talks:
 
     def _accept(self, server: socket.socket) -> None:
         exchange, seconds, ended = self._answers
-        for _ in range(_ACCEPTS):
+        for _ in range(AT_ONCE):
             try:
-                with forks.guard:
-                    connection, address = server.accept()
-                    forks.close_in_child(connection)
-            except (BlockingIOError, ConnectionAbortedError):
-                return
+                found = accepted(server)
             except OSError:  # no file descriptors are left
                 self._poll.unregister(server)
-                self._paused_until = time.monotonic() + _PAUSE
+                self._paused_until = time.monotonic() + PAUSE
                 return
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if found is None:
+                return
+            connection, caller = found
             if self._strangers >= MOST_STRANGERS:
                 callers = {talk: talk.caller for talk in self._talks.values() if talk.inbound}
                 error = TimeoutError("made room for another caller")
                 self._end(superfluous(callers), error)
             deadline = time.monotonic() + seconds
             context = None if self._contexts is None else self._contexts.server
-            caller = str(address[0])
             at = connection, exchange(), deadline, ended
             self._begin(Talk(*at, context=context, caller=caller))
 

@@ -11,6 +11,7 @@ from laconic.lab.emulation.cluster import (
     Cluster,
     Loopback,
     NamespacesUnavailable,
+    check_congestion_control,
     check_host,
     check_hosts,
     check_rate,
@@ -23,13 +24,15 @@ class Network:
     """The emulated hosts and their network.
 
     ``bandwidth``: bit/s that each host may send, None for no limit. ``host_bandwidth``: overrides
-    for single hosts. ``impairments``: latency, jitter and loss.
+    for single hosts. ``impairments``: latency, jitter and loss. ``congestion_control``: TCP's
+    default on the hosts; None: the lab's choice.
     """
 
     hosts: int = 4
     bandwidth: float | None = 100e6
     host_bandwidth: Mapping[int, float | None] = field(default_factory=dict)
     impairments: Impairments = field(default_factory=Impairments)
+    congestion_control: str | None = None
 
     def check(self) -> None:
         """Raise ``ValueError`` for settings that cannot be emulated."""
@@ -41,6 +44,7 @@ class Network:
             if rate is not None:
                 check_rate(rate)
         self.impairments.check(self.hosts)
+        check_congestion_control(self.congestion_control)
 
     def rates(self) -> list[float | None]:
         """Return what each host may send, in bit/s."""
@@ -61,6 +65,7 @@ def emulate(network: Network) -> Iterator[tuple[Cluster | Loopback, str | None]]
             bandwidth=network.bandwidth,
             host_bandwidth=network.host_bandwidth,
             impairments=network.impairments,
+            congestion_control=network.congestion_control,
         )
     except NamespacesUnavailable as error:
         network.impairments.check_throttled(str(error))

@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,10 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import WITH_GROUPS
 from laconic.algorithms.round import Recipe
 from laconic.errors import check_float, check_int
-from laconic.lab.emulation.cluster import (
-    Cluster,
-    Loopback,
-    NamespacesUnavailable,
-    check_congestion_control,
-    check_hosts,
-    check_rate,
-    launch,
-)
+from laconic.lab.emulation.cluster import Cluster, Loopback, check_host, launch
 from laconic.lab.emulation.impairments import Impairments
 from laconic.lab.emulation.jobs import Job, Outcome
+from laconic.lab.emulation.network import Network, emulate
 from laconic.lab.race import rivals, user_files, workloads
 from laconic.lab.race import timeline as timelines
 from laconic.lab.race.notes import advice, quorum_notes
@@ -99,6 +91,12 @@ class Settings:
     baseline: bool = True
     lr: float = 1.0
 
+    @property
+    def network(self) -> Network:
+        """The hosts and their network."""
+        more = self.host_bandwidth, self.impairments, self.congestion_control
+        return Network(self.hosts, self.bandwidth, *more)
+
     def check(self) -> None:
         """Raise ``ValueError`` for anything that would fail later. Starts nothing."""
         if not (self.recipes or self.rivals or self.free or self.baseline):
@@ -110,18 +108,9 @@ class Settings:
         for text in (names := self.names()):
             if names.count(text) > 1:
                 raise ValueError(f"{text} is given twice; --repeat runs everything several times")
-        check_int("hosts", self.hosts, 1)
-        check_hosts(self.hosts)
-        check_rate(self.bandwidth)
-        for host in (*self.host_bandwidth, *self.slow_hosts):
-            if not 0 <= host < self.hosts:
-                last = self.hosts - 1
-                raise ValueError(f"there is no host {host}: hosts are numbered 0 to {last}")
-        for rate in self.host_bandwidth.values():
-            check_rate(rate)
-        self.impairments.check(self.hosts)
-        check_congestion_control(self.congestion_control)
-        for factor in self.slow_hosts.values():
+        self.network.check()
+        for host, factor in self.slow_hosts.items():
+            check_host(host, self.hosts)
             check_float("the factor of a slow host", factor, 1.0)
         check_int("per-host", self.per_host, 1)
         self._check_groups(recipes)
@@ -188,29 +177,6 @@ class Settings:
             workload.batches(workers - 1, workers, self.seeds[0])
 
 
-@contextmanager
-def network(settings: Settings) -> Iterator[tuple[Cluster | Loopback, str | None]]:
-    """Yield the emulated hosts and None, or without namespaces, a `Loopback` and the reason.
-
-    Raises ``OSError`` if jitter or loss cannot be emulated, or latency although namespaces can.
-    """
-    reason = None
-    cluster: Cluster | Loopback
-    try:
-        cluster = Cluster(
-            settings.hosts,
-            bandwidth=settings.bandwidth,
-            host_bandwidth=settings.host_bandwidth,
-            impairments=settings.impairments,
-            congestion_control=settings.congestion_control,
-        )
-    except NamespacesUnavailable as error:
-        settings.impairments.check_throttled(str(error))
-        cluster, reason = Loopback(settings.hosts), str(error)
-    with cluster:
-        yield cluster, reason
-
-
 def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
     """Race all recipes and other libraries, and yield the result so far after every row.
 
@@ -229,7 +195,7 @@ def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
         else:
             versions[rival.name] = installed
     names = (*[NO_COMMUNICATION] * settings.baseline, *settings.names())
-    with network(settings) as (cluster, reason), Loopback(settings.hosts) as free:
+    with emulate(settings.network) as (cluster, reason), Loopback(settings.hosts) as free:
         if not cluster.emulated:
             known, rules = settings.recipes, settings.user_recipes()
             quorums = [text for text in known if _has_quorum(parse_recipe(text, rules))]

@@ -25,13 +25,21 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from laconic.links import forks, handshake, job_secret, tls
 from laconic.links.elastic.leases import Beat, Job, Need, RefusedError
 from laconic.links.elastic.view import NONCE_BITS, View, unpack_member
 from laconic.links.sockets import watch
-from laconic.links.strangers import MOST_STRANGERS, log_refused, superfluous
+from laconic.links.strangers import (
+    AT_ONCE,
+    MOST_STRANGERS,
+    PAUSE,
+    accepted,
+    log_refused,
+    superfluous,
+)
 from laconic.links.texts import clean
 
 log = logging.getLogger("laconic")
@@ -47,9 +55,6 @@ HELLO_SECONDS = 5.0
 TICK = 0.1
 MOST_LINE = 2**22
 """The longest line in bytes, and the most that wait to be sent to a worker."""
-_ACCEPTS = 32
-_PAUSE = 0.1
-"""Seconds without new callers after the process has run out of file descriptors."""
 _ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\](?::(\d{1,5}))?|([\w.-]+)(?::(\d{1,5}))?", re.ASCII)
 """A host name, an IPv4 address, or an IPv6 address in brackets; and a port."""
 
@@ -178,26 +183,21 @@ class Coordinator:
     # -- callers ----
 
     def _accept(self, listening: socket.socket) -> None:
-        for _ in range(_ACCEPTS):
+        for _ in range(AT_ONCE):
             try:
-                with forks.guard:
-                    connection, address = listening.accept()
-                    forks.close_in_child(connection)
-            except (BlockingIOError, ConnectionAbortedError):
-                return
+                found = accepted(listening)
             except OSError:  # no file descriptors are left
                 self._loop.remove_reader(listening)
-                self._loop.call_later(
-                    _PAUSE, self._loop.add_reader, listening, self._accept, listening
-                )
+                again = partial(self._loop.add_reader, listening, self._accept, listening)
+                self._loop.call_later(PAUSE, again)
                 return
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if found is None:
+                return
+            connection, caller = found
             if len(self._strangers) >= MOST_STRANGERS:
                 other = superfluous(self._strangers)
                 del self._strangers[other]
                 other.cancel()
-            caller = str(address[0])
             task = self._loop.create_task(self._answer(connection, caller))
             self._strangers[task] = caller
             self._tasks.add(task)
