@@ -361,7 +361,6 @@ class Driver:
 
     def _take(self, loaded: Loading) -> None:
         self.run = loaded.run
-        self.run.forget_digests()
         loaded.complete(self.session)
         self.session.in_step = loaded.in_step
         self.ending.follow(self.run.recipe)

@@ -15,7 +15,7 @@ from laconic.engine import regroup, saved_state
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.recipe_run import RecipeRun
-from laconic.engine.saved_pieces import Others, Saved, Source
+from laconic.engine.saved_pieces import Others, Saved, Source, channel_states, load_channels
 from laconic.engine.session import Policy, Session
 from laconic.engine.switching import successor
 from laconic.links.agreement import agree
@@ -66,13 +66,10 @@ def _state_dict(run: RecipeRun, policy: Policy | None) -> Saved:
         "step": run.session.step,
         "in_step": run.session.in_step,
         "rounds": [saved_state.round_state(running) for running in run.rounds],
-        "gradients": [
-            {**saved_state.exchange_state(g), "scale": g.set.scale} for g in _stateful(run)
-        ],
+        "gradients": [{**channel_states(g), "scale": g.set.scale} for g in _stateful(run)],
         "auto": None if policy is None else policy.state_dict(),
         "scores": None if run.scores is None else run.scores.state_dict(),
         "quorum": None if run.quorum is None else run.quorum.state_dict(),
-        "drift": run.drift_state(),
     }
 
 
@@ -118,7 +115,6 @@ class Loading:
         policy = self.run.session.policy
         if policy is not None:
             self._undo.append(policy.undo())
-        parts = saved_state.upgraded(parts, self.run.session.held())
         mine = saved_state.own_part(parts, header(self.run), regroup=load_model is not None)
         if mine is None and self.run.quorum is not None:
             raise ValueError(
@@ -139,7 +135,6 @@ class Loading:
             self.run, undo = successor(self.run, policy.recipe, {})
             self._undo.append(undo)
         run = self.run
-        parts = saved_state.completed(parts, len(run.rounds))
         saved = [parts[rank] for rank in ranks]
         rounds = [[part["rounds"][i] for part in saved] for i in range(len(run.rounds))]
         if mine is None:
@@ -150,12 +145,10 @@ class Loading:
             self._load.append(saved_state.load_round(running, states, source))
         for index, gradients in enumerate(_stateful(run)):
             states = [part["gradients"][index] for part in saved]
-            self._load.append(saved_state.load_exchange_state(gradients, states, source))
+            self._load.append(load_channels(gradients, states, source))
             self._load.append(partial(setattr, gradients.set, "scale", float(states[0]["scale"])))
         if run.scores is not None and mine is not None:
             self._load.append(run.scores.loader(first["scores"]))
-        if mine is not None and "drift" in first:  # older versions did not save it
-            self._load.append(partial(run.load_drift_state, first["drift"]))
         self.step, self.in_step = int(first["step"]), bool(first["in_step"])
         if run.quorum is not None:
             self._load.append(partial(run.quorum.load, first["quorum"], self.step))

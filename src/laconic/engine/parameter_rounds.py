@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -76,6 +77,10 @@ class ParameterRunner:
         """Whether what is in flight is missing from x."""
         self.executed = 0
         self.in_flight: list[InFlightRound] = []
+        self.x_digest = 0
+        """Of x right after the last round, where x is what workers have alike (`DriftCheck`)."""
+        self._keeps = False
+        """Whether what is folded is still needed: see `_kept`."""
         self.present = link.size, link.rank
         """How many workers took part in the round that was folded last, and the rank of this one
         there. What is sent depends on it, and not on the link: in an elastic run workers come and
@@ -119,6 +124,7 @@ class ParameterRunner:
     def become(self, other: ParameterRunner) -> None:
         """Take over the channels of ``other``, made by `like`, and what it has in flight."""
         self.set, self.in_flight, self.executed = other.set, other.in_flight, other.executed
+        self.x_digest = other.x_digest
 
     def learning_rate(self, bucket: Bucket) -> float:
         """See `Messenger.learning_rate`."""
@@ -232,53 +238,39 @@ class ParameterRunner:
 
     # -- folding ----
 
-    def fold_due(self, step: int, *, early: bool = False) -> None:
-        """Fold what is due after ``step``; ``early``: everything in flight."""
+    def fold_due(self, step: int, *, early: bool = False) -> list[InFlightRound]:
+        """Fold what is due after ``step``; ``early``: everything in flight. Returns what was."""
+        folded = []
         while self.in_flight and (early or self.in_flight[0].due <= step):
-            self._fold(self.in_flight.pop(0), step)
+            folded.append(self.in_flight.pop(0))
+            self._fold(folded[-1], step)
+        return folded
 
-    def _fold(
-        self,
-        flight: InFlightRound,
-        step: int,
-        copies: Mapping[int, State] | None = None,
-        *,
-        write: bool = True,
-    ) -> None:
-        """Fold what ``flight`` brings. With ``copies`` of the channels' states, by the channel's
-        id, those change in place of the states, and the flight can be folded again. Without
-        ``write`` x stays."""
+    def _fold(self, flight: InFlightRound, step: int, *, write: bool = True) -> None:
+        """Fold what ``flight`` brings. Without ``write`` x stays."""
         buckets, copied = flight.buckets, self.set.copied(flight.copies) if write else []
         for tensor, copy in copied:
             overwrite(copy, tensor)
         for bucket in buckets:
-            self._fold_bucket(bucket, step, flight.executed, copies, write=write)
+            self._fold_bucket(bucket, step, flight.executed, write=write)
         for tensor, copy in copied:
             overwrite(tensor, copy)
 
     def _fold_bucket(
-        self,
-        sent: InFlightBucket,
-        step: int,
-        executed: int,
-        copies: Mapping[int, State] | None = None,
-        *,
-        write: bool = True,
+        self, sent: InFlightBucket, step: int, executed: int, *, write: bool = True
     ) -> None:
         """Fold one bucket of a round before which ``executed`` were started: see `_fold`."""
         channel, y, pending = sent
         bucket, update = channel.bucket, self.round.update
         arrival = pending.wait()
-        present = arrival.present or self.present
-        x = arrival.flat if copies is None else arrival.flat.clone()
-        if copies is None:
-            self.present = present
+        self.present = arrival.present or self.present
+        x = arrival.flat.clone() if self._keeps else arrival.flat
         if self.round.delay or not update.replaces:
             at = self.clock(bucket, step)
-            clock = replace(at, executed=executed, weight=arrival.weight, workers=present[0])
+            workers = self.present[0]
+            clock = replace(at, executed=executed, weight=arrival.weight, workers=workers)
             received, x = x, bucket.pack(self._session.memory(bucket, X))
-            with channel.states() as (own, _):
-                state = own if copies is None else copies[id(channel)]
+            with channel.states() as (state, _):
                 x = returned(update, "fold", update.fold(x, received, y, state, clock), state)
         if write:
             bucket.unpack(x)
@@ -289,38 +281,34 @@ class ParameterRunner:
         self.fold_due(step, early=True)
         self._quiesce(averaged)
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, *, weighted: bool = False) -> None:
         """Quiesce where the mean of x over workers counts next. With push weights, a part of x is
         in flight and is folded. Other messages are copies of an x that has moved on since: only
-        the state takes them in."""
-        self._fold_at_end(step)
-        self._quiesce(averaged=True)
+        the state takes them in. ``weighted``: x is left de-biased, for a mean that `push_weights`
+        weigh."""
+        self.fold_at_end(step)
+        self._quiesce(averaged=not weighted)
 
-    def finish_weighted(self, step: int) -> dict[int, float]:
-        """As `finish`, but leave x de-biased, and return the push weight of each tensor by its id.
-        The caller takes the weighted mean over the workers that are left."""
-        self._fold_at_end(step)
+    def fold_at_end(self, step: int) -> None:
+        """The first part of `finish`."""
+        while self.in_flight:
+            self._fold(self.in_flight.pop(0), step, write=self._sends_part_of_x)
+
+    def push_weights(self) -> dict[int, float]:
+        """The push weight of each tensor by its id; empty where the update has none."""
         name = self.round.update.weight
-        weights = {
+        return {
             id(segment.tensor): float(channel.state[name])
             for channel in self.channels
             for segment in channel.bucket.segments
             if name is not None
         }
-        self._quiesce(averaged=not weights)
-        return weights
 
-    def _fold_at_end(self, step: int) -> None:
-        while self.in_flight:
-            self._fold(self.in_flight.pop(0), step, write=self._sends_part_of_x)
-
-    def _quiesce(self, averaged: bool, copies: Mapping[int, State] | None = None) -> None:
-        """``copies``: as in `_fold`."""
+    def _quiesce(self, averaged: bool) -> None:
         if self._quiescing is not None:
             for channel in self.channels:
                 x = channel.bucket.pack(self._session.memory(channel.bucket))
-                with channel.states() as (own, _):
-                    state = own if copies is None else copies[id(channel)]
+                with channel.states() as (state, _):
                     self._quiescing.quiesce(x, state, averaged)
                 channel.bucket.unpack(x)
 
@@ -345,31 +333,43 @@ class ParameterRunner:
 
     def write_finished(self, step: int) -> None:
         """Write into x what `finish` would leave there. The round itself does not change."""
-        if self._quiescing is None:
-            return
-        copies = _copies(self.channels)
-        for flight in self.in_flight:
-            self._fold(flight, step, copies, write=self._sends_part_of_x)
-        self._quiesce(averaged=True, copies=copies)
+        if self._quiescing is not None:
+            with self._kept():
+                self.finish(step)
 
     def write_anchor(self, step: int) -> None:
-        """Write the anchor into x, gathered from its owners where it is sharded. The round itself
-        does not change: what is in flight and moves the anchor only when it is folded is folded
-        into a copy."""
+        """Write the anchor into x, gathered from its owners where it is sharded, with what is in
+        flight and moves the anchor only when it is folded. The round itself does not change."""
         name = self.round.update.anchor
         assert name is not None
-        copies: dict[int, State] = {}
-        if self.in_flight and not self.round.update.replaces:
-            copies = _copies(self.channels)
-            for flight in self.in_flight:
-                self._fold(flight, step, copies, write=False)
-        for channel in self.channels:
+        with self._kept():
+            for flight in [] if self.round.update.replaces else self.in_flight:
+                self._fold(flight, step, write=False)
+            for channel in self.channels:
+                with channel.states() as (state, _):
+                    anchor = state[name]
+                if is_owned(self.round.update, name, anchor):
+                    job = partial(self._messenger.gather_owned, anchor, channel)
+                    anchor = self._session.comm.call(job, "consensus")
+                channel.bucket.unpack(anchor)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """A context that ends with the update's state, and what is in flight, as they were at its
+        beginning."""
+        states: list[tuple[Channel, State]] = []
+        for channel in self.channels if self._quiescing or self.in_flight else ():
             with channel.states() as (state, _):
-                anchor = copies.get(id(channel), state)[name]
-            if is_owned(self.round.update, name, anchor):
-                job = partial(self._messenger.gather_owned, anchor, channel)
-                anchor = self._session.comm.call(job, "consensus")
-            channel.bucket.unpack(anchor)
+                states.append((channel, {name: t.clone() for name, t in state.items()}))
+        before = self.in_flight, self.present
+        self.in_flight, self._keeps = [*self.in_flight], True
+        try:
+            yield
+        finally:
+            self.in_flight, self.present = before
+            self._keeps = False
+            for channel, state in states:
+                channel.state.update(state)
 
     @property
     def starts_relative(self) -> bool:
@@ -406,15 +406,6 @@ def _on_every_tensor(
         clock = runner.clock(channel.bucket, step)
         for each in by_tensor(channel, runner.round.update, clock):
             method(*each)
-
-
-def _copies(channels: Sequence[Channel]) -> dict[int, State]:
-    """Copies of the channels' states, by the channel's id."""
-    copies: dict[int, State] = {}
-    for channel in channels:
-        with channel.states() as (state, _):
-            copies[id(channel)] = {name: t.clone() for name, t in state.items()}
-    return copies
 
 
 def _forget(channels: Sequence[Channel], optimizer: Optimizer) -> None:

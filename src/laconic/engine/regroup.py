@@ -135,5 +135,7 @@ def _at_rest(
     load_round(former, [saved], None)()
     if in_step:
         former.undo_before_step(step + 1)
-    weights = former.finish_weighted(step)
+    former.fold_at_end(step)
+    weights = former.push_weights()
+    former.finish(step, weighted=bool(weights))
     return round_state(former), weights

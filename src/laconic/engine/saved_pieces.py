@@ -7,15 +7,15 @@ own state, that of all ranks, and that of another number of workers are restored
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.update import Slot
+from laconic.algorithms.round import AnyRound
+from laconic.algorithms.update import Slot, State
 from laconic.buckets import Bucket
 from laconic.engine.channel import Channel
 
@@ -25,15 +25,15 @@ States = Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
 
 
 class Runner(Protocol):
-    """A running round, whose exchange may have state."""
+    """A running round, whose update and exchange may have state."""
+
+    @property
+    def round(self) -> AnyRound:
+        """The round."""
 
     @property
     def channels(self) -> Sequence[Channel]:
         """One for each bucket."""
-
-    @property
-    def exchange(self) -> Exchange:
-        """The round's exchange."""
 
 
 class Others(NamedTuple):
@@ -58,7 +58,77 @@ class Piece(NamedTuple):
     values: Tensor
 
 
-def buckets_at(runner: Runner, index: int, saved: Saved) -> list[tuple[int, int]]:
+def channel_states(runner: Runner) -> Saved:
+    """The states of a round's channels, and where they begin."""
+    channels = runner.channels
+    return {
+        "sizes": [c.bucket.numel for c in channels],
+        "starts": [c.region.start for c in channels],
+        "parts": [c.part.start for c in channels],
+        "state": [{k: t.clone() for k, t in c.state.items()} for c in channels],
+        "carried": [{k: t.clone() for k, t in c.exchange_state.items()} for c in channels],
+    }
+
+
+def load_channels(runner: Runner, parts: Sequence[Saved], source: Source) -> Callable[[], None]:
+    """Return a function that loads results of `channel_states` from ``source``. Elements that no
+    rank has saved stay as they are. Nothing changes before it is called. Raises ``ValueError`` if
+    the parts do not fit the model."""
+    for part in parts:
+        check_sizes(part, runner, source)
+    loaded = []
+    for index, channel in enumerate(runner.channels):
+        state, carried = (_state_of(runner, index, parts, source, k) for k in ("state", "carried"))
+        if bad := [name for name, value in carried.items() if not bool(value.isfinite().all())]:
+            raise ValueError(
+                f"{bad[0]!r} is not finite: the state was saved after a round that failed "
+                "halfway, and cannot be used; load an earlier one"
+            )
+        loaded.append((channel, state, carried))
+
+    def load() -> None:
+        for channel, state, carried in loaded:
+            channel.state.clear()
+            channel.state.update(state)
+            channel.exchange_state.update(carried)
+
+    return load
+
+
+def check_sizes(saved: Saved, runner: Runner, source: Source) -> None:
+    """Raise ``ValueError`` if ``saved`` has other elements than ``runner``. `Others` may have cut
+    them into other buckets."""
+    before, sizes = saved["sizes"], [channel.bucket.numel for channel in runner.channels]
+    if before != sizes and (source is None or sum(before) != sum(sizes)):
+        raise ValueError(
+            f"the state was saved for other parameters: {sum(before)} elements in {len(before)} "
+            f"buckets, and this run has {sum(sizes)} in {len(sizes)}"
+        )
+
+
+def _state_of(
+    runner: Runner, index: int, parts: Sequence[Saved], source: Source, key: str
+) -> State:
+    """Bucket ``index`` of the update's "state", or of the exchange's, which is "carried"."""
+    channel, of_update, found = runner.channels[index], key == "state", {}
+    slots = runner.round.update.slots if of_update else runner.round.exchange.slots
+    now = channel.state if of_update else channel.exchange_state
+    first, _ = _buckets_at(runner, index, parts[0])[0]
+    for name, t in parts[0][key][first].items():
+        slot = slots.get(name, "owner")  # an outer optimizer names its own
+        if slot == "owner" and t.dim():
+            where, begins = channel.region, "starts"
+        elif of_update:
+            where, begins = slice(0, channel.bucket.length), ""
+        else:
+            where, begins = channel.part, "parts"
+        pieces = _pieces_of(runner, index, parts, source, (key, name, begins))
+        value = _restored(name, pieces, channel.bucket, where, now.get(name), slot, source)
+        found[name] = value.to(channel.home(now) if value.dim() else "cpu", copy=True)
+    return found
+
+
+def _buckets_at(runner: Runner, index: int, saved: Saved) -> list[tuple[int, int]]:
     """The saved buckets that have elements of bucket ``index``, each with its start there."""
     before, sizes = saved["sizes"], [channel.bucket.numel for channel in runner.channels]
     if before == sizes:
@@ -68,18 +138,22 @@ def buckets_at(runner: Runner, index: int, saved: Saved) -> list[tuple[int, int]
     return [(k, a - start) for k, (a, b) in enumerate(spans) if a < stop and b > start]
 
 
-def pieces_of(
-    runner: Runner, index: int, parts: Sequence[Saved], source: Source, keys: Sequence[str]
+def _pieces_of(
+    runner: Runner, index: int, parts: Sequence[Saved], source: Source, keys: tuple[str, str, str]
 ) -> list[Piece]:
     """What ``parts`` have of a state tensor of bucket ``index``. ``keys``: that of the states, the
-    tensor's name, and the key of where the tensor begins in a saved bucket; without it, at 0."""
-    key, name, *begins = keys
+    tensor's name, and the key of where the tensor begins in a saved bucket. Without that, it begins
+    at 0, and all ranks of a worker have the same."""
+    key, name, begins = keys
     if source is None:
         return [Piece(0, 0, parts[0][key][index][name])]
-    found, buckets = [], buckets_at(runner, index, parts[0])  # all ranks have the same
+    found: list[Piece] = []
+    buckets = _buckets_at(runner, index, parts[0])  # all ranks have the same
     for worker, part in zip(source.saved, parts, strict=True):
+        if not begins and any(piece.worker == worker for piece in found):
+            continue
         for k, start in buckets:
-            values, within = part[key][k][name], part[begins[0]][k] if begins else 0
+            values, within = part[key][k][name], part[begins][k] if begins else 0
             if values.dim() == 1:  # without the padding
                 values = values[: max(part["sizes"][k] - within, 0)]
             found.append(Piece(worker, start + within, values))
@@ -112,7 +186,7 @@ def _mean_of_pieces(
     return torch.where(count[where] > 0, mean[where].to(default.dtype), default.cpu())
 
 
-def restored(
+def _restored(
     name: str,
     pieces: Sequence[Piece],
     bucket: Bucket,

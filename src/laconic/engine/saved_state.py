@@ -10,32 +10,20 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival
-from laconic.algorithms.update import State
-from laconic.engine.channel import is_owned
-from laconic.engine.in_flight import InFlightBucket, InFlightRound
+from laconic.engine.in_flight import Difference, InFlightBucket, InFlightRound
 from laconic.engine.parameter_rounds import ParameterRunner
-from laconic.engine.saved_pieces import (
-    Runner,
-    Saved,
-    Source,
-    States,
-    buckets_at,
-    pieces_of,
-    restored,
-)
+from laconic.engine.saved_pieces import Saved, Source, States, channel_states, load_channels
 from laconic.links.comm_thread import Pending
 from laconic.tensors import as_bytes, local
 from laconic.tensors import parts as plain_parts
 
-VERSION, OLDER = 4, 3
-"""States of version 3 count the parameter groups that joined; see `upgraded`."""
+VERSION = 5
 WRAPPER = "SlowMoDistributedDataParallel("
 """Begins the text of a recipe that a wrapped module has, and cannot switch."""
 _CHUNK = 2**20
@@ -80,54 +68,17 @@ def header(
     }
 
 
-def upgraded(parts: Mapping[int, Saved], groups: Sequence[Sequence[Tensor]]) -> dict[int, Saved]:
-    """``parts`` with what `round_state` returns now. ``groups``: the optimizer's parameters. Raises
-    ``ValueError`` if they are of a version that cannot be read."""
-    version = parts[min(parts)]["version"]
-    if version == VERSION:
-        return dict(parts)
-    if version != OLDER:
-        raise ValueError(
-            f"the state has version {version}, not {VERSION} or {OLDER}: load it with the version "
-            "of laconic that saved it"
-        )
-    starts = list(accumulate(map(len, groups), initial=0))
-
-    def positions(counts: Sequence[int]) -> list[list[int]]:
-        ends = list(accumulate(counts, initial=0))
-        if ends[-1] > len(groups):
-            raise ValueError(
-                f"the state was saved with {ends[-1]} parameter groups, and the optimizer has "
-                f"{len(groups)}: add the same groups before loading it"
-            )
-        return [list(range(starts[a], starts[b])) for a, b in pairwise(ends)]
-
-    return {
-        rank: {
-            **part,
-            "version": VERSION,
-            "rounds": [{**r, "joined": positions(r["joined"])} for r in part["rounds"]],
-        }
-        for rank, part in parts.items()
-    }
-
-
-def completed(parts: Mapping[int, Saved], rounds: int) -> dict[int, Saved]:
-    """``parts`` with the states of so many ``rounds``. Older versions had none for the buffers of
-    groups, which they averaged among all; the last ones are about buffers, and like each other."""
-
-    def more(saved: Sequence[Saved]) -> list[Saved]:
-        return [*saved, *({**saved[-1], "flights": []} for _ in range(rounds - len(saved)))]
-
-    return {rank: {**part, "rounds": more(part["rounds"])} for rank, part in parts.items()}
-
-
 def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int | None:
     """Return the key (the saved rank) of the part that this rank, with `header` ``here``, loads
     unchanged. None if it combines all ``parts`` (`laconic.engine.regroup`): the number of ranks or
     workers has changed, parts are lost, or the ranks have decided to ``regroup``. Raises
     ``ValueError`` if the parts do not fit this run."""
     first = parts[min(parts)]
+    if first["version"] != VERSION:
+        raise ValueError(
+            f"the state has version {first['version']}, not {VERSION}: load it with the version of "
+            "laconic that saved it"
+        )
     same = all(first[key] == here[key] for key in ("ranks", "workers"))
     saved, now = (_AUTO.sub("Auto()", header["recipe"]) for header in (first, here))
     if not same:
@@ -209,8 +160,7 @@ def _another_recipe(saved: Mapping[str, Any], here: Saved) -> str:
     """The error message for a state with another recipe or other options."""
     rounds, options = _split(saved["recipe"])
     rounds_now, options_now = _split(here["recipe"])
-    # older versions saved no text
-    name, name_now = saved.get("text", rounds), here["text"]
+    name, name_now = saved["text"], here["text"]
     if rounds == rounds_now:
         return (
             f"the state was saved by a run with {options}, and this run has {options_now}: use "
@@ -240,71 +190,16 @@ def round_state(running: ParameterRunner) -> Saved:
     """The state of ``running``. Waits for its rounds in flight; sends nothing."""
     flights = [_flight_state(f) for f in running.in_flight]  # first: arrivals may change the state
     return {
-        **exchange_state(running),
+        **channel_states(running),
         "joined": running.set.positions,
         "executed": running.executed,
-        "state": [{k: t.clone() for k, t in c.state.items()} for c in running.channels],
+        "digest": running.x_digest,
         "flights": flights,
     }
 
 
-def exchange_state(runner: Runner) -> Saved:
-    """The state of a round's exchange, and its position in the buckets."""
-    channels = runner.channels
-    return {
-        "sizes": [c.bucket.numel for c in channels],
-        "starts": [c.region.start for c in channels],
-        "parts": [c.part.start for c in channels],
-        "carried": [{k: t.clone() for k, t in c.exchange_state.items()} for c in channels],
-    }
-
-
-def load_exchange_state(
-    runner: Runner, parts: Sequence[Saved], source: Source
-) -> Callable[[], None]:
-    """Return a function that loads results of `exchange_state` from ``source``. Elements that no
-    rank has saved stay as they are."""
-    slots = runner.exchange.slots
-    for part in parts if slots else ():
-        _check_sizes(part, runner, source)
-    states: list[State] = []
-    for index, channel in enumerate(runner.channels):
-        loaded = {}
-        for name, now in channel.exchange_state.items():
-            owned = slots[name] == "owner"
-            where = channel.region if owned else channel.part
-            keys = "carried", name, "starts" if owned else "parts"
-            pieces = pieces_of(runner, index, parts, source, keys)
-            value = restored(name, pieces, channel.bucket, where, now, slots[name], source)
-            if not bool(value.isfinite().all()):
-                raise ValueError(
-                    f"{name!r} is not finite: the state was saved after a round that failed "
-                    "halfway, and cannot be used; load an earlier one"
-                )
-            loaded[name] = value.to(channel.home(channel.exchange_state), copy=True)
-        states.append(loaded)
-
-    def load() -> None:
-        for channel, loaded in zip(runner.channels, states, strict=True):
-            channel.exchange_state.update(loaded)
-
-    return load
-
-
-def _check_sizes(saved: Saved, runner: Runner, source: Source) -> None:
-    """Raise ``ValueError`` if ``saved`` has other elements than ``runner``. `Others` may have cut
-    them into other buckets."""
-    before = saved["sizes"]
-    sizes = [channel.bucket.numel for channel in runner.channels]
-    if before != sizes and (source is None or sum(before) != sum(sizes)):
-        raise ValueError(
-            f"the state was saved for other parameters: {sum(before)} elements in {len(before)} "
-            f"buckets, and this run has {sum(sizes)} in {len(sizes)}"
-        )
-
-
 def _flight_state(flight: InFlightRound) -> Saved:
-    arrivals = [b.pending.wait() for b in flight.buckets]
+    arrivals, apart = [b.pending.wait() for b in flight.buckets], flight.apart.wait()
     sent = {id(s.tensor) for b in flight.buckets for s in b.channel.bucket.segments}
     return {
         "due": flight.due,
@@ -314,6 +209,7 @@ def _flight_state(flight: InFlightRound) -> Saved:
         "received": [arrival.flat.clone() for arrival in arrivals],
         "weights": [arrival.weight for arrival in arrivals],
         "workers": [None if a.present is None else a.present[0] for a in arrivals],
+        "apart": None if apart is None else tuple(apart),
     }
 
 
@@ -327,67 +223,32 @@ def load_round(
     Raises ``ValueError`` if the parts do not fit the model.
     """
     own, target = parts[0], running
-    if not running.set.vary and own["joined"] != running.set.positions:
-        running = running.like(own["joined"])
-    stateful, slots = running.set.stateful, running.exchange.slots
-    if stateful or slots or (own["flights"] and not running.set.vary):
-        _check_sizes(own, running, source)
-        if source is not None:
-            running = running.like(own["joined"])  # begins at this x: lost state starts from it
     assert source is None or not any(part["flights"] for part in parts), "they are at rest"
+    load_states = None
+    if not running.set.vary:
+        if source is not None or own["joined"] != running.set.positions:
+            running = running.like(own["joined"])  # begins at this x: lost state starts from it
+        load_states = load_channels(running, parts, source)
     executed = int(own["executed"])
-    load_exchange = load_exchange_state(running, parts, source)
-    states = [
-        _load_state(running, index, parts, source) if stateful else {}
-        for index in range(len(running.channels))
-    ]
     first = executed - len(own["flights"])
     flights = [_load_flight(running, f, first + k) for k, f in enumerate(own["flights"])]
 
     def load() -> None:
-        load_exchange()
+        if load_states is not None:
+            load_states()
         running.executed, running.in_flight = executed, flights
-        for channel, loaded in zip(running.channels, states, strict=True):
-            channel.state.clear()
-            channel.state.update(loaded)
-        if target is not running:
-            target.become(running)
+        running.x_digest = own["digest"] if source is None else 0
+        target.become(running)
 
     return load
-
-
-def _load_state(
-    running: ParameterRunner, index: int, parts: Sequence[Saved], source: Source
-) -> State:
-    """The update's state on bucket ``index``."""
-    channel, update, state = running.channels[index], running.round.update, {}
-    firsts, everywhere = parts, source
-    if source is not None:  # a worker's ranks all have the same of what no owner has
-        everywhere = source._replace(saved=sorted({*source.saved}))
-        firsts = [parts[source.saved.index(worker)] for worker in everywhere.saved]
-    bucket, _ = buckets_at(running, index, parts[0])[0]
-    for name, first in parts[0]["state"][bucket].items():
-        if is_owned(update, name, first):
-            where, whose = channel.region, source
-            pieces = pieces_of(running, index, parts, whose, ("state", name, "starts"))
-        else:
-            where, whose = slice(0, channel.bucket.length), everywhere
-            pieces = pieces_of(running, index, firsts, whose, ("state", name))
-        slot = update.slots.get(name, "owner")  # an outer optimizer names its own
-        at = channel.bucket, where, channel.state.get(name)
-        value = restored(name, pieces, *at, slot, whose)
-        state[name] = value.to(channel.home(channel.state) if value.dim() else "cpu", copy=True)
-    return state
 
 
 def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFlightRound:
     channels, copies = running.channels, []
     if running.set.vary:
         copies = running.set.copies()
-        names = saved.get("names", copies)  # older versions did not save them: all
-        sent = [
-            [group[k] for k in own if k in group] for group, own in zip(copies, names, strict=False)
-        ]
+        groups = zip(copies, saved["names"], strict=False)
+        sent = [[group[k] for k in own if k in group] for group, own in groups]
         channels = running.set.cut(sent)
     sizes = [channel.bucket.numel for channel in channels]
     fewer = not running.set.vary and saved["sizes"] == sizes[: len(saved["sizes"])]
@@ -397,13 +258,14 @@ def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFli
             "run: load the model and the optimizer first, or save after sync.finish()"
         )
     buckets = []
-    workers = saved.get("workers", [None] * len(channels))  # older versions did not save them
-    for channel, sent, flat, weight, n in zip(
-        channels, saved["sent"], saved["received"], saved["weights"], workers, strict=False
-    ):
+    each = zip(saved["sent"], saved["received"], saved["weights"], saved["workers"], strict=True)
+    for channel, (sent, flat, weight, n) in zip(channels, each, strict=False):
         device = channel.bucket.device
         present = None if n is None else (n, running.present[1])
         arrived = Arrival(flat.to(device, copy=True), weight, present=present)
         y = None if sent is None else sent.to(device, copy=True)
         buckets.append(InFlightBucket(channel, y, Pending.of(arrived)))
-    return InFlightRound(saved["due"], executed, Pending.of(buckets), copies)
+    flight = InFlightRound(saved["due"], executed, Pending.of(buckets), copies)
+    if saved["apart"] is not None:
+        flight.apart = Pending.of(Difference(*saved["apart"]))
+    return flight
