@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from laconic.engine.comparison import digest
-from laconic.engine.in_flight import Difference
+from laconic.engine.messages import Difference
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.links.link import Link

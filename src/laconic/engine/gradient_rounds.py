@@ -30,8 +30,7 @@ from laconic.algorithms.update import Clock, State
 from laconic.buckets import RESHAPED, bucketize
 from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.channel import Channel
-from laconic.engine.flat_gradients import FlatGradients, nonzero
-from laconic.engine.gradient_channels import GradientChannels
+from laconic.engine.gradient_channels import FlatGradients, GradientChannels, nonzero
 from laconic.engine.overlap import Overlapping, Result, collectives, turns_at_once
 from laconic.engine.session import Session
 from laconic.errors import LinkError, NotFiniteError

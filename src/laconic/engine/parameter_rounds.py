@@ -24,11 +24,9 @@ from laconic.algorithms.update import (
     returned,
 )
 from laconic.buckets import Bucket, bucketize
-from laconic.engine.channel import Channel, by_tensor, is_owned
-from laconic.engine.channel_set import ChannelSet
+from laconic.engine.channel import Channel, ChannelSet, by_tensor, is_owned
 from laconic.engine.comparison import held_by_all
-from laconic.engine.in_flight import InFlightBucket, InFlightRound
-from laconic.engine.messages import Messenger
+from laconic.engine.messages import InFlightBucket, InFlightRound, Messenger
 from laconic.engine.overlap import AHEAD, Overlapping
 from laconic.engine.session import Session
 from laconic.errors import after_step

@@ -17,10 +17,12 @@ from torch.optim import Optimizer
 
 from laconic.algorithms.round import Recipe
 from laconic.buckets import Bucket, Scratch, bucketize
-from laconic.engine.batch_check import check_first_gradients, fingerprint
-from laconic.engine.comparison import held_by_all
-from laconic.engine.nonfinite import NonfiniteCheck
-from laconic.engine.parties import Choice, Joining
+from laconic.engine.comparison import (
+    NonfiniteCheck,
+    check_first_gradients,
+    fingerprint,
+    held_by_all,
+)
 from laconic.engine.recorder import Recorder
 from laconic.errors import LinkError, after_step, error_text
 from laconic.links.agreement import agree
@@ -465,3 +467,24 @@ def _moved_outside(p: Tensor, own: Collection[int]) -> bool:
 
 def _broadcast(link: Link, flat: Tensor, root: Callable[[], int]) -> None:
     link.broadcast(flat, root())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy's choice after ``step``: the recipe's text, the measured facts (of `auto`,
+    `laconic.policy.facts.Facts`), and the reason."""
+
+    step: int
+    text: str
+    facts: Any
+    reason: str
+
+
+class Joining(Protocol):
+    """A worker that has loaded the state of an elastic run, and has taken no step."""
+
+    def arrive(self) -> None:
+        """Take part from the next step on."""
+
+    def finish(self) -> None:
+        """Load what `Synchronizer.finish` leaves on the others."""

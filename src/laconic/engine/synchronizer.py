@@ -18,9 +18,9 @@ from laconic.algorithms.round import Recipe
 from laconic.engine import consensus, loading
 from laconic.engine.driver import Driver
 from laconic.engine.loading import LoadModel
-from laconic.engine.parties import Choice
 from laconic.engine.recorder import Stats
-from laconic.engine.saved_pieces import Saved
+from laconic.engine.saved_state import Saved
+from laconic.engine.session import Choice
 from laconic.errors import WorkersChangedError
 from laconic.links.metered import CallTotals
 from laconic.links.quorum.port import Closing

@@ -26,8 +26,7 @@ from torch import Tensor
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, Round, workers_differ
 from laconic.engine.comparison import BufferWatch
-from laconic.engine.parties import Choice
-from laconic.engine.session import Session
+from laconic.engine.session import Choice, Session
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
 from laconic.policy.candidates import (
