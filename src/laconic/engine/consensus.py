@@ -22,7 +22,7 @@ from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe, Round, workers_differ
 from laconic.algorithms.schedules import every
 from laconic.algorithms.updates import Average
-from laconic.engine.joint_optimizer import members
+from laconic.engine.joint_optimizer import forget, members
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.session import Session
@@ -248,7 +248,7 @@ class Switcher:
         numbers: list[tuple[dict[str, Any], str]] = []
         for p, everywhere in zip(params, present.amin(0).tolist(), strict=True):
             if not everywhere:
-                states.pop(p, None)
+                forget(session.bound, p)
                 continue
             state = states[p]
             numbers += [(state, name) for name in sorted(state) if _is_number(state[name])]

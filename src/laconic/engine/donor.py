@@ -243,8 +243,9 @@ def plain_copy(state: Any) -> Any:
 
 def digest_of(session: Session) -> int:
     """Differs if any bit of the parameters or of the optimizer's state differs; not 0."""
-    states = [session.bound.state.get(p, {}) for p in session.params()]
-    tensors = [t for state in states for _, t in sorted(state.items()) if isinstance(t, Tensor)]
+    states = session.bound.state
+    own = [states.get(p, {}) for p in session.params()]
+    tensors = [t for state in own for _, t in sorted(state.items()) if isinstance(t, Tensor)]
     return 1 + checksum([*session.params(), *tensors])
 
 

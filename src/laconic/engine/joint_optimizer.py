@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,9 +46,9 @@ class JointOptimizer(Optimizer):
         return order
 
     @property
-    def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
-        """The state of each parameter, in its optimizer."""
-        return _JointState(self.optimizers)
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+        """The state of each parameter, to be read, or changed inside: see `forget`."""
+        return {p: state for each in self.optimizers for p, state in each.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Every optimizer's."""
@@ -112,34 +112,6 @@ def listen(optimizer: Optimizer, before: Hook, after: Hook) -> list[StepHooks]:
     return [StepHooks(each, before, after) for each in members(optimizer)]
 
 
-class _JointState(MutableMapping[Tensor, Any]):
-    """The states of several optimizers, by parameter."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-
-    def __getitem__(self, p: Tensor) -> Any:
-        return self._with(p).state[p]
-
-    def __setitem__(self, p: Tensor, state: Any) -> None:
-        self._with(p).state[p] = state
-
-    def __delitem__(self, p: Tensor) -> None:
-        del self._with(p).state[p]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (p for optimizer in self._optimizers for p in optimizer.state)
-
-    def __len__(self) -> int:
-        return sum(len(optimizer.state) for optimizer in self._optimizers)
-
-    def _with(self, p: Tensor) -> Optimizer:
-        for optimizer in self._optimizers:
-            if p in optimizer.state:
-                return optimizer
-        raise KeyError(p)
-
-
 def class_names(optimizers: Sequence[Optimizer]) -> str:
     """The classes' names, such as ``Muon, AdamW``."""
     return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
@@ -148,6 +120,12 @@ def class_names(optimizers: Sequence[Optimizer]) -> str:
 def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """The optimizers that the user's loop calls."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
+
+
+def forget(optimizer: Optimizer, p: Tensor) -> None:
+    """Clear the state of this parameter."""
+    for each in members(optimizer):
+        each.state.pop(p, None)
 
 
 def as_one(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:

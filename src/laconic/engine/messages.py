@@ -56,16 +56,13 @@ class Messenger:
         self._gossip = exchange if isinstance(exchange, Gossip) else None
         self._scored = exchange if isinstance(exchange, Scored) else None
 
-    def clock(
-        self, bucket: Bucket, step: int, executed: int, present: tuple[int, int] | None = None
-    ) -> Clock:
+    def clock(self, bucket: Bucket, step: int, executed: int, present: tuple[int, int]) -> Clock:
         """What the update and the exchange know at ``step``, after ``executed`` rounds.
-        ``present``: how many workers there are, and the rank of this one; None: as on the link."""
+        ``present``: how many workers there are, and the rank of this one."""
         update = self._round.update
         lr = self.learning_rate(bucket)
-        at = present or (self._link.size, self._link.rank)
         seed, delay = self._session.settings.seed, self._round.delay
-        clock = Clock(step, lr, executed, delay, *at, seed=seed, bucket=bucket.number)
+        clock = Clock(step, lr, executed, delay, *present, seed=seed, bucket=bucket.number)
         if update.whole:
             clock = replace(clock, tensors=self._tensors(bucket))
         if self._gossip is not None:

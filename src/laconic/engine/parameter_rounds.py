@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from laconic.algorithms.exchange import Exchange, Rebase, Scored
 from laconic.algorithms.round import Round
@@ -26,6 +25,7 @@ from laconic.algorithms.update import (
 from laconic.buckets import Bucket, bucketize
 from laconic.engine.channel import Channel, ChannelSet, by_tensor, is_owned
 from laconic.engine.comparison import held_by_all
+from laconic.engine.joint_optimizer import forget
 from laconic.engine.messages import InFlightBucket, InFlightRound, Messenger
 from laconic.engine.overlap import AHEAD, Overlapping
 from laconic.engine.session import Session
@@ -130,8 +130,7 @@ class ParameterRunner:
 
     def clock(self, bucket: Bucket, step: int) -> Clock:
         """See `Messenger.clock`."""
-        present = None if self._session.elastic is None else self.present
-        return self._messenger.clock(bucket, step, self.executed, present)
+        return self._messenger.clock(bucket, step, self.executed, self.present)
 
     # -- one round ----
 
@@ -151,7 +150,9 @@ class ParameterRunner:
         """A round has started, or, with a quorum (`laconic.engine.quorum_rounds`), ended."""
         self.executed += 1
         if self.round.optimizer_state == "reset":
-            _forget(self.channels, self._session.bound)
+            for channel in self.channels:
+                for segment in channel.bucket.segments:
+                    forget(self._session.bound, segment.tensor)
 
     def _to_send(self, groups: Sequence[dict[str, Tensor]]) -> list[list[Tensor]]:
         """Of tensors that come and go, those that all ranks have; of buffers, whose mean this is
@@ -225,7 +226,8 @@ class ParameterRunner:
         async def send() -> list[InFlightBucket]:
             found = []
             for channel in self.set.cut(self._to_send(copies)):
-                clock = messenger.clock(channel.bucket, step, executed)
+                at_work = self.link.size, self.link.rank
+                clock = messenger.clock(channel.bucket, step, executed, at_work)
                 message, sent = messenger.message(channel, clock, channel.bucket.empty())
                 arrival = await messenger.carry(channel, message, clock)
                 found.append(InFlightBucket(channel, sent, Pending.of(arrival)))
@@ -404,10 +406,3 @@ def _on_every_tensor(
         clock = runner.clock(channel.bucket, step)
         for each in by_tensor(channel, runner.round.update, clock):
             method(*each)
-
-
-def _forget(channels: Sequence[Channel], optimizer: Optimizer) -> None:
-    """Clear the optimizer's state of these parameters."""
-    for channel in channels:
-        for segment in channel.bucket.segments:
-            optimizer.state.pop(segment.tensor, None)
