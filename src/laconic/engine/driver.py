@@ -240,6 +240,8 @@ class Driver:
         start = time.thread_time()
         with self._rounds_of(self.session.step):
             self.rounds_done += self.run.communicate(now=now)
+        if self.run.leaves_equal(self.session.step):
+            self.ending.complete = self.session.step
         self.session.round_seconds += time.thread_time() - start
 
     # -- the recipe ----

@@ -65,14 +65,15 @@ def _stateful(run: RecipeRun) -> list[GradientRunner]:
 def header(run: RecipeRun) -> Saved:
     """What tells whether a saved state belongs to this run and rank."""
     session = run.session
-    return saved_state.header(
-        run.describe(),
-        run.text(),
-        session.world.size,
-        session.workers.size,
-        session.world.rank,
-        [p for group in session.held() for p in group],
-    )
+    return {
+        "version": saved_state.VERSION,
+        **run.describe(),
+        "text": run.text(),
+        "ranks": session.world.size,
+        "workers": session.workers.size,
+        "rank": session.world.rank,
+        "parameters": saved_state.checksum([p for group in session.held() for p in group]),
+    }
 
 
 @torch.no_grad()
@@ -248,13 +249,6 @@ def _consensus_of(
     """What other ranks' rounds keep at rest, by round and rank. With ``load_model`` their consensus
     is written into the model, which otherwise stays as it is."""
     session = run.session
-    first = parts[min(parts)]
-    former = Former(
-        first["ranks"],
-        first["workers"],
-        saved_state.group_size_of(first["recipe"]),
-        session.sharded,
-    )
     params = {id(p): p for p in session.params()}
     tensors = {id(t): t for t in (*session.model.parameters(), *session.model.buffers())} | params
     before = [] if load_model else copies(tensors.values())
@@ -262,8 +256,8 @@ def _consensus_of(
     averaged = {} if kept else module_buffers(session.model)[0]
     buffers = {id(b): b for b in averaged.values()}
     try:
-        found, mean = come_to_rest(
-            run.rounds, parts, former, list(params.values()), list(buffers.values()), load_model
+        found, mean = _come_to_rest(
+            run, parts, list(params.values()), list(buffers.values()), load_model
         )
     finally:
         restore(before)
@@ -274,73 +268,52 @@ def _consensus_of(
     return found
 
 
-@dataclass(frozen=True)
-class Former:
-    """The run that saved: ``ranks`` in ``workers`` workers of consecutive ranks, in groups of
-    ``group_size`` workers (0: none). ``sharded``: each rank of a worker had a shard of the model.
-    """
-
-    ranks: int
-    workers: int
-    group_size: int
-    sharded: bool
-
-    @property
-    def ranks_per_worker(self) -> int:
-        """Ranks in each worker."""
-        return self.ranks // self.workers
-
-    def places(self, rank: int) -> dict[str, tuple[int, int]]:
-        """The size of each named set of ranks, and the position of ``rank`` in it."""
-        worker, within = divmod(rank, self.ranks_per_worker)
-        return {
-            "world": (self.ranks, rank),
-            "workers": (self.workers, worker),
-            "group": (self.group_size or 1, worker % (self.group_size or 1)),
-            "replica": (1, 0) if self.sharded else (self.ranks_per_worker, within),
-        }
-
-    def first_of_each_worker(self, ranks: Sequence[int]) -> list[int]:
-        """The first of ``ranks`` in each worker, whose ranks all have the same x."""
-        firsts: dict[int, int] = {}
-        for rank in sorted(ranks):
-            firsts.setdefault(rank // self.ranks_per_worker, rank)
-        return sorted(firsts.values())
+def _places(saved: Saved, sharded: bool) -> dict[str, tuple[int, int]]:
+    """The size of each named set of ranks in the run that ``saved``, and this rank's place there:
+    ranks are in workers of consecutive ones, and those in groups. ``sharded``: each rank of a
+    worker had a shard of the model."""
+    ranks, workers, group = saved["ranks"], saved["workers"], saved["group_size"] or 1
+    worker, within = divmod(saved["rank"], ranks // workers)
+    return {
+        "world": (ranks, saved["rank"]),
+        "workers": (workers, worker),
+        "group": (group, worker % group),
+        "replica": (1, 0) if sharded else (ranks // workers, within),
+    }
 
 
 @torch.no_grad()
-def come_to_rest(
-    rounds: Sequence[ParameterRunner],
+def _come_to_rest(
+    run: RecipeRun,
     parts: Mapping[int, Saved],
-    former: Former,
     params: Sequence[Tensor],
     buffers: Sequence[Tensor],
-    load: Callable[[int | None], None] | None,
+    load: LoadModel | None,
 ) -> tuple[list[list[Saved]], list[Tensor]]:
-    """Bring the saved ranks (``parts``, by rank) to rest. Return the state of ``rounds`` then, by
+    """Bring the saved ranks (``parts``, by rank) to rest. Return the state of their rounds then, by
     round and rank, and float64 means as in `Synchronizer.finish`: of ``params`` over the saved
     workers, then of ``buffers`` over the saved ranks.
 
     ``load(rank)`` loads a saved rank's model into this one. None: that model is unknown, and there
     are no means.
     """
-    at_rest: list[list[Saved]] = [[] for _ in rounds]
+    at_rest: list[list[Saved]] = [[] for _ in run.rounds]
     means = [_Mean() for _ in (*params, *buffers)]
-    firsts = former.first_of_each_worker(list(parts))
-    for rank in sorted(parts):
+    seen: set[int] = set()  # workers, whose ranks all have the same x
+    for rank, part in sorted(parts.items()):
         if load is not None:
             load(rank)
-        weights: dict[int, float] = {}
-        for index, running in enumerate(rounds):
-            saved, places = parts[rank]["rounds"][index], former.places(rank)
-            at = int(parts[rank]["step"]), bool(parts[rank]["in_step"]), places
-            saved, round_weights = _at_rest(running, saved, *at)
+        places, weights = _places(part, run.session.sharded), dict[int, float]()
+        for index, running in enumerate(run.rounds):
+            saved, of_round = _at_rest(running, part["rounds"][index], part, places)
             at_rest[index].append(saved)
-            weights.update(round_weights)
+            weights.update(of_round)
+        worker = places["workers"][1]
         if load is not None:
             for k, t in enumerate((*params, *buffers)):
-                if k >= len(params) or rank in firsts:
+                if k >= len(params) or worker not in seen:
                     means[k].add(local(t), weights.get(id(t), 1.0))
+        seen.add(worker)
     return at_rest, [mean.value for mean in means if mean.value is not None]
 
 
@@ -361,25 +334,21 @@ class _Mean:
 
 
 def _at_rest(
-    running: ParameterRunner,
-    saved: Saved,
-    step: int,
-    in_step: bool,
-    places: Mapping[str, tuple[int, int]],
+    running: ParameterRunner, saved: Saved, part: Saved, places: Mapping[str, tuple[int, int]]
 ) -> tuple[Saved, dict[int, float]]:
-    """Return a rank's `round_state` after ``finish()``, from its state ``saved`` at ``step``, or
-    ``in_step``: inside the next one. The parameters are that rank's, and come to rest too. Also
-    return their push weights, by tensor id, if gossip has given them some. Lost workers' weights
-    are missing, so that the sum need not be the number of workers."""
+    """Return a rank's `round_state` after ``finish()``, from its state ``saved``, of its ``part``.
+    The parameters are that rank's, and come to rest too. Also return their push weights, by tensor
+    id, if gossip has given them some. Lost workers' weights are missing, so that the sum need not
+    be the number of workers."""
     update = running.round.update
     if running.set.vary:  # tensors that come and go are averaged as they were at the save
         return {**saved, "flights": []}, {}
     if not saved["flights"] and not isinstance(update, Quiesce):
         return saved, {}
-    over, replica = places[running.round.over], places["replica"]
+    step, over, replica = part["step"], places[running.round.over], places["replica"]
     former = running.elsewhere(idle_link(*over), idle_link(*replica))
     load_round(former, [saved], None)()
-    if in_step:
+    if part["in_step"]:
         former.undo_before_step(step + 1)
     former.fold_at_end(step)
     weights = former.push_weights()

@@ -11,6 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange, Rebase, Scored
+from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import (
@@ -33,7 +34,7 @@ from laconic.errors import after_step
 from laconic.links.comm_thread import Pending, coroutine
 from laconic.links.link import Link
 from laconic.links.simulated import single_link
-from laconic.parts import Fragment, module_buffers
+from laconic.parts import Fragment, module_buffers, parameters
 from laconic.tensors import overwrite
 
 X = -1
@@ -101,6 +102,14 @@ class ParameterRunner:
         across = several and self.round.exchange.communicates
         empty = isinstance(self.round.part, Fragment) and not self.channels
         return not empty and (across or self._replica.size > 1)
+
+    @property
+    def equalizes(self) -> bool:
+        """Whether all workers have the same parameters right after it."""
+        r = self.round
+        agrees = r.exchange.agrees and not isinstance(r.exchange, QuorumMean)  # some may miss it
+        everyone = agrees and r.over in ("world", "workers")
+        return everyone and r.update.replaces and r.part is parameters and not r.delay
 
     def label(self, step: int) -> str:
         """What messages to the user call it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from laconic.engine.quorum_rounds import QuorumRounds
 from laconic.engine.session import Session
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.link import Link
-from laconic.parts import module_buffers
+from laconic.parts import is_of_optimizer, module_buffers
 from laconic.tensors import describe as describe_tensor
 from laconic.tensors import is_sharded
 
@@ -147,16 +148,18 @@ class RecipeRun:
 
     # -- what it is ----
 
-    def describe(self, *, chosen: bool = False) -> str:
+    def describe(self, *, chosen: bool = False) -> dict[str, Any]:
         """What decides which rounds there are, except the number of ranks. ``chosen``: the recipe
         in force even where a policy changes it."""
         settings = self.session.settings
         own = tuple(r for r in self.recipe if r.over != "replica")
         policy = None if chosen else self.session.policy
-        recipe = describe(own) if policy is None else policy.description
         links = self.session.links
-        groups = f", group_size={links['group'].size}" if "group" in links else ""
-        return f"{recipe}, buffers={settings.buffers}, seed={settings.seed}{groups}"
+        return {
+            "recipe": describe(own) if policy is None else policy.description,
+            "options": f"buffers={settings.buffers}, seed={settings.seed}",
+            "group_size": links["group"].size if "group" in links else 0,
+        }
 
     def text(self, *, chosen: bool = False) -> str:
         """The recipe as a user wrote it; ``chosen`` as for `describe`."""
@@ -271,6 +274,12 @@ class RecipeRun:
                     self._announce_round(running)
                     running.start_here(step)
         return ran
+
+    def leaves_equal(self, step: int) -> bool:
+        """Whether all workers have the same parameters after the rounds of ``step``."""
+        due = [r for r in self.rounds if r.round.when(step) and not is_of_optimizer(r.round.part)]
+        last = next((r for r in reversed(due) if r.round.part is not module_buffers), None)
+        return last is not None and last.equalizes and not any(r.delay for r in self.recipe)
 
     def _prepare(self, running: ParameterRunner) -> None:
         """Quiesce the other rounds where ``running`` asks for it, and announce it."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -61,22 +60,6 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     return total % 2**61
 
 
-def header(
-    recipe: str, text: str, ranks: int, workers: int, rank: int, params: Sequence[Tensor]
-) -> Saved:
-    """Identify the recipe, rank and parameters of a state. ``recipe`` has all rounds and options,
-    and is compared; ``text`` names it in messages."""
-    return {
-        "version": VERSION,
-        "recipe": recipe,
-        "text": text,
-        "ranks": ranks,
-        "workers": workers,
-        "rank": rank,
-        "parameters": checksum(params),
-    }
-
-
 def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int | None:
     """Return the key (the saved rank) of the part that this rank, with `header` ``here``, loads
     unchanged. None if it combines all ``parts`` (`laconic.engine.loading`): the number of ranks or
@@ -89,16 +72,17 @@ def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int |
             "laconic that saved it"
         )
     same = all(first[key] == here[key] for key in ("ranks", "workers"))
-    saved, now = (_AUTO.sub("Auto()", header["recipe"]) for header in (first, here))
-    if not same:
-        saved, now = without_group_size(saved), without_group_size(now)
-    if saved != now:
-        raise ValueError(_another_recipe(first, here))
+    # options of auto() are those of later choices: the recipe in force is saved, too
+    alike = all(header["recipe"].startswith("Auto(") for header in (first, here))
+    keys = ["options"] if alike else ["options", "recipe"]
+    keys += ["group_size"] if same else []
+    if any(first[key] != here[key] for key in keys):
+        raise ValueError(_another_recipe(first, here, keys))
     for rank, part in parts.items():
         if part["rank"] != rank or any(
             part[key] != first[key]
-            for key in ("version", "recipe", "ranks", "workers", "step")
-            if key != "step" or part.get("quorum") is None  # then workers take different ones
+            for key in ("version", "recipe", "options", "ranks", "workers", "step")
+            if key != "step" or part["quorum"] is None  # then workers take different ones
         ):
             raise ValueError(
                 f"the states must be those of all {first['ranks']} ranks of one run at one step, "
@@ -149,36 +133,19 @@ def digest(parts: Mapping[int, Saved]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-_AUTO = re.compile(r"^Auto\([^)]*\)")
-"""Its options are those of later choices: the recipe in force is saved, too."""
-_GROUP_SIZE = re.compile(r", group_size=(\d+)$")
-
-
-def without_group_size(recipe: str) -> str:
-    """Remove the group size, which depends on the number of workers, from a recipe's text."""
-    return _GROUP_SIZE.sub("", recipe)
-
-
-def group_size_of(recipe: str) -> int:
-    """The group size in a recipe's text; 0 without groups."""
-    match = _GROUP_SIZE.search(recipe)
-    return int(match[1]) if match else 0
-
-
-def _another_recipe(saved: Mapping[str, Any], here: Saved) -> str:
-    """The error message for a state with another recipe or other options."""
-    rounds, options = _split(saved["recipe"])
-    rounds_now, options_now = _split(here["recipe"])
-    name, name_now = saved["text"], here["text"]
-    if rounds == rounds_now:
+def _another_recipe(saved: Saved, here: Saved, keys: Sequence[str]) -> str:
+    """The error message for a state that differs in one of ``keys``."""
+    if "recipe" not in keys or saved["recipe"] == here["recipe"]:
+        before, now = (f"{s['options']}, group_size={s['group_size']}" for s in (saved, here))
         return (
-            f"the state was saved by a run with {options}, and this run has {options_now}: use "
-            "the same options, and load again"
+            f"the state was saved by a run with {before}, and this run has {now}: use the same "
+            "options, and load again"
         )
+    name, name_now = saved["text"], here["text"]
     if name == name_now:
         return (
             f"the state was saved by another recipe with the same text, {name}: its rounds were "
-            f"{rounds}, and in this run they are {rounds_now}"
+            f"{saved['recipe']}, and in this run they are {here['recipe']}"
         )
     texts = f"the state was saved under {name}, and this run follows {name_now}"
     if name_now.startswith(WRAPPER):
@@ -187,12 +154,6 @@ def _another_recipe(saved: Mapping[str, Any], here: Saved) -> str:
         f"{texts} (arguments at their defaults are left out): attach the saved recipe, load, then "
         "call sync.switch(...)"
     )
-
-
-def _split(recipe: str) -> tuple[str, str]:
-    """Split a header's ``recipe`` into its rounds and the options of `laconic.attach`."""
-    rounds, separator, options = recipe.rpartition(", buffers=")
-    return (rounds, f"buffers={options}") if separator else (recipe, "other options")
 
 
 def round_state(running: ParameterRunner) -> Saved:
