@@ -11,14 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.frames import crc32
 from laconic.links.link import Link
-from laconic.parts import module_buffers
 from laconic.tensors import as_bytes, describe, local, parts
 
 PIECE = 2**24
@@ -94,33 +93,6 @@ def held_by_all(
 
     keys = iter(rows)
     return [{name: t for name, t in group.items() if found(next(keys)[0])} for group in groups]
-
-
-class BufferWatch:
-    """Notes the buffers of ``model`` that rounds average, or with ``every`` all of them, to find
-    out which of them training changes."""
-
-    def __init__(self, model: nn.Module, *, every: bool = False) -> None:
-        self._model, self._every = model, every
-        self._before = self._digests()
-
-    def _named(self) -> dict[str, Tensor]:
-        if not self._every:
-            return module_buffers(self._model)[0]
-        return {name: local(b) for name, b in self._model.named_buffers()}
-
-    def _digests(self) -> dict[str, int]:
-        return {name: digest(parts(b).values()) for name, b in self._named().items()}
-
-    def sizes(self) -> tuple[tuple[int, ...], int]:
-        """The bytes of each buffer, and of those together that have changed."""
-        sizes = {
-            name: sum(part.numel() * part.element_size() for part in parts(b).values())
-            for name, b in self._named().items()
-        }
-        now = self._digests()
-        changed = sum(size for name, size in sizes.items() if now[name] != self._before.get(name))
-        return tuple(sizes.values()), changed
 
 
 class NonfiniteCheck:

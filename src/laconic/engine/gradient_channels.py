@@ -32,16 +32,6 @@ def bucket_bytes(exchange: Exchange, total: int) -> tuple[int, int]:
     return each, each
 
 
-def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
-    """The approximate bytes of each bucket, for ``total`` bytes of gradients, of which the largest
-    tensor has ``largest``."""
-    first, each = bucket_bytes(exchange, total)
-    if exchange.whole:
-        first, each = max(first, largest), max(each, largest)
-    whole, rest = divmod(max(total - first, 0), each)
-    return [min(first, total), *[each] * whole, *([rest] if rest else [])]
-
-
 def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Tensor]]:
     """The views of each segment in the tensors of ``state`` that are as long as ``bucket``."""
     for name, whole in state.items():

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, Round, workers_differ
-from laconic.engine.comparison import BufferWatch
 from laconic.engine.session import Choice, Session
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
@@ -51,7 +50,7 @@ from laconic.policy.choice import (
 )
 from laconic.policy.facts import Facts
 from laconic.policy.predict import often, travel, undisturbed
-from laconic.policy.probe import Probed, probe, slow_host
+from laconic.policy.probe import BufferWatch, Probed, probe, slow_host
 from laconic.processor import Usage
 
 log = logging.getLogger("laconic")
