@@ -168,12 +168,6 @@ class ChannelSet:
         position = {id(p): k for k, p in enumerate(self._held())}
         return [[position[id(p)] for p in batch] for batch in self.joined]
 
-    def add_at(self, positions: Sequence[Sequence[int]]) -> None:
-        """Open channels as if parameters had joined at these `positions`."""
-        held = self._held()
-        for batch in positions:
-            self.add([held[k] for k in batch])
-
     def _held(self) -> list[Tensor]:
         return [p for group in self._session.held() for p in group]
 

@@ -346,7 +346,7 @@ def _at_rest(
     if not saved["flights"] and not isinstance(update, Quiesce):
         return saved, {}
     step, over, replica = part["step"], places[running.round.over], places["replica"]
-    former = running.elsewhere(idle_link(*over), idle_link(*replica))
+    former = running.fresh(saved["joined"], idle_link(*over), idle_link(*replica))
     load_round(former, [saved], None)()
     if part["in_step"]:
         former.undo_before_step(step + 1)

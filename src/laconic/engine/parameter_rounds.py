@@ -115,21 +115,22 @@ class ParameterRunner:
         """What messages to the user call it."""
         return f"{self.round.name} {after_step(step)}"
 
-    def like(self, positions: Sequence[Sequence[int]]) -> ParameterRunner:
-        """A new runner, as if parameters had joined at these `ChannelSet.positions`."""
-        fresh = ParameterRunner(self.round, self.link, self._session, self._scores)
-        fresh.set.add_at(positions)
-        return fresh
-
-    def elsewhere(self, link: Link, replica: Link) -> ParameterRunner:
-        """A new runner, as if on the rank of another run: over ``link``, in a worker of the ranks
-        of ``replica``."""
-        fresh = ParameterRunner(self.round, link, self._session, self._scores, replica)
-        fresh.set.add([p for batch in self.set.joined for p in batch])
-        return fresh
+    def fresh(
+        self,
+        positions: Sequence[Sequence[int]],
+        link: Link | None = None,
+        replica: Link | None = None,
+    ) -> ParameterRunner:
+        """A new runner, as if parameters had joined at these `ChannelSet.positions`; perhaps on the
+        rank of another run: over ``link``, in a worker of the ranks of ``replica``."""
+        made = ParameterRunner(self.round, link or self.link, self._session, self._scores, replica)
+        held = [p for group in self._session.held() for p in group]
+        for batch in positions:
+            made.set.add([held[k] for k in batch])
+        return made
 
     def become(self, other: ParameterRunner) -> None:
-        """Take over the channels of ``other``, made by `like`, and what it has in flight."""
+        """Take over the channels of ``other``, made by `fresh`, and what it has in flight."""
         self.set, self.in_flight, self.executed = other.set, other.in_flight, other.executed
         self.x_digest = other.x_digest
 
@@ -151,7 +152,8 @@ class ParameterRunner:
         if self.round.delay:
             self.in_flight.append(self._launch(step))
         else:
-            self._exchange_now(step)
+            for bucket in self._sent_now(step):
+                self._fold_bucket(bucket, step, self.executed)
             self._session.nonfinite.check(self.exchange, self.label(step)).wait()
         self.complete()
 
@@ -189,17 +191,17 @@ class ParameterRunner:
         special = update.uses_lr or self._after_send or isinstance(exchange, Scored)
         return stateless and not special
 
-    def _exchange_now(self, step: int) -> None:
-        """Send and fold one bucket after the other. Where they overlap, some are under way."""
+    def _sent_now(self, step: int) -> Iterator[InFlightBucket]:
+        """Send one bucket when the one before it is folded. Where they overlap, some are under
+        way."""
         ahead = AHEAD if self._overlap.use(len(self.channels)) else 0
         sent: deque[InFlightBucket] = deque()
         for number, channel in enumerate(self.channels):
             memory = self._session.memory(channel.bucket, number % (ahead + 1))
             sent.append(self._send(channel, step, memory))
             if len(sent) > ahead:
-                self._fold_bucket(sent.popleft(), step, self.executed)
-        while sent:
-            self._fold_bucket(sent.popleft(), step, self.executed)
+                yield sent.popleft()
+        yield from sent
 
     def _launch(self, step: int) -> InFlightRound:
         """Send a delayed round's messages."""

@@ -197,7 +197,7 @@ def load_round(
     load_states = None
     if not running.set.vary:
         if source is not None or own["joined"] != running.set.positions:
-            running = running.like(own["joined"])  # begins at this x: lost state starts from it
+            running = running.fresh(own["joined"])  # begins at this x: lost state starts from it
         load_states = load_channels(running, parts, source)
     executed = int(own["executed"])
     first = executed - len(own["flights"])
