@@ -42,7 +42,7 @@ from laconic.engine.saved_state import (
     round_state,
     wide,
 )
-from laconic.engine.session import Policy, Session
+from laconic.engine.session import Session
 from laconic.links.agreement import agree
 from laconic.links.simulated import idle_link
 from laconic.parts import module_buffers
@@ -82,22 +82,18 @@ def state_dict(run: RecipeRun) -> Saved:
     policy = run.session.policy
     if run.quorum is not None:
         run.quorum.settle(failed=True)
-    run.session.comm.drain()  # what checks of delayed rounds have found is a part of the state
+    run.session.comm.drain()
     with nullcontext() if run.quorum is None else run.quorum.port.quiet():
-        return _state_dict(run, policy)
-
-
-def _state_dict(run: RecipeRun, policy: Policy | None) -> Saved:
-    return {
-        **header(run),
-        "step": run.session.step,
-        "in_step": run.session.in_step,
-        "rounds": [saved_state.round_state(running) for running in run.rounds],
-        "gradients": [{**channel_states(g), "scale": g.set.scale} for g in _stateful(run)],
-        "auto": None if policy is None else policy.state_dict(),
-        "scores": None if run.scores is None else run.scores.state_dict(),
-        "quorum": None if run.quorum is None else run.quorum.state_dict(),
-    }
+        return {
+            **header(run),
+            "step": run.session.step,
+            "in_step": run.session.in_step,
+            "rounds": [saved_state.round_state(running) for running in run.rounds],
+            "gradients": [{**channel_states(g), "scale": g.set.scale} for g in _stateful(run)],
+            "auto": None if policy is None else policy.state_dict(),
+            "scores": None if run.scores is None else run.scores.state_dict(),
+            "quorum": None if run.quorum is None else run.quorum.state_dict(),
+        }
 
 
 def parts_of(state: State | Sequence[State | None], run: RecipeRun) -> dict[int, Saved]:

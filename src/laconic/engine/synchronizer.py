@@ -404,11 +404,6 @@ class Synchronizer:
         lost = {"workers_lost": now.workers_lost, "steps_lost": now.steps_lost}
         self._session.recorder.event("view", **about, **lost)
 
-    @property
-    def rounds(self) -> int:
-        """Rounds so far."""
-        return self.driver.rounds_done
-
     def calls(self) -> dict[str, CallTotals]:
         """What went over the links so far, by round and call."""
         return {name: copy(call) for name, call in dict(self._session.ledger.by_call).items()}
