@@ -17,12 +17,19 @@ from laconic.engine import consensus, loading
 from laconic.engine.consensus import Switcher, training_weights
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
-from laconic.engine.joint_optimizer import JointOptimizer, class_names, listen, members
+from laconic.engine.joint_optimizer import (
+    Events,
+    JointOptimizer,
+    StepHooks,
+    UnseenSteps,
+    class_names,
+    listen,
+    members,
+)
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.saved_state import Saved, States
 from laconic.engine.session import Session, Settings
-from laconic.engine.steps import Events, StepHooks, UnseenSteps
 from laconic.errors import check_bool
 from laconic.links.calls import FINISH
 from laconic.links.comm_thread import EXIT_SECONDS
