@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 
+from laconic.links.attempts import is_here_only
 from laconic.links.elastic.coordinator import Coordinator
 
 log = logging.getLogger("laconic")
@@ -21,11 +22,12 @@ _served: dict[tuple[str, int], Coordinator] = {}
 
 def serve(host: str, port: int) -> bool:
     """Serve ``host`` and ``port`` from this process. False where that is not possible: the address
-    is another host's, or a program has it, perhaps this one."""
+    is another host's, or a name for this one that means the loopback interface, where no other host
+    would reach it; or a program has it, perhaps this one."""
     with _guard:
-        if (host, port) in _served:
-            return False
         try:
+            if (host, port) in _served or is_here_only(host):
+                return False
             _served[host, port] = Coordinator(host, port, embedded=True)
         except OSError:
             return False
