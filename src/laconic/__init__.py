@@ -19,11 +19,11 @@ if TYPE_CHECKING:  # an alias makes a name public
     )
     from laconic.algorithms.exchange import Arrival as Arrival, Exchange as Exchange
     from laconic.algorithms.diloco_recipes import (
-        des_loc as des_loc, diloco as diloco, muloco as muloco, outer_step as outer_step,
+        des_loc as des_loc, diloco as diloco, outer_step as outer_step,
         sparse_loco as sparse_loco, streaming_diloco as streaming_diloco,
     )
     from laconic.algorithms.elastic_recipes import (
-        downpour as downpour, eamsgd as eamsgd, easgd as easgd, lsgd as lsgd,
+        easgd as easgd, lsgd as lsgd,
     )
     from laconic.algorithms.recipes import (
         d_psgd as d_psgd, ddp as ddp, demo as demo, hierarchical as hierarchical,
@@ -80,8 +80,8 @@ NAMES_BY_MODULE = {
         "laconic.algorithms.auto": "auto",
         "laconic.algorithms.exchange": "Arrival Exchange",
         "laconic.algorithms.recipes": (
-            "d_psgd ddp demo des_loc diloco downpour eamsgd easgd hierarchical local_sgd lsgd "
-            "muloco noloco outer_step post_local_sgd power_sgd sgp slowmo sparse_loco "
+            "d_psgd ddp demo des_loc diloco easgd hierarchical local_sgd lsgd "
+            "noloco outer_step post_local_sgd power_sgd sgp slowmo sparse_loco "
             "streaming_diloco"
         ),
         "laconic.algorithms.round": "GradientRound Recipe Round",

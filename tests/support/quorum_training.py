@@ -45,10 +45,6 @@ ROWS: dict[str, tuple[la.Recipe, Quorum]] = {
         diloco(4, quorum=2, grace=5.0, weigh="steps"),
         Quorum(4, 2, 5.0, weigh="steps", **DELAYED),
     ),
-    "diloco, rda, own pace, steps": (
-        diloco(6, average="rda", quorum=2, grace=0.5, pace="own", weigh="steps"),
-        Quorum(6, 2, 0.5, True, "steps", radial=True, **DELAYED),
-    ),
     "diloco, Nesterov at each arrival": (
         NAIVE,
         Quorum(4, 1, rule="nesterov", lr=0.5, momentum=0.6),

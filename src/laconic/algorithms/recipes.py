@@ -12,12 +12,11 @@ from dataclasses import replace
 from laconic.algorithms.diloco_recipes import (
     des_loc,
     diloco,
-    muloco,
     outer_step,
     sparse_loco,
     streaming_diloco,
 )
-from laconic.algorithms.elastic_recipes import downpour, eamsgd, easgd, lsgd
+from laconic.algorithms.elastic_recipes import easgd, lsgd
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import Alone, FastComponents, LowRank, Mean, Push
 from laconic.algorithms.exchanges.quorum import Pace, Weigh
@@ -384,12 +383,9 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
         d_psgd,
         slowmo,
         easgd,
-        eamsgd,
-        downpour,
         lsgd,
         diloco,
         streaming_diloco,
-        muloco,
         outer_step,
         des_loc,
         sparse_loco,

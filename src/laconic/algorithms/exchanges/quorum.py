@@ -18,7 +18,6 @@ from laconic.algorithms.exchanges.coding import (
     generator_for,
     nonfinite_rows,
 )
-from laconic.algorithms.exchanges.radial import normalize, stretch
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.codecs import CODECS, Codec, Int8
 from laconic.codecs.codec import check_repr
@@ -104,7 +103,7 @@ class QuorumMean(Exchange):
         return {"base": x}
 
     def rebase(self, x: Tensor, state: State) -> None:
-        """See `Rebase`."""
+        """See `Exchange.rebase`."""
         state["base"].copy_(x)
 
     async def run(
@@ -157,20 +156,16 @@ class QuorumMean(Exchange):
     def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
         """The mean of ``arrived``, in rank order, out of ``n`` workers; in at least float32.
         ``anchor`` is a, None if not `anchored`."""
-        ys = _since(arrived, anchor)
-        weights = self.weights([c.steps for c in arrived])
-        if weights is not None:
-            return _weighted(ys, weights)
+        ys, steps = _since(arrived, anchor), [c.steps for c in arrived]
+        if self.weigh == "steps" and len({*steps}) > 1:
+            total = torch.zeros_like(ys[0])
+            for y, count in zip(ys, steps, strict=True):
+                total.add_(y, alpha=count / sum(steps))
+            return total
         mean = mean_in_rank_order(ys)
         if self.weigh == "alike" and anchor is not None and len(arrived) < n:
             mean = anchor - (anchor - mean) * (len(arrived) / n)
         return mean
-
-    def weights(self, steps: Sequence[int]) -> list[float] | None:
-        """The weights of contributions of so many ``steps``; None: they all weigh the same."""
-        if self.weigh == "steps" and len({*steps}) > 1:
-            return [s / sum(steps) for s in steps]
-        return None
 
 
 def _since(arrived: Sequence[Contribution], anchor: Tensor | None) -> list[Tensor]:
@@ -182,51 +177,6 @@ def _since(arrived: Sequence[Contribution], anchor: Tensor | None) -> list[Tenso
             y = anchor - (base.to(dtype) - y)
         ys.append(y)
     return ys
-
-
-def _weighted(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    total = torch.zeros_like(tensors[0])
-    for t, weight in zip(tensors, weights, strict=True):
-        total.add_(t, alpha=weight)
-    return total
-
-
-@dataclass(frozen=True)
-class RadialQuorumMean(QuorumMean):
-    """The radial-directional average (`RadialMean`) of the workers that have arrived::
-
-        d_i = a - y_i ;  l_i = ||d_i|| ;  u_i = d_i / l_i        for each tensor by itself
-        u = mean(u_i) ;  D = mean(l_i) * u / ||u|| ;  the result is a - D
-
-    Both means are over M, and have the weights of `QuorumMean`; with ``"alike"``, D is multiplied
-    by the fraction of the workers that have arrived. Decoupled DiLoCo, Douillard et al. 2026, arXiv
-    2604.21428.
-    """
-
-    shapes: tuple[torch.Size, ...] = ()
-    """Shapes of the tensors in a message."""
-
-    whole = True
-
-    def shaped(self, shapes: Sequence[torch.Size]) -> Exchange:
-        return replace(self, shapes=tuple(shapes))
-
-    def failed(self, message: Tensor) -> bool:
-        return not bool(message.isfinite().all())
-
-    def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
-        assert anchor is not None, "directions are those of changes since the anchor"
-        changes = [anchor - y for y in _since(arrived, anchor)]
-        lengths = [normalize(d, self.shapes) for d in changes]
-        if not all(bool(each.isfinite().all()) for each in lengths):
-            raise NotFiniteError("some ranks had values to send that are too large")
-        weights = self.weights([c.steps for c in arrived])
-        if weights is None:
-            weights = [1 / len(arrived)] * len(arrived)
-        mean = _weighted(changes, weights)
-        fraction = len(arrived) / n if self.weigh == "alike" else 1.0
-        stretch(mean, self.shapes, _weighted(lengths, weights) * fraction)
-        return torch.sub(anchor, mean, out=mean)
 
 
 @dataclass(frozen=True)
