@@ -142,7 +142,7 @@ class Messenger:
 
         replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]
-        if self._scored is not None and replica.size > 1:
+        if channel.exchange.score_window and replica.size > 1:
             ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
             clock = replace(clock, score=of_worker(ranks))
         error: NotFiniteError | None = None
