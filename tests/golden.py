@@ -1089,7 +1089,6 @@ def _quorums() -> None:
     own: dict[str, Any] = {"quorum": 2, "pace": "own"}
     recipes: dict[str, la.Recipe] = {
         "local_sgd": la.local_sgd(3, quorum=2),
-        "local_sgd, own pace, steps": la.local_sgd(4, weigh="steps", grace=0.5, **own),
         "diloco": la.diloco(3, momentum=0.5, quorum=2),
         "diloco, own pace, int8": la.diloco(4, codec="int8", **own),
     }

@@ -39,7 +39,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     **{"momentum": (0.3,), "optimizer_state": ("average", "reset"), "outer": ("muon", heavy_ball)},
     **{"pace": ("own",), "peers": (2,), "period": (3,), "pull": (0.3,), "quorum": (2,)},
     **{"rank": (1,), "second": (5,), "sharded": (False,), "start": (5,), "values": ("int8",)},
-    **{"weigh": ("steps",), "window": (1,)},
+    "window": (1,),
 }
 """Of every option of a recipe, values other than its default. A recipe need not take all of them:
 some are for others that have an option of that name."""

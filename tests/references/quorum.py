@@ -63,7 +63,6 @@ class Quorum:
     quorum: int
     grace: float = 0.0
     own: bool = False
-    weigh: Literal["alike", "steps"] = "alike"
     rule: Rule = "average"
     lr: float = 1.0
     momentum: float = 0.0
@@ -214,14 +213,12 @@ def outer_step(
 ) -> None:
     """The formulas at the top, for fragment k."""
     n, a, m, late = len(all_of), outer.a, outer.m, outer.late
-    shares = [all_of[i].steps - all_of[i].parts[k].since for i in members]
     outer.held += len(members)
     ds = [change(recipe, k, all_of[i]) for i in members]
     for name in recipe.fragments[k]:
         delta = 0.0 * a[name]
-        for d, s in zip(ds, shares, strict=True):
-            c = s / sum(shares) if recipe.weigh == "steps" else 1 / n
-            delta = delta + c * d[name]
+        for d in ds:
+            delta = delta + d[name] / n
         if recipe.rule == "average":
             a[name] = a[name] - delta
         elif recipe.rule == "nesterov":

@@ -7,7 +7,7 @@ from typing import Literal
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import GatheredMean, Mean
-from laconic.algorithms.exchanges.quorum import Pace, Weigh
+from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
     MIX,
@@ -50,7 +50,6 @@ def diloco(
     quorum: int | None = None,
     grace: float = 0.0,
     pace: Pace = "equal",
-    weigh: Weigh = "alike",
 ) -> Recipe:
     """A local optimizer, with an outer Nesterov step every ``period`` steps.
 
@@ -77,8 +76,6 @@ def diloco(
         grace: seconds for which a round then still waits for the other workers.
         pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
             many as it can while the fastest worker takes ``period``.
-        weigh: ``"alike"``: every step counts the same. ``"steps"``: a contribution counts by its
-            number of steps.
 
     With a ``quorum``, a worker that comes later takes part in the next round, with all steps that
     it has taken. Momentum is then delayed (`DelayedNesterov`), unless ``outer`` is given. With
@@ -90,7 +87,7 @@ def diloco(
         >>> sync = laconic.attach(model, optimizer, laconic.diloco(100, momentum=0.6))
     """
     check_int("period", period, 1)
-    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, outer=outer)
+    some = quorum_mean(quorum, grace, pace, codec, delay, outer=outer)
     decided = {"codec": codec is not None, "quorum": some is not None}
     check_sharded(sharded, outer=outer == "muon", **decided)
     check_merge(merge, mix, delay)
@@ -120,7 +117,6 @@ def streaming_diloco(
     quorum: int | None = None,
     grace: float = 0.0,
     pace: Pace = "equal",
-    weigh: Weigh = "alike",
 ) -> Recipe:
     """`diloco` by fragments: each is sent every ``period`` steps, at its own offset.
 
@@ -157,8 +153,6 @@ def streaming_diloco(
         grace: seconds for which a round then still waits for the other workers.
         pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
             many as it can while the fastest worker takes ``period``. ``"own"`` needs ``delay=0``.
-        weigh: ``"alike"``: every step counts the same. ``"steps"``: a contribution counts by its
-            number of steps.
 
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.streaming_diloco(16))
@@ -178,7 +172,7 @@ def streaming_diloco(
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
     check_choice("by", by, ("bytes", "layers"))
     check_delay(delay, period)
-    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, outer=outer)
+    some = quorum_mean(quorum, grace, pace, codec, delay, outer=outer)
     if some is not None and outer is None:
         update = DelayedNesterov(lr, momentum)
     exchange = some or pseudo_gradients(update, codec, sharded=True)

@@ -15,7 +15,7 @@ from laconic.algorithms.exchanges import (
     ShardedMean,
     coded,
 )
-from laconic.algorithms.exchanges.quorum import Pace, Weigh
+from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.round import (
     AnyRound,
     GradientRound,
@@ -64,19 +64,18 @@ def quorum_mean(
     quorum: int | None,
     grace: float,
     pace: Pace,
-    weigh: Weigh,
     codec: CodecOption,
     delay: int,
     optimizer_state: str = "keep",
     outer: Outer | None = None,
 ) -> QuorumMean | None:
     """Return the average over the workers that have arrived, or None if a round waits for all."""
-    exchange = QuorumMean(quorum, grace, pace, weigh)  # checks them
+    exchange = QuorumMean(quorum, grace, pace)  # checks them
     if quorum is None and pace == "equal":
-        if grace or weigh != "alike":
+        if grace:
             raise ValueError(
-                "grace= and weigh= are for rounds that do not wait for all workers at equal pace: "
-                "give quorum= or pace='own'"
+                "grace= is for rounds that do not wait for all workers at equal pace: give quorum= "
+                "or pace='own'"
             )
         return None
     refused = {"delay=0": bool(delay)}
@@ -93,7 +92,7 @@ def quorum_mean(
         )
     if codec is None:
         return exchange
-    return CodedQuorumMean(quorum, grace, pace, weigh, codec=codec_of(codec))
+    return CodedQuorumMean(quorum, grace, pace, codec=codec_of(codec))
 
 
 def outer_update(

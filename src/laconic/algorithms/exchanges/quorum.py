@@ -28,17 +28,14 @@ from laconic.links.quorum.port import Result
 from laconic.tensors import mean_in_rank_order, state_dtype
 
 Pace = Literal["equal", "own"]
-Weigh = Literal["alike", "steps"]
 
 
 class Contribution(NamedTuple):
-    """What one worker delivers: its ``message``, which is its x or the code of its change; the
-    result from which x started, ``base``, or None if that is the result of the previous round; and
-    the number of ``steps`` from base to x."""
+    """What one worker delivers: its ``message``, which is its x or the code of its change, and the
+    result from which x started, ``base``, or None if that is the result of the previous round."""
 
     message: Tensor
     base: Tensor | None
-    steps: int
 
 
 @dataclass(frozen=True)
@@ -51,14 +48,11 @@ class QuorumMean(Exchange):
     from which worker i started, and ``y_i = a - (b_i - x_i)``, so that ``y_i = x_i`` for a worker
     that is not late. The mean over the set M of workers that have arrived, out of n, is::
 
-        weigh="alike":  a - sum over M of (a - y_i) / n
-        weigh="steps":  sum over M of (s_i * y_i) / sum over M of s_i
+        a - sum over M of (a - y_i) / n
 
-    With ``"alike"``, a step has the same weight in whichever round it is delivered (Liu et al.
-    2024, arXiv 2401.09135, Algorithm 3). If all workers have arrived, the result is the plain mean,
-    bit for bit. ``"steps"`` is the weight of Decoupled DiLoCo (Douillard et al. 2026, arXiv
-    2604.21428), ``tokens**2 / steps`` divided by its sum, for workers whose steps have equally many
-    tokens. ``s_i`` is the number of steps.
+    A step has the same weight in whichever round it is delivered (Liu et al. 2024, arXiv
+    2401.09135, Algorithm 3). If all workers have arrived, the result is the plain mean, bit for
+    bit.
 
     ``pace="own"``: each worker takes as many steps as it can while the fastest worker takes those
     of the period (dynamic local updates). ``anchored=False``: for an update without an anchor, such
@@ -71,7 +65,6 @@ class QuorumMean(Exchange):
     workers: int | None = None
     grace: float = 0.0
     pace: Pace = "equal"
-    weigh: Weigh = "alike"
     anchored: bool = True
 
     slots: ClassVar[dict[str, Slot]] = {"base": "private"}
@@ -84,7 +77,6 @@ class QuorumMean(Exchange):
             check_int("quorum", self.workers, 1)
         check_float("grace", self.grace, 0.0)
         check_choice("pace", self.pace, get_args(Pace))
-        check_choice("weigh", self.weigh, get_args(Weigh))
 
     def owners(self, n: int) -> int | None:
         return 1
@@ -113,7 +105,7 @@ class QuorumMean(Exchange):
 
     def unanchored(self) -> QuorumMean:
         """The mean in the same rounds for an update without an anchor."""
-        return QuorumMean(self.workers, self.grace, self.pace, self.weigh, anchored=False)
+        return QuorumMean(self.workers, self.grace, self.pace, anchored=False)
 
     # -- on a worker ----
 
@@ -156,14 +148,8 @@ class QuorumMean(Exchange):
     def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
         """The mean of ``arrived``, in rank order, out of ``n`` workers; in at least float32.
         ``anchor`` is a, None if not `anchored`."""
-        ys, steps = _since(arrived, anchor), [c.steps for c in arrived]
-        if self.weigh == "steps" and len({*steps}) > 1:
-            total = torch.zeros_like(ys[0])
-            for y, count in zip(ys, steps, strict=True):
-                total.add_(y, alpha=count / sum(steps))
-            return total
-        mean = mean_in_rank_order(ys)
-        if self.weigh == "alike" and anchor is not None and len(arrived) < n:
+        mean = mean_in_rank_order(_since(arrived, anchor))
+        if anchor is not None and len(arrived) < n:
             mean = anchor - (anchor - mean) * (len(arrived) / n)
         return mean
 
@@ -171,7 +157,7 @@ class QuorumMean(Exchange):
 def _since(arrived: Sequence[Contribution], anchor: Tensor | None) -> list[Tensor]:
     """y_i of every contribution: its x, as if it had started from the ``anchor``."""
     dtype, ys = state_dtype(arrived[0].message.dtype), []
-    for message, base, _ in arrived:
+    for message, base in arrived:
         y = message.to(dtype)
         if base is not None and anchor is not None:
             y = anchor - (base.to(dtype) - y)
@@ -271,8 +257,8 @@ class CodedQuorumMean(QuorumMean):
     def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
         assert anchor is not None, "codes are of changes since the anchor"
         ys = []
-        for code, _, steps in arrived:
+        for code, _ in arrived:
             y = anchor.clone()
             add_decoded(self.codec, code, y)
-            ys.append(Contribution(y, None, steps))
+            ys.append(Contribution(y, None))
         return super().mean(ys, anchor, n)
