@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.round import Round
-from laconic.algorithms.update import Clock, Slot, State, Update, in_every_step
+from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize
 from laconic.device import Accelerator, Event, accelerator
 from laconic.engine.session import Session
@@ -226,7 +226,7 @@ class ChannelSet:
         self.all += new
         for channel in new:
             state = self._initial_state(channel)
-            used = in_every_step(self._round.update)
+            used = self._round.update.in_every_step
             channel.state = state if used else self._kept(channel, state)
         for channel in new:
             state = self._initial_exchange_state(channel)

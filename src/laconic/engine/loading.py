@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.algorithms.update import Quiesce
 from laconic.engine import saved_state
 from laconic.engine.consensus import successor
 from laconic.engine.gradient_rounds import GradientRunner
@@ -339,7 +338,7 @@ def _at_rest(
     update = running.round.update
     if running.set.vary:  # tensors that come and go are averaged as they were at the save
         return {**saved, "flights": []}, {}
-    if not saved["flights"] and not isinstance(update, Quiesce):
+    if not saved["flights"] and update.quiesce is None:
         return saved, {}
     step, over, replica = part["step"], places[running.round.over], places["replica"]
     former = running.fresh(saved["joined"], idle_link(*over), idle_link(*replica))

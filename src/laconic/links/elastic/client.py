@@ -55,7 +55,9 @@ class Client:
         self, host: str, port: int, job: str, member: Member, about: str, need: Need
     ) -> None:
         self.at = f"{host}:{port}"
-        self._host, self._port = host, port
+        self.host, self.port = host, port
+        self.embedded = False
+        """Whether the coordinator was inside a worker."""
         self._said = {
             "job": job,
             "member": member,
@@ -96,10 +98,10 @@ class Client:
             self._stream = None
             raise
         match answer:
-            case {"salt": str(salt), "number": int(number)}:
+            case {"salt": str(salt), "number": int(number), "embedded": bool(embedded)}:
                 if self._salt and salt != self._salt:
                     raise OtherRunError("another run has begun")
-                self._salt, self.number = salt, number
+                self._salt, self.number, self.embedded = salt, number, embedded
                 return ""
             case {"refused": str(), "about": str(about)} if about:
                 self.close()
@@ -113,11 +115,11 @@ class Client:
     def _open(self) -> secured.Stream:
         """A connection, after the handshake."""
         try:
-            plain = connect(self._host, self._port, CALL_SECONDS)
+            plain = connect(self.host, self.port, CALL_SECONDS)
         except OSError as error:
             raise CoordinatorError(
                 f"no coordinator answers at {self.at}: start one by `laconic coordinator --port "
-                f"{self._port}` on that host, or correct the address ({_reason(error)})"
+                f"{self.port}` on that host, or correct the address ({_reason(error)})"
             ) from error
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -143,7 +145,7 @@ class Client:
                 f"{who} has another secret in {job_secret.VARIABLE} than this worker, or is "
                 "another program: give both the same file, or none"
             )
-        if self._contexts is None and speaks_tls(self._host, self._port):
+        if self._contexts is None and speaks_tls(self.host, self.port):
             return UntrustedError(
                 f"{who} uses TLS, and this worker does not: set the variables that `laconic keys` "
                 "prints"
@@ -175,7 +177,7 @@ class Client:
         exchange = handshake.call(self._secret, PURPOSE, KEY, 0, b"")
         out, wanted = next(exchange)
         try:
-            with connect(self._host, self._port, LOOK_SECONDS) as connection:
+            with connect(self.host, self.port, LOOK_SECONDS) as connection:
                 connection.sendall(out)
                 return len(connection.recv(wanted)) == wanted
         except OSError:
