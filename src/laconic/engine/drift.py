@@ -133,10 +133,11 @@ class DriftCheck:
             running.in_flight[-1].apart = self._session.comm.submit(look, running.label(step))
             return
         self.report_round(running, look())
-        if running.round.update.replaces and not running.set.vary:
-            channels = () if self._equal_state(running) else running.channels
-            views = [c.bucket.views() or [s.view() for s in c.bucket.segments] for c in channels]
-            running.x_digest = _digest(running, [v for each in views for v in each])
+        equal_x = running.round.update.replaces and not running.set.vary
+        if equal_x and not self._equal_state(running):
+            buckets = [channel.bucket for channel in running.channels]
+            views = [v for b in buckets for v in b.views() or [s.view() for s in b.segments]]
+            running.x_digest = _digest(running, views)
 
     def report_round(self, running: ParameterRunner, found: Difference | None) -> None:
         """Report what a check of a round has found."""
