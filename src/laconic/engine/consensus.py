@@ -28,7 +28,7 @@ from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.session import Session
 from laconic.errors import check_bool
 from laconic.parts import optimizer_state
-from laconic.tensors import copies, is_sharded, local, reshard, restore, sums, with_mean
+from laconic.tensors import copies, local, reshard, restore, sums, with_mean
 
 
 @torch.no_grad()
@@ -100,8 +100,8 @@ def _make_equal(run: RecipeRun, saved: list[tuple[Tensor, list[Tensor]]] | None)
         saved += copies(differing)
     shared = buffers if session.settings.buffers == "broadcast" else ()
     means = [t for t in differing if id(t) not in shared and with_mean(local(t)) is not None]
-    for link, sharded in ((session.world, False), (session.workers, True)):
-        numbers = [with_mean(local(t)) for t in means if is_sharded(t) == sharded]
+    for link, named in session.by_link({str(id(t)): t for t in means}):
+        numbers = [with_mean(local(t)) for t in named.values()]
         session.write_mean([[x for x in numbers if x is not None]], link)
     averaged = set(map(id, means))
     session.broadcast([t for t in differing if id(t) not in averaged])

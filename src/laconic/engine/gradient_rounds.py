@@ -31,7 +31,7 @@ from laconic.buckets import RESHAPED
 from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.channel import Channel
 from laconic.engine.gradient_channels import FlatGradients, GradientChannels, nonzero
-from laconic.engine.overlap import Overlapping, Result, collectives, turns_at_once
+from laconic.engine.overlap import Overlapping, Result, turns_at_once
 from laconic.engine.session import Session
 from laconic.errors import LinkError, NotFiniteError
 from laconic.links.link import AsyncLink
@@ -262,19 +262,18 @@ class GradientRunner:
         exchange = channel.exchange
         if "residual" in channel.exchange_state and ends(self.round.when, now.step):
             exchange = LastMean(exchange, channel.owned)
-        at = exchange, flat.whole, channel.exchange_state, now, self._overlap.used
-        average = partial(self._average, *at)
+        average = partial(self._average, exchange, flat.whole, channel.exchange_state, now)
         turns = turns_at_once(self.set.largest)
         self._pending.append(self._overlap.begin(average, self._label, turns=turns))
         if len(self._pending) == len(self.channels):
             self._overlap.complete(self._label)
 
     async def _average(
-        self, exchange: Exchange, flat: Tensor, state: State, clock: Clock, overlap: bool
+        self, exchange: Exchange, flat: Tensor, state: State, clock: Clock, link: AsyncLink
     ) -> None:
         """``flat`` <- combine(mean over the ranks of ``flat``). It becomes NaN if it is not finite
-        on some rank. ``overlap``: whether other buckets are under way meanwhile."""
-        message, link = flat, collectives(self._link, overlap)
+        on some rank."""
+        message = flat
         if self._elastic:
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
             if exchange.slots and not exchange.keeps_message:

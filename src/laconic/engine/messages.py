@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from laconic.algorithms.exchange import Arrival
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores, of_worker
-from laconic.algorithms.update import Clock, State, Tensors, Update, returned
+from laconic.algorithms.update import Clock, State, Tensors, returned
 from laconic.buckets import Bucket
 from laconic.engine.channel import Channel, is_owned
-from laconic.engine.overlap import Result, collectives
+from laconic.engine.overlap import Result
 from laconic.engine.session import Session
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import CommThread, Pending
-from laconic.links.link import Link
+from laconic.links.link import AsyncLink, Link
 from laconic.tensors import is_sharded, state_dtype
-
-
-def has_lr(group: Mapping[str, Any]) -> bool:
-    """Whether a parameter group has a learning rate."""
-    return group.get("lr") is not None
-
-
-def no_lr(update: Update, optimizer: Optimizer) -> str:
-    """The error message if a group has none, and ``update`` uses it."""
-    return (
-        f"{type(update).__name__} needs a learning rate, and a parameter group of "
-        f"{type(optimizer).__name__} has no 'lr': use an optimizer whose groups have one, or "
-        "another recipe"
-    )
 
 
 class Messenger:
@@ -77,8 +62,6 @@ class Messenger:
         groups = optimizer.param_groups
         own = (group for group in groups if any(each is p for each in group["params"]))
         group = next(own, None) or groups[bucket.group]  # p may be no parameter
-        if not has_lr(group):
-            raise ValueError(no_lr(update, optimizer))
         return float(group["lr"])
 
     def _tensors(self, bucket: Bucket) -> Tensors:
@@ -117,12 +100,12 @@ class Messenger:
         return message, y
 
     async def carry(
-        self, channel: Channel, message: Tensor, clock: Clock, overlap: bool = False
+        self, channel: Channel, message: Tensor, clock: Clock, link: AsyncLink
     ) -> Arrival:
-        """Exchange the message with the other workers, with the outer step in between. The ranks of
-        one worker hold the same message: each carries its part across, then they share.
-        ``overlap``: whether other buckets are under way meanwhile."""
-        update, link = self._round.update, collectives(self._link, overlap)
+        """Exchange the message with the other workers, over the collectives of their ``link``, with
+        the outer step in between. The ranks of one worker hold the same message: each carries its
+        part across, then they share."""
+        update = self._round.update
         elastic = self._session.elastic is not None
         if elastic:  # another attempt may be among others, and needs the message
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)

@@ -24,7 +24,7 @@ from laconic.engine.overlap import AHEAD, Overlapping
 from laconic.engine.session import Session
 from laconic.errors import after_step
 from laconic.links.comm_thread import Pending, coroutine
-from laconic.links.link import Link
+from laconic.links.link import Link, one_by_one
 from laconic.links.simulated import single_link
 from laconic.parts import Fragment, module_buffers, parameters
 from laconic.tensors import overwrite
@@ -205,7 +205,7 @@ class ParameterRunner:
         clock = self.clock(bucket, step)
         message, sent = self._messenger.message(channel, clock, memory)
         clock = self._messenger.stamped(clock, channel.state)
-        job = partial(self._messenger.carry, channel, message, clock, self._overlap.used)
+        job = partial(self._messenger.carry, channel, message, clock)
         pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
         return InFlightBucket(channel, sent, pending)
 
@@ -220,7 +220,7 @@ class ParameterRunner:
                 at_work = self.link.size, self.link.rank
                 clock = messenger.clock(channel.bucket, step, executed, at_work)
                 message, sent = messenger.message(channel, clock, channel.bucket.empty())
-                arrival = await messenger.carry(channel, message, clock)
+                arrival = await messenger.carry(channel, message, clock, one_by_one(self.link))
                 found.append(InFlightBucket(channel, sent, Pending.of(arrival)))
             return found
 

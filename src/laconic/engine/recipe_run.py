@@ -25,7 +25,6 @@ from laconic.algorithms.scores import Scores
 from laconic.engine.drift import DriftCheck
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.joint_optimizer import JointOptimizer
-from laconic.engine.messages import has_lr, no_lr
 from laconic.engine.model_checks import check_tensors, shared_memory
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.quorum_rounds import QuorumRounds
@@ -173,9 +172,14 @@ class RecipeRun:
         if optimizer is None or update is None:
             return None
         x = set(map(id, self.session.params()))
-        groups = [group["params"] for group in optimizer.param_groups if not has_lr(group)]
-        lacking = any(p.requires_grad or id(p) in x for group in groups for p in group)
-        return no_lr(update, optimizer) if lacking else None
+        groups = [g["params"] for g in optimizer.param_groups if g.get("lr") is None]
+        if not any(p.requires_grad or id(p) in x for group in groups for p in group):
+            return None
+        return (
+            f"{type(update).__name__} needs a learning rate, and a parameter group of "
+            f"{type(optimizer).__name__} has no 'lr': use an optimizer whose groups have one, or "
+            "another recipe"
+        )
 
     @property
     def reweighted(self) -> bool:

@@ -331,10 +331,9 @@ class Session:
         """Copy rank ``root``'s ``tensors`` to all ranks; a shard, rank 0's, to the ranks with the
         same shard. ``root()``: its rank at the time of sending, where workers come and go."""
         now = root if callable(root) else partial(int, root)
-        unique = list({id(t): t for t in tensors}.values())
-        shards = [t for t in unique if is_sharded(t)]
-        whole = [t for t in unique if not is_sharded(t)]
-        for link, those in ((self.world, whole), (self.workers, shards)):
+        unique = {str(id(t)): t for t in tensors}
+        for link, named in self.by_link(unique):
+            those = named.values()
             data = [as_bytes(part) for t in those for part in parts(local(t)).values()]
             for bucket in bucketize([data], 1):
                 flat = bucket.pack(bucket.empty())
@@ -352,14 +351,19 @@ class Session:
         own = {f"{g} {i}": p for g, group in groups for i, p in enumerate(group)}
         return named | {f"parameter {k}": p for k, p in own.items() if id(p) not in known}
 
+    def by_link(self, tensors: Mapping[str, Tensor]) -> list[tuple[Link, dict[str, Tensor]]]:
+        """``tensors`` by the link to those who have the same: all ranks, or, of shards, those with
+        the same shard."""
+        shards = {name: t for name, t in tensors.items() if is_sharded(t)}
+        whole = {name: t for name, t in tensors.items() if name not in shards}
+        return [(self.world, whole), (self.workers, shards)]
+
     def differing(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of ``tensors`` that all ranks have, but not with the same values; of shards, those
         that differ from the same shard of other workers. Raises ``ValueError``, on all of these
         ranks, if one of them cannot be written."""
-        shards = {name: t for name, t in tensors.items() if is_sharded(t)}
-        whole = {name: t for name, t in tensors.items() if name not in shards}
         found: dict[str, Tensor] = {}
-        for link, those in ((self.world, whole), (self.workers, shards)):
+        for link, those in self.by_link(tensors):
             if those or link is self.world:  # other ranks may have buffers that this one lacks
                 job = partial(held_by_all, link, [those], differing=True)
                 found.update(self.comm.call(job, "comparing the models")[0])
