@@ -32,11 +32,31 @@ from laconic.links.elastic.link import ElasticLink
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
-from laconic.processor import Usage
-from laconic.tensors import as_bytes, is_sharded, itemsize_of, local, parts, read_only, reshard
+from laconic.tensors import as_bytes, is_sharded, local, parts, read_only, reshard
 
 PROBLEM = 2**64 - 1
 """The `Call.digest` of a rank that cannot make the call. Digests of values are smaller."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy's choice after ``step``: the recipe's text, the measured facts (of `auto`,
+    `laconic.policy.facts.Facts`), and the reason."""
+
+    step: int
+    text: str
+    facts: Any
+    reason: str
+
+
+class Joining(Protocol):
+    """A worker that has loaded the state of an elastic run, and has taken no step."""
+
+    def arrive(self) -> None:
+        """Take part from the next step on."""
+
+    def finish(self) -> None:
+        """Load what `Synchronizer.finish` leaves on the others."""
 
 
 class Policy(Protocol):
@@ -327,18 +347,15 @@ class Session:
         received: list[float] = flat.tolist()
         return received
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int | Callable[[], int] = 0) -> None:
-        """Copy rank ``root``'s ``tensors`` to all ranks; a shard, rank 0's, to the ranks with the
-        same shard. ``root()``: its rank at the time of sending, where workers come and go."""
-        now = root if callable(root) else partial(int, root)
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Copy rank 0's ``tensors`` to all ranks; a shard, to the ranks with the same shard."""
         unique = {str(id(t)): t for t in tensors}
         for link, named in self.by_link(unique):
-            those = named.values()
-            data = [as_bytes(part) for t in those for part in parts(local(t)).values()]
+            whole = named.values()
+            data = [as_bytes(part) for t in whole for part in parts(local(t)).values()]
             for bucket in bucketize([data], 1):
                 flat = bucket.pack(bucket.empty())
-                job = partial(_broadcast, link, flat, now)
-                self.comm.call(job, "sharing parameters")
+                self.comm.call(partial(link.broadcast, flat), "sharing parameters")
                 bucket.unpack(flat)
 
     def state(self) -> dict[str, Tensor]:
@@ -448,47 +465,8 @@ class Session:
         """The user chooses the recipe from now on."""
         self._past_choices, self.policy = self.choices, None
 
-    def shapes(self) -> tuple[tuple[tuple[int, ...], ...], int]:
-        """The shapes of x, and the bytes of one element, averaged over the elements."""
-        params = [local(p) for p in self.params()]
-        return tuple(tuple(p.shape) for p in params), itemsize_of(params)
-
-    def traffic(self) -> tuple[float, float]:
-        """Bytes sent so far, and the seconds spent in collectives."""
-        calls = list(self.ledger.by_call.values())
-        return float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)
-
-    def usage(self) -> Usage:
-        """What messages have used of the processors so far beside this thread, and this thread."""
-        return Usage.now(self.traffic()[0], self.comm.processor_seconds)
-
 
 def _moved_outside(p: Tensor, own: Collection[int]) -> bool:
     """Whether ``p`` is a copy that an optimizer moves in place of one of the model's parameters,
     whose ids are ``own``: it gets its gradients from a front end."""
     return id(p) not in own and (p.is_floating_point() or p.is_complex())
-
-
-def _broadcast(link: Link, flat: Tensor, root: Callable[[], int]) -> None:
-    link.broadcast(flat, root())
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A policy's choice after ``step``: the recipe's text, the measured facts (of `auto`,
-    `laconic.policy.facts.Facts`), and the reason."""
-
-    step: int
-    text: str
-    facts: Any
-    reason: str
-
-
-class Joining(Protocol):
-    """A worker that has loaded the state of an elastic run, and has taken no step."""
-
-    def arrive(self) -> None:
-        """Take part from the next step on."""
-
-    def finish(self) -> None:
-        """Load what `Synchronizer.finish` leaves on the others."""

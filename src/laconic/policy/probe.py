@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from laconic.device import synchronize
 from laconic.engine.comparison import digest
+from laconic.engine.session import Session
 from laconic.links import cost
 from laconic.links.link import FAR_SECONDS, Link, Sent
 from laconic.parts import module_buffers
-from laconic.tensors import local, parts
+from laconic.processor import Usage
+from laconic.tensors import itemsize_of, local, parts
 
 LEAST, MOST, LONG = 2**16, 2**26, 0.1
 """Bytes of the first and of the largest probe. Once a probe takes `LONG` seconds, no larger one is
@@ -208,3 +210,20 @@ class BufferWatch:
         now = self._digests()
         changed = sum(size for name, size in sizes.items() if now[name] != self._before.get(name))
         return tuple(sizes.values()), changed
+
+
+def shapes_of(session: Session) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """The shapes of x, and the bytes of one element, averaged over the elements."""
+    params = [local(p) for p in session.params()]
+    return tuple(tuple(p.shape) for p in params), itemsize_of(params)
+
+
+def traffic(session: Session) -> tuple[float, float]:
+    """Bytes sent so far, and the seconds spent in collectives."""
+    calls = list(session.ledger.by_call.values())
+    return float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)
+
+
+def usage(session: Session) -> Usage:
+    """What messages have used of the processors so far beside this thread, and this thread."""
+    return Usage.now(traffic(session)[0], session.comm.processor_seconds)
