@@ -100,9 +100,9 @@ class GradientRunner:
         self._announce = announce
         self.set = GradientChannels(r.exchange, link, self._elastic)
         self._unsent = unsent
+        self._trainable: list[int] = []
         self._params: list[Tensor] = []
-        self._shapes: list[tuple[int, int, torch.dtype]] = []
-        """Of each, its id, number of elements and dtype."""
+        self._sizes: list[tuple[int, torch.dtype]] = []
         self._hooks: dict[int, RemovableHandle] = {}
         self._flats: list[FlatGradients] = []
         self._pending: list[Result[None]] = []
@@ -130,23 +130,28 @@ class GradientRunner:
         before = {id(p) for p in self._params}
         given = self._session.differentiated()
         chosen = [p for p in given if p.requires_grad or (keep and id(p) in before)]
-        params = [p for p in chosen if local(p).numel()]
-        shapes = [(id(p), p.numel(), p.dtype) for p in params]
-        if shapes == self._shapes:
+        trainable = [id(p) for p in chosen]
+        if trainable == self._trainable:
+            if self._sizes != [(p.numel(), p.dtype) for p in self._params]:
+                raise ValueError(RESHAPED)
             return False
-        if [key for key, *_ in shapes] == [key for key, *_ in self._shapes]:
-            raise ValueError(RESHAPED)
+        params = [p for p in chosen if local(p).numel()]
+        if [id(p) for p in params] == [id(p) for p in self._params]:
+            self._trainable = trainable
+            return False
         if not self.broken:
             self._discard()
         unsent = {**self._unsent, **self.set.left_over()}
         at = self.exchange, self._link, self._elastic
         channels = GradientChannels(*at, params, unsent, self.set.scale)
         # what may fail is done: change this object
-        self._params, self._shapes, self.set, self._unsent = params, shapes, channels, {}
+        self._params, self.set, self._unsent = params, channels, {}
+        self._sizes = [(p.numel(), p.dtype) for p in params]
         self._flats = []
-        for key in before - {id(p) for p in params}:
+        for key in before - set(trainable):
             self._hooks.pop(key).remove()
         self.listen()
+        self._trainable = trainable
         return any(id(p) not in before for p in params)
 
     def listen(self) -> None:
