@@ -86,14 +86,13 @@ def open_channels(
     # buckets span groups, since a few biases by themselves would need as many messages as the rest
     spans = groups if update.uses_lr else [[t for group in groups for t in group]]
     found = []
-    whole = exchange.whole or update.whole
-    for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=whole):
+    for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=update.whole):
         bucket.number, number = number, number + 1
         each = bucket.length // replica.size
         part = slice(replica.rank * each, (replica.rank + 1) * each)
         within = exchange.region(link, each)
         region = slice(part.start + within.start, part.start + within.stop)
-        found.append(Channel(bucket, exchange.shaped(bucket.shapes), part, region))
+        found.append(Channel(bucket, exchange, part, region))
     return found
 
 
