@@ -21,10 +21,10 @@ from laconic.engine.joint_optimizer import (
     Events,
     JointOptimizer,
     StepHooks,
-    UnseenSteps,
     class_names,
     listen,
     members,
+    warn_of_unseen_steps,
 )
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
@@ -85,7 +85,8 @@ class Driver:
         self.events = Events()
         self._closure = False
         """Whether a closure computes this step's gradients."""
-        self._unseen = UnseenSteps((), "")
+        self._end_watch: Callable[[], None] = lambda: None
+        """Ends the watch for steps of other optimizers."""
         if optimizer is not None:
             session.bind(optimizer)
         drift = DriftCheck(session)
@@ -132,7 +133,8 @@ class Driver:
         after = self._after_step if self.hooked else lambda *_: None
         self._handles = listen(optimizer, self._before_optimizer, after)
         if self.hooked:
-            self._unseen = UnseenSteps(self.session.params(), class_names(members(optimizer)))
+            names = class_names(members(optimizer))
+            self._end_watch = warn_of_unseen_steps(self.session.params(), names)
 
     # -- one step ----
 
@@ -145,7 +147,7 @@ class Driver:
     def begin_step(self, closure: bool) -> None:
         """Prepare a step of the optimizer. With a ``closure`` its gradients are still to come."""
         session = self.session
-        self._unseen.end()
+        self._end_watch()
         refuse_capture(session.device, "optimizer.step()")
         session.refuse_in_consensus("optimizer.step()")
         session.check_complete()
@@ -305,7 +307,7 @@ class Driver:
     def detach(self) -> None:
         """See `Synchronizer.detach`."""
         self.ending.complete = self.ending.step  # the user keeps this worker's own model
-        self._unseen.end()
+        self._end_watch()
         for handle in self._handles:
             handle.remove()
         self._handles = []
