@@ -346,13 +346,11 @@ class Driver:
         return saved
 
     @torch.no_grad()
-    def load_on_all(
-        self, parts: Callable[[], dict[int, Saved]], load_model: LoadModel | None
-    ) -> None:
-        """Load ``parts()`` on every rank, or raise on every rank; see `Loading.prepare`."""
+    def load_on_all(self, state: States, load_model: LoadModel | None = None) -> None:
+        """Load ``state`` on every rank, or raise on every rank; see `Loading.prepare`."""
         session = self.session
         session.call("load_state_dict()", 0)  # the ranks' present steps may differ
-        loaded = Loading.prepare(self.run, parts, load_model)
+        loaded = Loading.prepare(self.run, state, load_model)
         loaded.agree(session)
         self._take(loaded)
         if self.run.quorum is not None:
@@ -362,7 +360,7 @@ class Driver:
     def load_here(self, state: States) -> str | None:
         """As `load_state_dict`, without communication. Returns what is wrong, if anything is; then
         nothing has changed."""
-        loaded = Loading.prepare(self.run, lambda: loading.parts_of(state, self.run), None)
+        loaded = Loading.prepare(self.run, state, None)
         if loaded.problem is None:
             self._take(loaded)
         else:
