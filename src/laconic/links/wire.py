@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
@@ -112,28 +111,14 @@ class Transfer:
                 raise ValueError(
                     f"a message is contiguous and on the CPU, not {x.device} {x.stride()}"
                 )
-        room = torch.empty(
-            sum(frames.check_bytes(x.nbytes) for _, x, _ in messages), dtype=torch.uint8
-        )
-        checks = room.data_ptr()
-        idle = [r for r in sends if traffic.is_complete(traffic.latest.get((r, False), -1))]
-        first = len(traffic.ranks)
-        traffic.grow(len(messages))
-        for index, (r, x, comes) in enumerate(messages, first):
-            size, after = x.nbytes, traffic.latest.get((r, comes), -1)
-            fd = connections[r]
-            where = checks, x.data_ptr(), size, size if ready else -1, fd, comes, after
-            bbr = fd in connections.bbr and not comes
-            frames.begin(traffic.messages, index, header, digest, *where, bbr=bbr)
-            checks += frames.check_bytes(size)
-            start = traffic.ends.get((r, comes), connections.totals.get((r, comes), 0))
-            traffic.starts.append(start)
-            traffic.ends[r, comes] = start + frames.on_wire(size)
-            traffic.latest[r, comes] = index
-            traffic.ranks.append(r)
-            traffic.tensors.append(x)
-        traffic.tensors.append(room)
-        self._end = len(traffic.ranks)
+        idle = [r for r in sends if traffic.idle(r)]
+        first = len(traffic.messages)
+        for r, x, comes in messages:
+            fd, place = connections[r], (r, comes)
+            where = x.data_ptr(), x.nbytes, fd, comes, traffic.latest.get(place)
+            message = frames.Message(header, digest, *where, ready=x.nbytes if ready else -1)
+            traffic.add(r, x, message, connections.totals.get(place, 0))
+        self._end = len(traffic.messages)
         self._incoming = dict(zip(receives, range(first, self._end), strict=False))
         self._outgoing = dict(zip(sends, range(first + len(receives), self._end), strict=True))
         connections.before_messages(idle)
@@ -143,14 +128,14 @@ class Transfer:
 
     def send(self, rank: int, size: int) -> None:
         """Allow the first ``size`` bytes of the message for ``rank`` to be sent."""
-        self._traffic.messages[self._outgoing[rank]].ready = size
+        self._traffic.messages[self._outgoing[rank]].allow(size)
         self._move(frames.WITHOUT_WAITING)
 
     def send_all(self) -> None:
         """Allow all messages to be sent."""
         for index in self._outgoing.values():
             message = self._traffic.messages[index]
-            message.ready = message.size
+            message.allow(message.size)
         self._move(frames.WITHOUT_WAITING)
 
     def wait(self, rank: int | None = None, size: int | None = None) -> None:
@@ -198,20 +183,19 @@ class Transfer:
             seconds = max(left, 0.001)
             if connections.stalls is not None:
                 seconds = min(seconds, connections.stalls.look_seconds)
-            milliseconds = min(max(round(1000 * seconds), 1), 2**31 - 1)
             outcome, index, error = connections.feed()
             if outcome == frames.FINE:
-                at = traffic.messages, connections.secured, until, enough, milliseconds
+                at = traffic.messages, connections.secured, until, enough, seconds
                 outcome, index, error = frames.move(*at)
             if outcome == frames.FINE:
                 return
             now = time.monotonic()
-            if outcome in (frames.SILENT, frames.INTERRUPTED):
+            if outcome == frames.SILENT:
                 if index:  # whether any byte moved
-                    quiet_since = now if outcome == frames.INTERRUPTED else now - seconds
+                    quiet_since = now - seconds
                 if self._look(quiet_since, now):
                     quiet_since = now = time.monotonic()
-                elif now - quiet_since >= self._timeout:  # Python's handlers run in between
+                elif now - quiet_since >= self._timeout:
                     break
             elif outcome in (frames.CLOSED, frames.FAILED) and self._ended(index):
                 quiet_since = now = time.monotonic()
@@ -234,7 +218,7 @@ class Transfer:
             if self._go_on(stalls, rank, stalls.offered.pop(rank)):
                 return True
         each = zip(traffic.ranks, traffic.messages, strict=True)
-        waited_for = sorted({r for r, m in each if m.comes and not frames.is_complete(m)})
+        waited_for = sorted({r for r, m in each if m.comes and not m.complete})
         found = stalls.ask(waited_for, now - quiet_since)
         made = []
         for rank, answer in found.items():
@@ -332,7 +316,7 @@ class Transfer:
         """Of `Traffic.failure`."""
         if outcome == STALLED:
             return LostError(self._traffic.stalled)
-        if outcome in (frames.SILENT, frames.INTERRUPTED):
+        if outcome == frames.SILENT:
             return LostError(f"nothing was sent or received for {self._timeout:g} s")
         rank, message = self._traffic.ranks[index], self._traffic.messages[index]
         if outcome == frames.CHANGED:
@@ -381,11 +365,6 @@ class Wire:
         configure(connection)
         self.connections.keep(rank, connection)
 
-    @property
-    def forked(self) -> bool:
-        """Whether this is a child's copy, whose connections were closed."""
-        return self.connections.forked
-
     def closed(self) -> dict[int, bool]:
         """The ranks whose connections have ended, and whether by an error. Does not wait, and does
         not read, so messages under way are not disturbed."""
@@ -417,20 +396,6 @@ class Wire:
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that waiting threads return."""
         self.connections.shutdown()
-
-    def post(
-        self,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        header: tuple[int, int],
-        *,
-        ready: bool = True,
-    ) -> Transfer:
-        """Begin to send ``sends[r]`` to rank r, and to receive from it into ``receives[r]``. Rank r
-        must make the matching call, with the same ``header`` (the call's serial number and id) and
-        the same sizes. If not ``ready``, `Transfer.send` releases the messages one by one."""
-        at = self.timeout, self.names
-        return Transfer(self.connections, sends, receives, header, *at, ready=ready)
 
     def close(self) -> None:
         """Close the connections once no message is under way on them."""
