@@ -19,7 +19,10 @@ import ssl
 import struct
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
+
+from laconic.links import congestion
 
 FIELDS = struct.Struct("=QQQQ")  # the call's serial and id, bytes that follow, the digest
 CALL_BYTES = 24
@@ -34,6 +37,9 @@ FINE, SILENT, CLOSED, OTHER, FAILED, CHANGED = range(6)
 the connection. `OTHER`: a message of another call has arrived. `FAILED`: a system call failed.
 `CHANGED`: a checksum is wrong."""
 ALL, WITHOUT_WAITING, ALL_SENT = -1, -2, -3
+LEFT = 2**19
+"""Bytes left on a connection for which it pays to find the rate again, when another connection has
+nothing more to send: otherwise BBR tries a quarter more every 8 round trips."""
 
 Secured = Mapping[int, ssl.SSLSocket]
 """Connections that use TLS, by file descriptor."""
@@ -44,8 +50,11 @@ class Message:
 
     ``place``: the call's serial number and id. ``fd``: the connection. ``comes``: it is received,
     and not sent. ``after``: the preceding message on the same connection in the same direction.
-    ``ready``: how many bytes can be sent; -1: not even the header.
+    ``ready``: how many bytes can be sent; -1: not even the header. ``bbr``: it is sent over a
+    connection with BBR, which is to be restarted if it ``renews``.
     """
+
+    renews = False
 
     def __init__(
         self,
@@ -57,6 +66,7 @@ class Message:
         comes: bool,
         after: Message | None = None,
         ready: int = -1,
+        bbr: bool = False,
     ) -> None:
         fields = FIELDS.pack(*place, size, digest)
         self.header = fields + _bytes(zlib.crc32(fields))
@@ -64,7 +74,7 @@ class Message:
         self.got = bytearray(HEADER_BYTES if comes else 0)
         self.payload = memory(address, size)
         self.checks = memoryview(bytearray(-(-size // FRAME) * CHECK_BYTES))
-        self.size, self.fd, self.comes, self.after = size, fd, comes, after
+        self.size, self.fd, self.comes, self.after, self.bbr = size, fd, comes, after, bbr
         self.length = on_wire(size)
         """Bytes of header, payload and checksums."""
         self.moved = 0
@@ -215,11 +225,25 @@ def move(
                 outcome, error = m.step(secured.get(m.fd))
                 if outcome != FINE:
                     return outcome, i, error
+                if m.renews and congestion.renew(m.fd):
+                    m.renews = False
+                if m.bbr and m.complete:
+                    _renew_others(messages, m.fd)
         if until == WITHOUT_WAITING:
             return FINE, 0, 0
         if not ready:
             return SILENT, int(moved), 0
         moved = True
+
+
+def _renew_others(messages: Sequence[Message], fd: int) -> None:
+    """A message over a connection with BBR was sent: restart BBR on those with much left to send,
+    if that connection has nothing left."""
+    left = Counter[int]()
+    for m in messages:
+        left[m.fd] += 0 if m.comes else m.size - min(m.moved, m.size)
+    for m in messages if not left[fd] else ():
+        m.renews = m.renews or (m.bbr and m.active and left[m.fd] > LEFT)
 
 
 def _reached(messages: Sequence[Message], until: int, enough: int) -> bool:

@@ -116,7 +116,8 @@ class Transfer:
         for r, x, comes in messages:
             fd, place = connections[r], (r, comes)
             where = x.data_ptr(), x.nbytes, fd, comes, traffic.latest.get(place)
-            message = frames.Message(header, digest, *where, ready=x.nbytes if ready else -1)
+            how = x.nbytes if ready else -1, fd in connections.bbr and not comes
+            message = frames.Message(header, digest, *where, *how)
             traffic.add(r, x, message, connections.totals.get(place, 0))
         self._end = len(traffic.messages)
         self._incoming = dict(zip(receives, range(first, self._end), strict=False))
