@@ -22,7 +22,6 @@ from laconic.algorithms.compile import (
     check_offload,
     check_order,
     check_quorum,
-    check_whole,
     replicated,
     warn_of_groups,
     with_replicas,
@@ -297,7 +296,6 @@ def _arrange(
     check_buffers(recipe, buffers, elastic=False)  # `attach` has checked that
     check_identical(recipe)
     check_order(recipe, sharded=sharded, queues=sets["world"].queues)
-    check_whole(recipe, sharded=sharded, ranks=ranks)
     plain = not elastic and ranks == 1 and params[0].device.type == "cpu"
     check_quorum(recipe, None if elastic else sets["workers"].size, plain=plain)
     if elastic:

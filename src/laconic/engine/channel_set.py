@@ -8,7 +8,7 @@ from typing import get_args
 from torch import Tensor
 
 from laconic.algorithms.round import Round
-from laconic.algorithms.update import Slot, State, in_every_step
+from laconic.algorithms.update import Slot, State
 from laconic.buckets import Segment
 from laconic.engine.channel import Channel, is_owned, open_channels
 from laconic.engine.offload import HostState
@@ -125,7 +125,7 @@ class ChannelSet:
         self.all += new
         for channel in new:
             state = self._initial_state(channel)
-            used = in_every_step(self._round.update)
+            used = self._round.update.in_every_step
             channel.state = state if used else self._kept(channel, state)
         for channel in new:
             state = self._initial_exchange_state(channel)

@@ -11,7 +11,7 @@ digest, at no cost. If the digests differ, all workers know it at the end of tha
 repaired: that would hide the cause. The consensus averages what differs.
 
 Values that may differ are not compared: x between rounds, x if results are folded in late, the
-state of gossip and eager updates, residuals.
+state of gossip, residuals.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from laconic.algorithms.exchange import Collect, Exchange
+from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.update import State
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize
 from laconic.engine.channel import Channel
@@ -116,7 +116,7 @@ class GradientChannels:
         found: dict[tuple[str, int], Tensor] = {}
         for channel in self.all:
             state = channel.exchange_state
-            if isinstance(self._exchange, Collect):
+            if self._exchange.collect is not None:
                 self._exchange.collect(state, channel.region, self._link.size)
             for name, segment, values in _by_segment(channel.bucket, state):
                 key = name, id(segment.tensor)

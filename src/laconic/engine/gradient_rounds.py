@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from laconic.algorithms.exchange import Arrival, Collect, Combine, Exchange
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.schedules import ends
@@ -57,7 +57,7 @@ class LastMean(Mean):
     async def run(
         self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
-        if isinstance(self.coded, Collect):
+        if self.coded.collect is not None:
             self.coded.collect(state, self.owned, link.size)
         total = message + state["residual"]
         if "lag" in state and len(state["lag"]) == len(total):

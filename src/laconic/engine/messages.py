@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.algorithms.exchange import Arrival, Gossip, Scored
+from laconic.algorithms.exchange import Arrival
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores, of_worker
 from laconic.algorithms.update import Clock, State, Tensors, Update, returned
@@ -50,9 +50,6 @@ class Messenger:
         self._link = link
         self._replica = replica
         self._session, self._scores = session, scores
-        exchange = round.exchange
-        self._gossip = exchange if isinstance(exchange, Gossip) else None
-        self._scored = exchange if isinstance(exchange, Scored) else None
 
     def clock(
         self, bucket: Bucket, step: int, executed: int, present: tuple[int, int] | None = None
@@ -66,8 +63,9 @@ class Messenger:
         clock = Clock(step, lr, executed, delay, *at, seed=seed, bucket=bucket.number)
         if update.whole:
             clock = replace(clock, tensors=self._tensors(bucket))
-        if self._gossip is not None:
-            clock = replace(clock, out_degree=self._gossip.out_degree(clock))
+        out_degree = self._round.exchange.out_degree
+        if out_degree is not None:
+            clock = replace(clock, out_degree=out_degree(clock))
         return clock
 
     def learning_rate(self, bucket: Bucket) -> float:
@@ -94,8 +92,9 @@ class Messenger:
         weight = self._round.update.weight
         if weight is not None:
             clock = replace(clock, weight=float(state[weight]))
-        if self._scored is not None and self._scores is not None:
-            clock = replace(clock, score=self._scores.now(self._scored.score_window))
+        window = self._round.exchange.score_window
+        if window and self._scores is not None:
+            clock = replace(clock, score=self._scores.now(window))
         return clock
 
     def message(
@@ -143,7 +142,7 @@ class Messenger:
 
         replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]
-        if self._scored is not None and replica.size > 1:
+        if channel.exchange.score_window and replica.size > 1:
             ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
             clock = replace(clock, score=of_worker(ranks))
         error: NotFiniteError | None = None

@@ -10,15 +10,11 @@ from functools import partial
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.algorithms.exchange import Exchange, Rebase, Scored
+from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import (
-    AfterSend,
-    AfterStep,
-    BeforeStep,
     Clock,
-    Quiesce,
     State,
     returned,
 )
@@ -65,14 +61,8 @@ class ParameterRunner:
         self._session, self._scores = session, scores
         self.set = ChannelSet(round, link, self._replica, session)
         self._messenger = Messenger(round, link, self._replica, session, scores)
-        # looked up once, since isinstance with a protocol takes longer than a short update
-        update = round.update
-        self._before = update if isinstance(update, BeforeStep) else None
-        self._after = update if isinstance(update, AfterStep) else None
-        self._after_send = update if isinstance(update, AfterSend) else None
-        self._quiescing = update if isinstance(update, Quiesce) else None
         self._overlap = Overlapping(link, session.comm)
-        self._sends_part_of_x = update.weight is not None
+        self._sends_part_of_x = round.update.weight is not None
         """Whether what is in flight is missing from x."""
         self.executed = 0
         self.in_flight: list[InFlightRound] = []
@@ -172,8 +162,7 @@ class ParameterRunner:
         agree on them while training goes on."""
         update, exchange = self.round.update, self.exchange
         stateless = not exchange.slots and not update.slots
-        special = update.uses_lr or self._after_send or isinstance(exchange, Scored)
-        return stateless and not special
+        return stateless and not (update.uses_lr or exchange.score_window)
 
     def _exchange_now(self, step: int) -> None:
         """Send and fold one bucket after the other. Where they overlap, some are under way."""
@@ -206,11 +195,6 @@ class ParameterRunner:
         clock = self._messenger.stamped(clock, channel.state)
         job = partial(self._messenger.carry, channel, message, clock, self._overlap.used)
         pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
-        if self.round.delay and self._after_send is not None:
-            x = bucket.pack(self._session.memory(bucket))
-            with channel.states() as (state, _):
-                self._after_send.after_send(x, state, clock)
-            bucket.unpack(x)
         return InFlightBucket(channel, sent, pending)
 
     def _launch_varying(self, step: int) -> InFlightRound:
@@ -316,20 +300,21 @@ class ParameterRunner:
 
     def _quiesce(self, averaged: bool, copies: Mapping[int, State] | None = None) -> None:
         """``copies``: as in `_fold`."""
-        if self._quiescing is not None:
+        quiesce = self.round.update.quiesce
+        if quiesce is not None:
             for channel in self.channels:
                 x = channel.bucket.pack(self._session.memory(channel.bucket))
                 with channel.states() as (own, _):
                     state = own if copies is None else copies[id(channel)]
-                    self._quiescing.quiesce(x, state, averaged)
+                    quiesce(x, state, averaged)
                 channel.bucket.unpack(x)
 
     # -- every step ----
 
     def before_step(self, step: int) -> None:
         """The update's `before_step` on every parameter. ``step``: the one about to be taken."""
-        if self._before is not None:
-            _on_every_tensor(self, self._before.before_step, step)
+        if self.round.update.before_step is not None:
+            _on_every_tensor(self, self.round.update.before_step, step)
 
     def undo_before_step(self, step: int) -> None:
         """Divide by the push weights again, by which `before_step` has multiplied."""
@@ -338,14 +323,15 @@ class ParameterRunner:
 
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
-        if self._after is not None and self.round.update.pulls:
-            _on_every_tensor(self, self._after.after_step, step)
+        update = self.round.update
+        if update.after_step is not None and update.pulls:
+            _on_every_tensor(self, update.after_step, step)
 
     # -- what the workers agree on ----
 
     def write_finished(self, step: int) -> None:
         """Write into x what `finish` would leave there. The round itself does not change."""
-        if self._quiescing is None:
+        if self.round.update.quiesce is None:
             return
         copies = _copies(self.channels)
         for flight in self.in_flight:
@@ -393,9 +379,10 @@ class ParameterRunner:
 
 
 def _rebase(channel: Channel, x: Tensor) -> None:
-    if isinstance(channel.exchange, Rebase):
+    rebase = channel.exchange.rebase
+    if rebase is not None:
         with channel.states() as (_, exchange_state):
-            channel.exchange.rebase(x, exchange_state)
+            rebase(x, exchange_state)
 
 
 def _on_every_tensor(

@@ -353,7 +353,7 @@ class Merger:
             base, begun = None, self._held[closing.kind][rank]
             if kind.exchange.needs_bases and begun != closing.number - 1:
                 base = (bases or self._earlier[closing.kind][begun])[at]
-            arrived.append(Contribution(tensors[at], base, deliveries[rank].announcement.steps))
+            arrived.append(Contribution(tensors[at], base))
         anchor = self._anchor(running, channel)
         mean = exchange.mean(arrived, anchor, self._workers)
         first = deliveries[closing.roster[0]].announcement

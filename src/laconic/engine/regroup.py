@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.algorithms.update import Quiesce
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.saved_pieces import Saved, difference, wide
 from laconic.engine.saved_state import load_round, round_state
@@ -128,7 +127,7 @@ def _at_rest(
     update = running.round.update
     if running.set.vary:  # tensors that come and go are averaged as they were at the save
         return {**saved, "flights": []}, {}
-    if not saved["flights"] and not isinstance(update, Quiesce):
+    if not saved["flights"] and update.quiesce is None:
         return saved, {}
     over, replica = places[running.round.over], places["replica"]
     former = running.elsewhere(idle_link(*over), idle_link(*replica))

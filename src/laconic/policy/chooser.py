@@ -33,7 +33,6 @@ from laconic.links.comm_thread import Pending
 from laconic.policy.candidates import (
     candidates,
     largest_fragment,
-    made,
     spelled,
     start,
     takes_muon,
@@ -344,10 +343,7 @@ class Chooser:
         machine may be a different one."""
         choices = [Choice(**{**c, "facts": _facts(c["facts"])}) for c in state["choices"]]
         if choices or self._link.size > 1:
-            saved = spelled(state["text"], 1.0)  # older versions saved all arguments
-            self.now = (
-                made(saved.recipe) or saved
-            )  # an unchanged choice is not to look like a change
+            self.now = spelled(state["text"], 1.0)
         self._facts = None if state["facts"] is None else _facts(state["facts"])
         self.choices, self._steps, self._baseline, self._extra = choices, 0, [], {}
         self._paces, self._spans, self._facts_loaded = None, [], True
@@ -438,10 +434,5 @@ def _saved(facts: Facts) -> dict[str, Any]:
 
 
 def _facts(saved: Mapping[str, Any]) -> Facts:
-    shapes = tuple(tuple(shape) for shape in saved["shapes"])
-    names = ("computes", "rates", "receives", "shared", "buffers")
-    alike = {name: tuple(saved.get(name, ())) for name in names}
-    saved = {"one_way" if name == "latency" else name: v for name, v in saved.items()}  # of 0.2.0
-    facts = Facts(**{**saved, **alike, "shapes": shapes, "nets": {}})
-    nets = nets_of(facts.workers, facts.ranks, facts.rate, facts.one_way)
-    return replace(facts, nets=nets)
+    facts = Facts(**saved)
+    return replace(facts, nets=nets_of(facts.workers, facts.ranks, facts.rate, facts.one_way))

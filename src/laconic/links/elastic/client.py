@@ -55,7 +55,9 @@ class Client:
         self, host: str, port: int, job: str, member: Member, about: str, need: Need
     ) -> None:
         self.at = f"{host}:{port}"
-        self._host, self._port = host, port
+        self.host, self.port = host, port
+        self.embedded = False
+        """Whether the coordinator was inside a worker."""
         self._said = {
             "job": job,
             "member": member,
@@ -96,10 +98,10 @@ class Client:
             self._stream = None
             raise
         match answer:
-            case {"salt": str(salt), "number": int(number)}:
+            case {"salt": str(salt), "number": int(number), "embedded": bool(embedded)}:
                 if self._salt and salt != self._salt:
                     raise OtherRunError("another run has begun")
-                self._salt, self.number = salt, number
+                self._salt, self.number, self.embedded = salt, number, embedded
                 return ""
             case {"refused": str(), "about": str(about)} if about:
                 self.close()
@@ -113,11 +115,11 @@ class Client:
     def _open(self) -> secured.Stream:
         """A connection, after the handshake."""
         try:
-            return converse(self._host, self._port, self._exchange, CALL_SECONDS)
+            return converse(self.host, self.port, self._exchange, CALL_SECONDS)
         except UnreachableError as error:
             raise CoordinatorError(
                 f"no coordinator answers at {self.at}: start one by `laconic coordinator --port "
-                f"{self._port}` on that host, or correct the address ({_reason(error)})"
+                f"{self.port}` on that host, or correct the address ({_reason(error)})"
             ) from error
         except (OSError, handshake.RefusedError) as error:
             raise self._untrusted(error) from error
@@ -135,7 +137,7 @@ class Client:
                 f"{who} has another secret in {job_secret.VARIABLE} than this worker, or is "
                 "another program: give both the same file, or none"
             )
-        if self._contexts is None and speaks_tls(self._host, self._port):
+        if self._contexts is None and speaks_tls(self.host, self.port):
             return UntrustedError(
                 f"{who} uses TLS, and this worker does not: set the variables that `laconic keys` "
                 "prints"
@@ -165,7 +167,7 @@ class Client:
     def _is_plain(self) -> bool:
         """Whether a coordinator without TLS listens there."""
         out, wanted = next(self._exchange())
-        at = self._host, self._port
+        at = self.host, self.port
         try:
             with socket.create_connection(at, LOOK_SECONDS) as connection:
                 connection.sendall(out)

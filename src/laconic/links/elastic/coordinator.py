@@ -4,7 +4,8 @@ A worker keeps one connection to it. After the handshake of `laconic.links.hands
 the job uses it) both send lines of JSON:
 
     worker -> coordinator   the job, the worker, what it is about (`Job.join`), once
-    coordinator -> worker   the run's salt, and the worker's number; or why it is refused
+    coordinator -> worker   the run's salt, the worker's number, and whether the coordinator is
+                            inside a worker; or why it is refused
     worker -> coordinator   a `Beat`, whenever something has changed, and every second
     coordinator -> worker   the latest view, and every later one; how many have come, or are left;
                             and an empty answer to each beat
@@ -118,10 +119,12 @@ class _Client:
 
 class Coordinator:
     """A coordinator at ``host`` and ``port``, in a thread of its own, until `close`; with TLS if
-    the variables of `laconic.links.tls` say so. Raises `OSError` where the port is taken, and
-    ``ValueError`` where the settings are wrong."""
+    the variables of `laconic.links.tls` say so. ``embedded``: in a worker's process, with which
+    it ends. Raises `OSError` where the port is taken, and ``ValueError`` where the settings are
+    wrong."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, embedded: bool = False) -> None:
+        self._embedded = embedded
         contexts = tls.contexts()
         self._context = None if contexts is None else contexts.server
         self._secret = secret_of_callers()
@@ -303,7 +306,8 @@ class Coordinator:
         if before is not None:
             before.abort()
         client = self._clients[name, id] = _Client(writer, job, (name, id), known)
-        client.send({"salt": job.salt, "number": worker.number})
+        welcome = {"salt": job.salt, "number": worker.number, "embedded": self._embedded}
+        client.send(welcome)
         self._decide()
         return client
 

@@ -22,6 +22,7 @@ from laconic.links.elastic.client import (
     UntrustedError,
 )
 from laconic.links.elastic.coordinator import parse_address
+from laconic.links.elastic.embedded import serve
 from laconic.links.elastic.leases import Need
 from laconic.links.elastic.link import ElasticLink, end_at_exit
 from laconic.links.elastic.members import BEAT, Members
@@ -137,7 +138,8 @@ def _not_found(members: Members, need: Need) -> LinkError:
 
 
 def _join(client: Client, wait: float) -> str:
-    """Join the job as soon as its coordinator answers; returns what else it is about, if so."""
+    """Join the job as soon as its coordinator answers, or serve its address, if that is this
+    host's. Returns what else the job is about, if so."""
     now = time.monotonic()
     until, say = now + wait, now + SAY_SECONDS
     while True:
@@ -146,6 +148,8 @@ def _join(client: Client, wait: float) -> str:
         except UntrustedError:
             raise
         except CoordinatorError as error:
+            if serve(client.host, client.port):
+                continue
             now = time.monotonic()
             if now >= until:
                 raise
