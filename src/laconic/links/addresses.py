@@ -165,13 +165,14 @@ def _ipv4_of(interface: str) -> str | None:
         return None
 
 
-def own_address() -> str:
+def own_address(toward: str | None = None) -> str:
     """This host's address for other ranks. It is the address of the first interface that
-    GLOO_SOCKET_IFNAME names; else the address of the interface toward MASTER_ADDR; else the address
-    that the host's name resolves to. The last also replaces a loopback address if there are several
-    hosts."""
+    GLOO_SOCKET_IFNAME names; else of the interface ``toward`` that host, or toward MASTER_ADDR;
+    else the address that the host's name resolves to. The last also replaces a loopback address if
+    there are several hosts."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
     named = address_of(interface) if interface else None
+    named = named or (address_toward(toward) if toward else None)
     master = os.environ.get("MASTER_ADDR")
     found = named or (address_toward(master) if master else None)
     world = os.environ.get("WORLD_SIZE")

@@ -35,6 +35,8 @@ _HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux reports it before every
 _INFO = struct.Struct("=52x2I")  # struct tcp_info up to tcpi_last_data_recv, tcpi_last_ack_recv
 _LEAST, NO_SAMPLE = struct.Struct("=148xI"), 2**32 - 1  # tcpi_min_rtt
 _POSITION = struct.Struct(">Q")
+MOST_SECONDS = 1e6
+"""The longest wait of one system call."""
 FORGOTTEN = "a firewall or NAT between them has forgotten it"
 
 
@@ -181,7 +183,7 @@ class Transfer:
         quiet_since = now
         while True:
             left = quiet_since + self._timeout - now
-            seconds = max(left, 0.001)
+            seconds = min(max(left, 0.001), MOST_SECONDS)
             if connections.stalls is not None:
                 seconds = min(seconds, connections.stalls.look_seconds)
             outcome, index, error = connections.feed()
