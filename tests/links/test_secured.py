@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,8 +97,8 @@ def connected(change: Callable[[bytes], bytes] = bytes) -> Iterator[tuple[Wire, 
         between.close()
 
 
-def post(wire: Wire, *messages: dict[int, torch.Tensor]) -> Transfer:
-    return Transfer(wire.connections, *messages, HERE, wire.timeout, wire.names)
+def post(wire: Wire, sends: Any, receives: Any) -> Transfer:
+    return Transfer(wire.connections, sends, receives, HERE, wire.timeout, wire.names)
 
 
 def both_send(first: Wire, second: Wire, *x: torch.Tensor) -> None:

@@ -67,10 +67,10 @@ class Line:
         for tensor in tensors:
             self._move({}, {self._there: tensor})
 
-    def _move(self, *messages: dict[int, Tensor]) -> None:
-        wire = self._wire
+    def _move(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+        wire, at = self._wire, (_HEADER, self._timeout, self._wire.names)
         try:
-            Transfer(wire.connections, *messages, _HEADER, self._timeout, wire.names).wait()
+            Transfer(wire.connections, sends, receives, *at).wait()
         except LostError as error:
             text = f"rank {self._other} is lost ({error}). {ADVICE}"
             raise LinkError(text, ranks=[self._other]) from None
