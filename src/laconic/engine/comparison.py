@@ -3,14 +3,13 @@ tensors cost no more than a few bytes."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
 
-from laconic.links.frames import memory
+from laconic.links.frames import crc32
 from laconic.links.link import Link
 from laconic.parts import module_buffers
 from laconic.tensors import as_bytes, describe, local, parts
@@ -31,7 +30,7 @@ def digest(pieces: Iterable[Tensor]) -> int:
     for x in pieces:
         data = as_bytes(x).contiguous()
         if data.device.type == "cpu":
-            crc = zlib.crc32(memory(data.data_ptr(), data.numel()), crc)
+            crc = crc32(data.data_ptr(), data.numel(), crc)
         else:
             crc = (crc * _PRIME + _on_accelerator(data.view(-1))) % 2**32
     return 1 + crc
