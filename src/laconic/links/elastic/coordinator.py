@@ -29,10 +29,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from laconic.links import forks, handshake, job_secret, tls
+from laconic.links import handshake, job_secret, tls
+from laconic.links.addresses import listening
 from laconic.links.elastic.leases import Beat, Job, Need, RefusedError
 from laconic.links.elastic.view import NONCE_BITS, View, unpack_member
-from laconic.links.sockets import watch
 from laconic.links.strangers import (
     AT_ONCE,
     MOST_STRANGERS,
@@ -128,7 +128,7 @@ class Coordinator:
         contexts = tls.contexts()
         self._context = None if contexts is None else contexts.server
         self._secret = secret_of_callers()
-        self._listening = _listen(host, port)
+        self._servers = _listen(host, port)
         self._begun = time.monotonic()
         self._nonce = secrets.randbits(NONCE_BITS)
         self._jobs: dict[str, Job] = {}
@@ -152,19 +152,19 @@ class Coordinator:
         try:
             self._loop.run_until_complete(self._serve())
         finally:
-            for listening in self._listening:
-                listening.close()
+            for server in self._servers:
+                server.close()
             self._loop.close()
 
     async def _serve(self) -> None:
-        for listening in self._listening:
-            self._loop.add_reader(listening, self._accept, listening)
+        for server in self._servers:
+            self._loop.add_reader(server, self._accept, server)
         while not self._ended.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), TICK)
             self._decide()
-        for listening in self._listening:
-            self._loop.remove_reader(listening)
+        for server in self._servers:
+            self._loop.remove_reader(server)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -185,13 +185,13 @@ class Coordinator:
 
     # -- callers ----
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept(self, server: socket.socket) -> None:
         for _ in range(AT_ONCE):
             try:
-                found = accepted(listening)
+                found = accepted(server)
             except OSError:  # no file descriptors are left
-                self._loop.remove_reader(listening)
-                again = partial(self._loop.add_reader, listening, self._accept, listening)
+                self._loop.remove_reader(server)
+                again = partial(self._loop.add_reader, server, self._accept, server)
                 self._loop.call_later(PAUSE, again)
                 return
             if found is None:
@@ -313,22 +313,15 @@ class Coordinator:
 
 
 def _listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen at all addresses of ``host``; "::" stands for those of IPv4, too."""
-    found, error = list[socket.socket](), None
-    both = host == "::" and socket.has_dualstack_ipv6()
-    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    """Sockets that listen at all addresses of ``host``."""
+    found, error = list[socket.socket](), OSError(f"{host} has no address")
+    for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         try:
-            with forks.guard:
-                listening = socket.create_server(
-                    address[:2], family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both
-                )
-                forks.close_in_child(listening)
+            found.append(listening(str(address[0]), port))
         except OSError as failed:  # such as the IPv6 address of "localhost" on a host without it
-            error = error or failed
-            continue
-        watch(listening)
-        listening.setblocking(False)
-        found.append(listening)
+            error = failed
     if not found:
-        raise error or OSError(f"{host} has no address")
+        raise error
+    for server in found:
+        server.setblocking(False)
     return found
