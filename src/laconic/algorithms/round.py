@@ -89,6 +89,11 @@ class Round:
                 "steps since: give it a `fold` for rounds with a delay, such as "
                 "x.sub_(sent).add_(received) with keeps_sent = True, or use delay=0"
             )
+        if self.update.whole and self.update.in_every_step:
+            raise ValueError(
+                f"{update} is about whole tensors, and changes x in every step, which is done "
+                "tensor by tensor: leave out `before_step` and `after_step`, or `whole`"
+            )
         if self.update.whole and isinstance(self.part, Fragment) and self.part.by == "bytes":
             raise ValueError(
                 f"{update} needs whole tensors, and a fragment by bytes may "

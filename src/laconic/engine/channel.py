@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import get_args
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.round import Round
-from laconic.algorithms.update import Clock, Slot, State, Update
+from laconic.algorithms.update import Slot, State, Update
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize
 from laconic.device import Accelerator, Event, accelerator
 from laconic.engine.session import Session
@@ -96,9 +96,7 @@ def open_channels(
     return found
 
 
-def by_tensor(
-    channel: Channel, update: Update, clock: Clock
-) -> Iterator[tuple[Tensor, State, Clock]]:
+def by_tensor(channel: Channel, update: Update) -> Iterator[tuple[Tensor, State]]:
     """Each tensor of the bucket, with its part of the state that lives on all workers. Changes made
     in place are written back."""
     bucket = channel.bucket
@@ -112,8 +110,7 @@ def by_tensor(
     for index, segment in enumerate(bucket.segments):
         x = segment.view() if views is None else views[index]
         own = {name: split[index] for name, split in pieces.items()}
-        only = replace(clock, tensors=clock.tensors.only(index)) if update.whole else clock
-        yield x, rest | own, only
+        yield x, rest | own
         if views is None:
             segment.write(x)
 
