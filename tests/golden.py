@@ -1088,7 +1088,6 @@ def _quorums() -> None:
     """Rounds with a quorum in virtual time; the second worker is slow."""
     own: dict[str, Any] = {"quorum": 2, "pace": "own"}
     recipes: dict[str, la.Recipe] = {
-        "local_sgd": la.local_sgd(3, quorum=2),
         "diloco": la.diloco(3, momentum=0.5, quorum=2),
         "diloco, own pace, int8": la.diloco(4, codec="int8", **own),
     }

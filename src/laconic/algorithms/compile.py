@@ -84,8 +84,8 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
             raise ValueError(
                 f"{r.name} cannot have a quorum: it is a Round over the workers without delay, "
                 "which keeps or resets the optimizer's state, and its update has an anchor, whose "
-                "combine gives the new x, and nothing else. OuterStep, DelayedNesterov, "
-                "AnchoredAverage and SlowMomentum are such updates"
+                "combine gives the new x, and nothing else. OuterStep, DelayedNesterov "
+                "and SlowMomentum are such updates"
             )
     rules = {(r.when, r.exchange) for r in with_quorum}
     if len(rules) > len({r.when for r in with_quorum}):
@@ -94,7 +94,7 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
         other = next(r for r in recipe if r not in with_quorum)
         raise ValueError(
             f"{other.name} waits for all workers, and {with_quorum[0].name} does not: give all "
-            "rounds of the recipe a quorum. slowmo(None, ..., quorum=) has no other rounds"
+            "rounds of the recipe a quorum"
         )
     if with_quorum and not plain:
         raise ValueError(
