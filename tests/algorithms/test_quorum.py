@@ -344,9 +344,9 @@ def stopped(
 
 RESUMED = [
     ("local_sgd", (14, 15, 13, 5)),
-    ("local_sgd, own pace, quorum, steps", (13, 13, 13, 4)),
-    ("diloco, int8, own pace, steps", (14, 15, 13, 5)),
-    ("slowmo", (1, 1, 1, 1)),
+    ("local_sgd, own pace, quorum", (13, 13, 13, 4)),
+    ("diloco, int8, own pace", (14, 15, 13, 5)),
+    ("slowmo, reset", (1, 1, 1, 1)),
     ("streaming_diloco, int4", (13, 14, 12, 4)),
 ]
 
