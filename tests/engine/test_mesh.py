@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import laconic as la
-from laconic.engine.parties import Choice
+from laconic.engine.session import Choice
 from laconic.errors import NotFiniteError
 
 from tests.support import gloo
