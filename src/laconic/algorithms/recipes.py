@@ -123,10 +123,16 @@ def post_local_sgd(
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.post_local_sgd(1000, 16))
     """
-    check_int("start", start, 0)
-    gradients = (replace(r, when=until(start, r.when)) for r in ddp(codec=codec))
     averages = local_sgd(period, delay=delay, codec=codec, optimizer_state=optimizer_state)
-    return (*gradients, *(replace(r, when=after(start, r.when)) for r in averages))
+    return _followed(ddp(codec=codec), check_int("start", start, 0), averages)
+
+
+def _followed(first: Recipe, start: int, then: Recipe) -> Recipe:
+    """Return a recipe that is ``first`` in the first ``start`` steps, and ``then`` after them."""
+    return (
+        *(replace(r, when=until(start, r.when)) for r in first),
+        *(replace(r, when=after(start, r.when)) for r in then),
+    )
 
 
 @named
@@ -280,10 +286,7 @@ def power_sgd(rank: int = 4, *, start: int = 0, codec: CodecOption = None) -> Re
     check_int("start", start, 0)
     exchange = LowRank(rank, None if codec is None else codec_of(codec))
     low = GradientRound(every(1), Average(), exchange, over="world")
-    if not start:
-        return (low,)
-    dense = (replace(r, when=until(start, r.when)) for r in ddp())
-    return (*dense, replace(low, when=after(start, low.when)))
+    return _followed(ddp(), start, (low,)) if start else (low,)
 
 
 @named
