@@ -73,7 +73,7 @@ def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int |
         )
     same = all(first[key] == here[key] for key in ("ranks", "workers"))
     # options of auto() are those of later choices: the recipe in force is saved, too
-    alike = all(header["recipe"].startswith("Auto(") for header in (first, here))
+    alike = all(header["recipe"].startswith("auto(") for header in (first, here))
     keys = ["options"] if alike else ["options", "recipe"]
     keys += ["group_size"] if same else []
     if any(first[key] != here[key] for key in keys):

@@ -64,11 +64,7 @@ class Policy(Protocol):
 
     @property
     def text(self) -> str:
-        """How messages name it, such as ``auto()``."""
-
-    @property
-    def description(self) -> str:
-        """All its options, which must be the same on all ranks and when a run is resumed."""
+        """The call that makes it, such as ``auto()``: the same on all ranks and in saved states."""
 
     @property
     def recipe(self) -> Recipe:
