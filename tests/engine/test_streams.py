@@ -18,7 +18,7 @@ from laconic.engine import gradient_channels
 from laconic.engine.overlap import Overlapping
 from laconic.links import Link
 from laconic.links.comm_thread import CommThread
-from laconic.links.link import one_by_one, sent
+from laconic.links.link import AsyncLink, one_by_one, sent
 from laconic.links.simulated import single_link
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
@@ -98,7 +98,7 @@ def test_buckets_overlap_where_round_trips_are_long(late_pool: gloo.Pool, name: 
     compare(late_pool, name, 4 if "group" in name or "hier" in name else 2, far=True)
 
 
-async def noted(order: list[int], bucket: int) -> None:
+async def noted(order: list[int], bucket: int, _: AsyncLink) -> None:
     order.append(bucket)
     await sent()
     order.append(bucket)

@@ -31,7 +31,7 @@ from laconic.links.quorum.syncer import Syncer
 from laconic.links.quorum.tcp import Host, Line
 from laconic.links.wire import ChangedError, Transfer, Wire
 
-from tests.links.test_wire import HERE, THERE, as_sent
+from tests.links.test_wire import HERE, THERE, as_sent, moves
 from tests.support import job_keys
 from tests.support import strangers as s
 from tests.support.strangers import OURS, RAW, Attack, Stranger, Usage
@@ -116,6 +116,9 @@ GUARD = 64
 SIZES = (0, 1, 5, FRAME - 1, FRAME, FRAME + 1, 17 * FRAME + 3)
 
 
+__all__ = ["moves"]
+
+
 @pytest.fixture(params=[0.2, pytest.param(1.0, marks=pytest.mark.slow)])
 def share(request: pytest.FixtureRequest) -> float:
     """Of the examples."""
@@ -193,10 +196,11 @@ def check_two_messages(
     """``theirs`` sends, and ends; ``ours`` receives what `read` says. Returns the outcome."""
     guarded = [size + 2 * GUARD for size in example.sizes]  # bytes that must stay as they are
     rooms = [ctypes.create_string_buffer(b"\xa5" * size, size) for size in guarded]
-    messages = list[frames.Message]()
-    for room, place, size in zip(rooms, (HERE, THERE), example.sizes, strict=True):
-        where = ctypes.addressof(room) + GUARD, size, ours.fileno(), True, *messages
-        messages.append(frames.Message(place, 0, *where))
+    messages = (frames.Message * 2)()
+    checks = [ctypes.create_string_buffer(frames.check_bytes(size) + 1) for size in example.sizes]
+    for i, (place, size) in enumerate(zip((HERE, THERE), example.sizes, strict=True)):
+        where = ctypes.addressof(rooms[i]) + GUARD, size, -1, ours.fileno(), True, i - 1
+        frames.begin(messages, i, place, 0, ctypes.addressof(checks[i]), *where)
     ours.setblocking(False)
     theirs.setblocking(False)
     outcome, which = FINE, 0
@@ -208,7 +212,7 @@ def check_two_messages(
             outcome, which, _ = frames.move(messages, secured, frames.WITHOUT_WAITING, 0, 0)
     theirs.shutdown(socket.SHUT_WR)
     if outcome == FINE:
-        outcome, which, _ = frames.move(messages, secured, frames.ALL, len(messages), 5.0)
+        outcome, which, _ = frames.move(messages, secured, frames.ALL, len(messages), 5000)
     first, used, length = read(example.data, HERE, example.sizes[0])
     second, more, total = read(example.data[length:], THERE, example.sizes[1])
     if first != FINE:
@@ -225,8 +229,9 @@ def check_two_messages(
     return outcome
 
 
+@pytest.mark.usefixtures("moves")
 def test_any_bytes_in_place_of_messages(share: float) -> None:
-    """Nothing is used whose checksum is wrong, nothing is written out of
+    """Both movers do the same: nothing is used whose checksum is wrong, nothing is written out of
     bounds, and nothing hangs."""
     outcomes = set()
 
@@ -257,6 +262,7 @@ def test_any_bytes_in_place_of_messages_over_tls(
         s.drawn(sent(), int(200 * share), check)
 
 
+@pytest.mark.usefixtures("moves")
 def test_a_transfer_that_has_failed_fails_again() -> None:
     """Its last frame is wrong: nothing is left to move. Its error does not keep the connections."""
     ours, theirs = socket.socketpair()

@@ -100,7 +100,7 @@ def undisturbed(size: int, recipe: str) -> list[bytes]:
     ("size", "recipe", "settings", "what"),
     [
         (2, "laconic.ddp()", "", "forgotten between rounds"),
-        pytest.param(3, "laconic.sgp()", "", "forgotten in a round", marks=slow),
+        pytest.param(3, "laconic.sgp()", "not compiled", "forgotten in a round", marks=slow),
         pytest.param(2, "laconic.ddp()", "TLS", "forgotten in a round", marks=slow),
         pytest.param(2, "laconic.ddp()", "", "reset", marks=slow),
         pytest.param(3, "laconic.ddp()", "", "drop packets", marks=slow),
@@ -114,6 +114,8 @@ def test_a_static_run_goes_on_over_new_connections(
     variables = forgetful.variables(ports)
     if settings == "TLS":
         variables |= job_keys.variables(jobs.one)
+    elif settings:
+        variables["LACONIC_WITHOUT_KERNELS"] = "1"
     with forgetful.firewall(ports) as wall:
 
         def before(made: Ranks) -> None:

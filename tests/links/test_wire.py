@@ -1,4 +1,4 @@
-"""Messages over connections of laconic's own, over local sockets."""
+"""Messages over connections of laconic's own: compiled and interpreted, over local sockets."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
+from laconic.links import frames
 from laconic.links.connections import Connections
 from laconic.links.frames import FRAME
 from laconic.links.wire import LostError, Transfer, Wire, configure
@@ -24,6 +25,12 @@ from laconic.links.wire import LostError, Transfer, Wire, configure
 HERE, THERE = (3, 7), (4, 7)
 HEADER = 36
 Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture(params=["compiled", "interpreted"])
+def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "interpreted":
+        monkeypatch.setattr(frames, "library", lambda: None)
 
 
 @pytest.fixture
@@ -57,6 +64,7 @@ def random(numel: int) -> Tensor:
     return torch.randint(0, 256, (numel,), dtype=torch.uint8)
 
 
+@pytest.mark.usefixtures("moves")
 @pytest.mark.parametrize("numel", [0, 2**22])
 def test_both_send_at_once(pair: Pair, numel: int) -> None:
     """More than any buffer holds: who sends must take in what comes."""
@@ -67,6 +75,7 @@ def test_both_send_at_once(pair: Pair, numel: int) -> None:
     assert torch.equal(rooms[0], messages[1]) and torch.equal(rooms[1], messages[0])
 
 
+@pytest.mark.usefixtures("moves")
 def test_what_is_not_ready_is_sent_when_it_is() -> None:
     """While nothing holds up what comes, nor what is ready before it."""
     ends = socket.socketpair(), socket.socketpair()
@@ -96,6 +105,7 @@ def test_what_is_not_ready_is_sent_when_it_is() -> None:
         assert other.recv(99) == as_sent(HERE, b"\7\7\x08")[HEADER + 2 :]
 
 
+@pytest.mark.usefixtures("moves")
 def test_the_first_bytes_are_there_before_the_last(pair: Pair) -> None:
     """A frame can be used once its checksum has come."""
     ours, theirs = pair
@@ -129,6 +139,7 @@ def signals(handle: Callable[..., object], between: Callable[[], bool]) -> Itera
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.usefixtures("moves")
 def test_a_signal_is_handled_while_nothing_comes(pair: Pair) -> None:
     """As Ctrl-C is: by Python, in the thread that waits."""
     over = threading.Event()
@@ -144,6 +155,7 @@ def test_a_signal_is_handled_while_nothing_comes(pair: Pair) -> None:
         transfer(pair[0], room=torch.zeros(1)).wait()
 
 
+@pytest.mark.usefixtures("moves")
 def test_silence_is_an_error_but_slowness_is_not(pair: Pair) -> None:
     """Where bytes come, though slowly, the time-out begins anew with each. Signals, as those of a
     profiler's timer, neither end a wait nor prolong it. The connection serves nothing else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import ssl
@@ -29,9 +30,9 @@ class Kept:
 
     def __init__(self) -> None:
         self.end = self._size = 0
-        self._pieces: deque[bytes] = deque()
+        self._pieces: deque[bytes | bytearray] = deque()
 
-    def add(self, end: int, data: bytes, most: int) -> None:
+    def add(self, end: int, data: bytes | bytearray, most: int) -> None:
         """The next bytes up to ``end``, of which ``data`` are the last. ``most``: how many are
         enough."""
         if end - self.end > len(data):
@@ -103,7 +104,7 @@ class Connections(dict[int, int]):
         traffic, total = self.traffic, self.totals.get((rank, comes), 0)
         if traffic is not None:
             at = zip(traffic.ranks, traffic.messages, strict=False)
-            total += sum(m.moved for r, m in at if r == rank and m.comes == comes)
+            total += sum(m.moved for r, m in at if r == rank and bool(m.comes) == comes)
         return total + (len(self.early.get(rank, b"")) if comes else 0)
 
     def feed(self) -> tuple[int, int, int]:
@@ -113,7 +114,7 @@ class Connections(dict[int, int]):
             for i, r in enumerate(traffic.ranks if traffic is not None and data else ()):
                 assert traffic is not None
                 if r == rank and traffic.messages[i].comes:
-                    outcome = traffic.messages[i].feed(data)
+                    outcome = frames.feed(traffic.messages[i], data)
                     if outcome != frames.FINE:
                         return outcome, i, 0
         return frames.FINE, 0, 0
@@ -123,8 +124,7 @@ class Connections(dict[int, int]):
         have to be sent again."""
         for rank, index in messages.items():
             message, most = traffic.messages[index], SPARE + unacknowledged(self[rank])
-            parts = message.describe(max(message.moved - most, 0), message.size // frames.FRAME + 1)
-            data = b"".join(parts)
+            data = frames.sent_bytes(message, max(message.moved - most, 0))
             if rank not in self._kept:
                 self._kept[rank] = Kept()
             self._kept[rank].add(traffic.starts[index] + message.moved, data, most)
@@ -208,14 +208,14 @@ class Traffic:
     follows the one before it on the same connection in the same direction."""
 
     def __init__(self) -> None:
-        self.messages: list[frames.Message] = []
+        self.messages = frames.array(0)()
         self.ranks: list[int] = []
         """The rank that each message is for, or comes from."""
         self.starts: list[int] = []
         """How many bytes were sent to that rank, or came from it, before each message."""
         self.ends: dict[tuple[int, bool], int] = {}
         """How many will have been after all of these messages, as in `Connections.totals`."""
-        self.latest: dict[tuple[int, bool], frames.Message] = {}
+        self.latest: dict[tuple[int, bool], int] = {}
         """The last message by rank, and by whether it comes from there."""
         self.transfers = 0
         """How many `Transfer` are not complete."""
@@ -227,18 +227,12 @@ class Traffic:
         self.stalled = ""
         """Why, where it is `STALLED`."""
 
-    def add(self, rank: int, x: Tensor, message: frames.Message, total: int) -> None:
-        """``message``, of ``x``, is for ``rank``, or comes from there. ``total``: how many bytes
-        have before these messages."""
-        place = rank, message.comes
-        start = self.ends.get(place, total)
-        self.starts.append(start)
-        self.ends[place], self.latest[place] = start + message.length, message
-        self.ranks.append(rank)
-        self.messages.append(message)
-        self.tensors.append(x)
+    def is_complete(self, index: int) -> bool:
+        """Whether a message has moved as a whole; -1: there is none."""
+        return index < 0 or frames.is_complete(self.messages[index])
 
-    def idle(self, rank: int) -> bool:
-        """Whether nothing is on its way to ``rank``."""
-        latest = self.latest.get((rank, False))
-        return latest is None or latest.complete
+    def grow(self, count: int) -> None:
+        """Make room for ``count`` more messages."""
+        before = self.messages
+        self.messages = frames.array(len(before) + count)()
+        ctypes.memmove(self.messages, before, ctypes.sizeof(before))

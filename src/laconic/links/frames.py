@@ -8,6 +8,9 @@ how many bytes to expect. It uses no frame before it has verified the frame's ch
 
 The checksums are zlib's CRC-32. They detect every change within 32 consecutive bits, and miss one
 in four billion other changes. TCP's own checksum has only 16 bits.
+
+`move` calls the compiled ``wire.c``, or does the same in Python. Connections that use TLS are moved
+in Python.
 """
 
 from __future__ import annotations
@@ -19,24 +22,32 @@ import ssl
 import struct
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import ClassVar
 
+from laconic import native
 from laconic.links import congestion
+
+VERSION = 9
+"""The version that ``wire.c`` must have."""
 
 FIELDS = struct.Struct("=QQQQ")  # the call's serial and id, bytes that follow, the digest
 CALL_BYTES = 24
 """The fields that must be as expected: all but the digest."""
 HEADER_BYTES = FIELDS.size + 4
-FRAME, CHECK_BYTES = 2**16, 4
-AT_ONCE = 8
+FRAME, CHECK_BYTES = 16384, 4
+AT_ONCE = 16
 """The most frames that one system call moves."""
 
-FINE, SILENT, CLOSED, OTHER, FAILED, CHANGED = range(6)
+FINE, SILENT, CLOSED, OTHER, FAILED, INTERRUPTED, CHANGED = range(7)
 """The outcomes of `move`. `SILENT`: no byte moved for too long. `CLOSED`: the other side has closed
 the connection. `OTHER`: a message of another call has arrived. `FAILED`: a system call failed.
-`CHANGED`: a checksum is wrong."""
+`INTERRUPTED`: a signal may have to be handled. `CHANGED`: a checksum is wrong."""
 ALL, WITHOUT_WAITING, ALL_SENT = -1, -2, -3
+USED, RENEW = 1, 2
+"""`Message.bbr` of what is sent over a connection with BBR; `RENEW`: it is restarted as soon as
+nothing is sent again."""
 LEFT = 2**19
 """Bytes left on a connection for which it pays to find the rate again, when another connection has
 nothing more to send: otherwise BBR tries a quarter more every 8 round trips."""
@@ -45,190 +56,171 @@ Secured = Mapping[int, ssl.SSLSocket]
 """Connections that use TLS, by file descriptor."""
 
 
-class Message:
-    """One message of ``size`` bytes at the ``address``, and how many of its bytes have ``moved``.
+class Message(ctypes.Structure):
+    """One message, and how many of its bytes have moved; ``struct message`` in ``wire.c``."""
 
-    ``place``: the call's serial number and id. ``fd``: the connection. ``comes``: it is received,
-    and not sent. ``after``: the preceding message on the same connection in the same direction.
-    ``ready``: how many bytes can be sent; -1: not even the header. ``bbr``: it is sent over a
-    connection with BBR, which is to be restarted if it ``renews``.
-    """
+    _fields_: ClassVar = [
+        ("header", ctypes.c_ubyte * HEADER_BYTES),
+        ("got", ctypes.c_ubyte * HEADER_BYTES),
+        ("checks", ctypes.c_void_p),
+        ("payload", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("ready", ctypes.c_int64),
+        ("moved", ctypes.c_int64),
+        ("done", ctypes.c_int64),
+        ("summed", ctypes.c_int64),
+        ("sum", ctypes.c_uint32),
+        ("fd", ctypes.c_int32),
+        ("comes", ctypes.c_int32),
+        ("after", ctypes.c_int32),
+        ("bbr", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
 
-    renews = False
 
-    def __init__(
-        self,
-        place: tuple[int, int],
-        digest: int,
-        address: int,
-        size: int,
-        fd: int,
-        comes: bool,
-        after: Message | None = None,
-        ready: int = -1,
-        bbr: bool = False,
-    ) -> None:
-        fields = FIELDS.pack(*place, size, digest)
-        self.header = fields + _bytes(zlib.crc32(fields))
-        """What is sent, or expected, before the payload."""
-        self.got = bytearray(HEADER_BYTES if comes else 0)
-        self.payload = memory(address, size)
-        self.checks = memoryview(bytearray(-(-size // FRAME) * CHECK_BYTES))
-        self.size, self.fd, self.comes, self.after, self.bbr = size, fd, comes, after, bbr
-        self.length = on_wire(size)
-        """Bytes of header, payload and checksums."""
-        self.moved = 0
-        """How many of these were moved."""
-        self.done = 0
-        """Bytes of the payload that have come and were checked."""
-        self._sum, self._summed = zlib.crc32(fields), 0
-        """Of the header's fields and so many bytes of the payload."""
-        self.allow(size if comes else ready)
+@lru_cache(maxsize=64)
+def array(count: int) -> type[ctypes.Array[Message]]:
+    """The type of arrays of ``count`` messages. ctypes makes a new type for a length whose type is
+    no longer in use, which takes longer than the array, and leaves it to the garbage collector."""
+    return Message * count
 
-    def allow(self, ready: int) -> None:
-        """The first ``ready`` bytes can be sent; -1: not even the header."""
-        self.ready, self._until = ready, self.length
-        if ready < self.size:  # only whole frames end with a checksum
-            before = HEADER_BYTES + ready + ready // FRAME * CHECK_BYTES
-            self._until = before if ready >= 0 else 0
 
-    @property
-    def complete(self) -> bool:
-        """Whether all of it has moved."""
-        return self.moved == self.length
+_BEGUN = struct.Struct(f"@{HEADER_BYTES}s{HEADER_BYTES}xPPqqqqqIiiii4x")
+"""Writes all fields of a `Message` at once, in a tenth of the time."""
+assert _BEGUN.size == ctypes.sizeof(Message), "laid out as the compiler does"
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether it is not complete, as far as it is ready."""
-        return self.moved < self._until
 
-    @property
-    def active(self) -> bool:
-        """Whether bytes of it can be moved now."""
-        return self.unfinished and (self.after is None or self.after.complete)
-
-    def describe(self, moved: int, most: int = AT_ONCE) -> list[memoryview]:
-        """What can be moved next, once so many bytes have ``moved``: at most so many frames."""
-        parts = []
-        if moved < HEADER_BYTES:
-            parts.append(memoryview(self.got if self.comes else self.header)[moved:])
-        first, within = divmod(max(moved - HEADER_BYTES, 0), FRAME + CHECK_BYTES)
-        for frame in range(first, first + most):
-            start = frame * FRAME
-            end = min(start + FRAME, self.size)
-            until = min(end, self.ready)
-            if start + within < until:
-                parts.append(self.payload[start + within : until])
-            if until < end or start >= end:
-                break
-            check = self.checks[frame * CHECK_BYTES : (frame + 1) * CHECK_BYTES]
-            if not self.comes and self._summed < end:
-                self._sum_to(end)
-                check[:] = _bytes(self._sum)
-            parts.append(check[max(within - (end - start), 0) :])
-            within = 0
-        return parts
-
-    def _sum_to(self, end: int) -> None:
-        self._sum = zlib.crc32(self.payload[self._summed : end], self._sum)
-        self._summed = end
-
-    def advance(self, moved: int) -> int:
-        """Record that ``moved`` more bytes have moved, and verify what was received. Returns the
-        outcome."""
-        before, self.moved = self.moved, self.moved + moved
-        if not self.comes or self.moved < HEADER_BYTES:
-            return FINE
-        if before < HEADER_BYTES:
-            fields, check = self.got[: FIELDS.size], self.got[FIELDS.size :]
-            self._sum = zlib.crc32(fields)
-            if check != _bytes(self._sum):
-                return CHANGED
-            if fields[:CALL_BYTES] != self.header[:CALL_BYTES]:
-                return OTHER
-        frame, body = self.done // FRAME, self.moved - HEADER_BYTES
-        while self.done < self.size:
-            start, end = frame * FRAME, min((frame + 1) * FRAME, self.size)
-            within = body - frame * (FRAME + CHECK_BYTES)
-            if (come := min(start + within, end)) > self._summed:
-                self._sum_to(come)
-            if within < end - start + CHECK_BYTES:
-                break
-            if self.checks[frame * CHECK_BYTES : (frame + 1) * CHECK_BYTES] != _bytes(self._sum):
-                return CHANGED
-            self.done, frame = end, frame + 1
-        return FINE
-
-    def feed(self, data: bytearray) -> int:
-        """Take in the first bytes of ``data``, which have come already. Returns the outcome."""
-        while data and self.unfinished:
-            taken = 0
-            for part in self.describe(self.moved):
-                piece = data[taken : taken + len(part)]
-                part[: len(piece)] = piece
-                taken += len(piece)
-            del data[:taken]
-            if (outcome := self.advance(taken)) != FINE:
-                return outcome
-        return FINE
-
-    def step(self, secured: ssl.SSLSocket | None) -> tuple[int, int]:
-        """Move what can move without waiting. Returns the outcome, and the system's error."""
-        while self.unfinished:
-            try:
-                if secured is not None:
-                    moved = self._step_secured(secured)
-                else:
-                    move = os.readv if self.comes else os.writev
-                    moved = move(self.fd, self.describe(self.moved))
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                break
-            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-                return CLOSED, 0
-            except ssl.SSLError:
-                return CHANGED, 0
-            except OSError as error:
-                return FAILED, error.errno or 0
-            if not moved:
-                return CLOSED, 0
-            if (outcome := self.advance(moved)) != FINE:
-                return outcome, 0
-        return FINE, 0
-
-    def _step_secured(self, connection: ssl.SSLSocket) -> int:
-        """As ``readv`` or ``writev``. If TLS could not send some bytes, the next call must begin
-        with the same bytes. It does, because a message's bytes are sent in order."""
-        parts = self.describe(self.moved, 1)
-        if not self.comes:
-            return connection.send(b"".join(parts))
-        return connection.recv_into(next(part for part in parts if len(part)))
+def begin(
+    messages: ctypes.Array[Message],
+    index: int,
+    header: tuple[int, int],
+    digest: int,
+    checks: int,
+    address: int,
+    size: int,
+    ready: int,
+    fd: int,
+    comes: bool,
+    after: int,
+    bbr: bool = False,
+) -> None:
+    """Begin ``messages[index]``, with ``size`` bytes at the ``address`` and room for its checksums
+    at ``checks``, see `check_bytes`. ``ready``: how many bytes can be sent; -1: not even the
+    header. ``after``: the index of the preceding message on the same connection in the same
+    direction; -1: none. ``bbr``: whether it is sent over a connection with BBR."""
+    fields = FIELDS.pack(*header, size, digest)
+    start = fields + _bytes(zlib.crc32(fields))
+    counts = size, ready, 0, 0, 0, 0  # ready; moved, done, summed, sum
+    _BEGUN.pack_into(
+        messages, index * _BEGUN.size, start, checks, address, *counts, fd, comes, after, bbr
+    )
 
 
 def move(
-    messages: Sequence[Message], secured: Secured, until: int, enough: int, seconds: float
+    messages: ctypes.Array[Message], secured: Secured, until: int, enough: int, timeout: int
 ) -> tuple[int, int, int]:
     """Move bytes until ``enough`` payload bytes of message ``until`` have arrived. If ``until`` is
     `ALL`, until the first ``enough`` messages are complete; if `ALL_SENT`, until those of them are
     that are sent; if `WITHOUT_WAITING`, move whatever can move without waiting. Bytes of all
-    messages move meanwhile. Gives up when no byte has moved for so many ``seconds``. Returns the
-    outcome, the index of the message concerned (`SILENT`: 1 if bytes moved, else 0), and the
-    system's error number."""
+    messages move meanwhile. Gives up when no byte has moved for ``timeout`` ms. Returns the
+    outcome, the index of the message concerned (`INTERRUPTED` and `SILENT`: 1 if bytes moved, else
+    0), and the system's error number."""
+    compiled = None if secured else library()
+    if compiled is None:
+        return _move_interpreted(messages, secured, until, enough, timeout)
+    which, error = ctypes.c_int64(), ctypes.c_int()
+    outcome = compiled.laconic_move(
+        *(messages, len(messages), until, enough, timeout),
+        *(ctypes.byref(which), ctypes.byref(error)),
+    )
+    return outcome, which.value, error.value
+
+
+def is_complete(message: Message) -> bool:
+    """Whether all of ``message`` has moved."""
+    return bool(message.moved == on_wire(message.size))
+
+
+def check_bytes(size: int) -> int:
+    """Bytes of the checksums in a message of ``size`` bytes."""
+    return -(-size // FRAME) * CHECK_BYTES
+
+
+def on_wire(size: int) -> int:
+    """Bytes of a message of ``size`` bytes, with its header and checksums."""
+    return HEADER_BYTES + size + check_bytes(size)
+
+
+def sent_bytes(message: Message, start: int) -> bytes | bytearray:
+    """What has been sent of ``message``, all of it, from byte ``start`` on."""
+    compiled = library()
+    if compiled is None:
+        return b"".join(_describe(message, start, message.size // FRAME + 1))
+    data = bytearray(message.moved - start)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    compiled.laconic_sent(ctypes.byref(message), start, address)
+    return data
+
+
+def feed(message: Message, data: bytearray) -> int:
+    """Take the first bytes of ``data``, which have come already, into ``message``. Returns the
+    outcome."""
+    while data and _unfinished(message):
+        taken = 0
+        for part in _describe(message, message.moved):
+            piece = data[taken : taken + len(part)]
+            part[: len(piece)] = piece
+            taken += len(piece)
+        del data[:taken]
+        outcome = _advance(message, taken)
+        if outcome != FINE:
+            return outcome
+    return FINE
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled ``wire.c``, if there is one that can be used."""
+    found = native.load("laconic.links._wire", VERSION)
+    if found is not None:
+        found.laconic_move.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
+            *(ctypes.c_void_p, ctypes.c_void_p),
+        ]
+        found.laconic_sent.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        found.laconic_sent.restype = None
+        found.laconic_crc32.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64]
+        found.laconic_crc32.restype = ctypes.c_uint32
+    return found
+
+
+def crc32(address: int, size: int, before: int = 0) -> int:
+    """The CRC-32 of ``size`` bytes at the ``address``, after bytes whose CRC-32 is ``before``."""
+    compiled = library()
+    if compiled is not None:
+        return int(compiled.laconic_crc32(before, address, size))
+    return zlib.crc32((ctypes.c_ubyte * size).from_address(address), before)
+
+
+# -- as wire.c, in Python ----
+
+
+def _move_interpreted(
+    messages: ctypes.Array[Message], secured: Secured, until: int, enough: int, timeout: int
+) -> tuple[int, int, int]:
     moved = False
     while True:
-        waiting = [(i, m) for i, m in enumerate(messages) if m.active]
+        waiting = [i for i in range(len(messages)) if _active(messages, i)]
         if not waiting or _reached(messages, until, enough):
             return FINE, 0, 0
-        wait = 0.0 if until == WITHOUT_WAITING else seconds
-        ready = _ready([m for _, m in waiting], secured, wait)
-        for i, m in waiting:
-            if m.fd in ready:
-                outcome, error = m.step(secured.get(m.fd))
+        ready = _ready([messages[i] for i in waiting], secured, until, timeout)
+        for i in waiting:
+            if messages[i].fd in ready:
+                outcome, error = _step(messages[i], secured.get(messages[i].fd))
                 if outcome != FINE:
                     return outcome, i, error
-                if m.renews and congestion.renew(m.fd):
-                    m.renews = False
-                if m.bbr and m.complete:
-                    _renew_others(messages, m.fd)
+                if messages[i].bbr:
+                    _renew(messages, i)
         if until == WITHOUT_WAITING:
             return FINE, 0, 0
         if not ready:
@@ -236,24 +228,36 @@ def move(
         moved = True
 
 
-def _renew_others(messages: Sequence[Message], fd: int) -> None:
-    """A message over a connection with BBR was sent: restart BBR on those with much left to send,
-    if that connection has nothing left."""
-    left = Counter[int]()
-    for m in messages:
-        left[m.fd] += 0 if m.comes else m.size - min(m.moved, m.size)
-    for m in messages if not left[fd] else ():
-        m.renews = m.renews or (m.bbr and m.active and left[m.fd] > LEFT)
-
-
-def _reached(messages: Sequence[Message], until: int, enough: int) -> bool:
+def _reached(messages: ctypes.Array[Message], until: int, enough: int) -> bool:
     if until >= 0:
-        return messages[until].done >= enough
-    counting = (m for m in messages[:enough] if until == ALL or not m.comes)
-    return until != WITHOUT_WAITING and not any(m.unfinished for m in counting)
+        return bool(messages[until].done >= enough)
+    counting = [m for m in messages[:enough] if until == ALL or not m.comes]
+    return until != WITHOUT_WAITING and not any(_unfinished(m) for m in counting)
 
 
-def _ready(waiting: Sequence[Message], secured: Secured, seconds: float) -> set[int]:
+def _renew(messages: ctypes.Array[Message], index: int) -> None:
+    """Restart BBR where it is due, after bytes of message ``index`` were sent."""
+    message = messages[index]
+    if message.bbr == RENEW and congestion.renew(message.fd):
+        message.bbr = USED
+    if not is_complete(message) or _left_to_send(messages, index):
+        return
+    for i, m in enumerate(messages):
+        next_one = m.moved > 0 if m.after < 0 else is_complete(messages[m.after])
+        if m.comes or not m.bbr or not next_one or is_complete(m):
+            continue
+        if _left_to_send(messages, i) > LEFT:
+            m.bbr = RENEW
+
+
+def _left_to_send(messages: ctypes.Array[Message], index: int) -> int:
+    """Bytes that the connection of this message has left to send."""
+    fd = messages[index].fd
+    sent = (m for m in messages if not m.comes and m.fd == fd)
+    return sum(m.size - min(m.moved, m.size) for m in sent)
+
+
+def _ready(waiting: list[Message], secured: Secured, until: int, timeout: int) -> set[int]:
     """The file descriptors over which bytes can move now; waits for one. TLS may have received
     bytes that were not read yet."""
     at_hand = {m.fd for m in waiting if m.comes and m.fd in secured and secured[m.fd].pending() > 0}
@@ -263,21 +267,149 @@ def _ready(waiting: Sequence[Message], secured: Secured, seconds: float) -> set[
     poll = select.poll()
     for fd, events in asked.items():
         poll.register(fd, events)
-    found = poll.poll(0 if at_hand else 1000 * seconds)
+    found = poll.poll(0 if until == WITHOUT_WAITING or at_hand else timeout)
     return at_hand | {fd for fd, _ in found}
 
 
-def on_wire(size: int) -> int:
-    """Bytes of a message of ``size`` bytes, with its header and checksums."""
-    return HEADER_BYTES + size + -(-size // FRAME) * CHECK_BYTES
+def _on_wire(message: Message, size: int) -> int:
+    """Bytes up to the first ``size`` bytes of the payload, with the checksum that ends them."""
+    if size < 0:
+        return 0
+    if size == message.size:
+        return on_wire(size)
+    return HEADER_BYTES + size + size // FRAME * CHECK_BYTES
 
 
-def memory(address: int, size: int) -> memoryview:
-    """The ``size`` bytes at the ``address``."""
-    if not size:
+def _unfinished(message: Message) -> bool:
+    return bool(message.moved < _on_wire(message, message.size if message.comes else message.ready))
+
+
+def _active(messages: ctypes.Array[Message], index: int) -> bool:
+    """Whether bytes of this message can be moved now."""
+    message = messages[index]
+    if not _unfinished(message):
+        return False
+    before = None if message.after < 0 else messages[message.after]
+    return before is None or is_complete(before)
+
+
+def _payload(message: Message, start: int, end: int) -> memoryview:
+    """The bytes of the payload from ``start`` to ``end``."""
+    if start >= end:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+    return memoryview((ctypes.c_ubyte * (end - start)).from_address(message.payload + start)).cast(
+        "B"
+    )
 
 
 def _bytes(checksum: int) -> bytes:
     return checksum.to_bytes(CHECK_BYTES, sys.byteorder)
+
+
+def _view(array: ctypes.Array[ctypes.c_ubyte]) -> memoryview:
+    return memoryview(array).cast("B")
+
+
+def _sum_to(message: Message, end: int) -> None:
+    message.sum = zlib.crc32(_payload(message, message.summed, end), message.sum)
+    message.summed = end
+
+
+def _begin_sum(message: Message) -> None:
+    header = message.got if message.comes else message.header
+    message.sum = zlib.crc32(bytes(header[: FIELDS.size]))
+
+
+def _check(message: Message, frame: int) -> memoryview:
+    """The checksum of a frame."""
+    at = message.checks + frame * CHECK_BYTES
+    return _view((ctypes.c_ubyte * CHECK_BYTES).from_address(at))
+
+
+def _describe(message: Message, moved: int, most: int = AT_ONCE) -> list[memoryview]:
+    """What can be moved next, once so many bytes have ``moved``: at most so many frames."""
+    parts = []
+    if moved < HEADER_BYTES:
+        parts.append(_view(message.got if message.comes else message.header)[moved:])
+    ready = message.size if message.comes else message.ready
+    first, within = divmod(max(moved - HEADER_BYTES, 0), FRAME + CHECK_BYTES)
+    for frame in range(first, first + most):
+        start = frame * FRAME
+        if start >= ready:
+            break
+        end = min(start + FRAME, message.size)
+        if start + within < min(end, ready):
+            parts.append(_payload(message, start + within, min(end, ready)))
+        if ready < end:
+            break
+        if not message.comes and message.summed < end:
+            if message.summed == 0:
+                _begin_sum(message)
+            _sum_to(message, end)
+            _check(message, frame)[:] = _bytes(message.sum)
+        parts.append(_check(message, frame)[max(within - (end - start), 0) :])
+        within = 0
+    return parts
+
+
+def _advance(message: Message, moved: int) -> int:
+    """Record that ``moved`` more bytes have moved, and verify what was received."""
+    before = message.moved
+    message.moved += moved
+    if message.moved < HEADER_BYTES:
+        return FINE
+    if message.comes and before < HEADER_BYTES:
+        _begin_sum(message)
+        got = bytes(message.got)
+        if got[FIELDS.size :] != _bytes(message.sum):
+            return CHANGED
+        if got[:CALL_BYTES] != bytes(message.header)[:CALL_BYTES]:
+            return OTHER
+    frame = max(before - HEADER_BYTES, 0) // (FRAME + CHECK_BYTES)
+    while (start := frame * FRAME) < message.size:
+        end = min(start + FRAME, message.size)
+        within = message.moved - HEADER_BYTES - frame * (FRAME + CHECK_BYTES)
+        if within <= 0:
+            break
+        if message.comes and message.summed < end:
+            _sum_to(message, min(start + within, end))
+        if within < end - start + CHECK_BYTES:
+            break
+        if message.comes and _check(message, frame) != _bytes(message.sum):
+            return CHANGED
+        message.done = end
+        frame += 1
+    return FINE
+
+
+def _step(message: Message, secured: ssl.SSLSocket | None) -> tuple[int, int]:
+    """Move what can move without waiting."""
+    while _unfinished(message):
+        parts = _describe(message, message.moved)
+        try:
+            if secured is not None:
+                moved = _move_secured(secured, parts, bool(message.comes))
+            else:
+                moved = (os.readv if message.comes else os.writev)(message.fd, parts)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            break
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            return CLOSED, 0
+        except ssl.SSLError:
+            return CHANGED, 0
+        except OSError as error:
+            return FAILED, error.errno or 0
+        if not moved:
+            return CLOSED, 0
+        outcome = _advance(message, moved)
+        if outcome != FINE:
+            return outcome, 0
+    return FINE, 0
+
+
+def _move_secured(connection: ssl.SSLSocket, parts: list[memoryview], comes: bool) -> int:
+    """Like ``readv`` or ``writev``. If TLS could not send some bytes, the next call must begin with
+    the same bytes. It does, because a message's bytes are sent in order."""
+    if not comes:
+        return connection.send(b"".join(parts))
+    return connection.recv_into(next(part for part in parts if len(part)))

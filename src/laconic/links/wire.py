@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
@@ -35,8 +36,6 @@ _HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux reports it before every
 _INFO = struct.Struct("=52x2I")  # struct tcp_info up to tcpi_last_data_recv, tcpi_last_ack_recv
 _LEAST, NO_SAMPLE = struct.Struct("=148xI"), 2**32 - 1  # tcpi_min_rtt
 _POSITION = struct.Struct(">Q")
-MOST_SECONDS = 1e6
-"""The longest wait of one system call."""
 FORGOTTEN = "a firewall or NAT between them has forgotten it"
 
 
@@ -113,15 +112,28 @@ class Transfer:
                 raise ValueError(
                     f"a message is contiguous and on the CPU, not {x.device} {x.stride()}"
                 )
-        idle = [r for r in sends if traffic.idle(r)]
-        first = len(traffic.messages)
-        for r, x, comes in messages:
-            fd, place = connections[r], (r, comes)
-            where = x.data_ptr(), x.nbytes, fd, comes, traffic.latest.get(place)
-            how = x.nbytes if ready else -1, fd in connections.bbr and not comes
-            message = frames.Message(header, digest, *where, *how)
-            traffic.add(r, x, message, connections.totals.get(place, 0))
-        self._end = len(traffic.messages)
+        room = torch.empty(
+            sum(frames.check_bytes(x.nbytes) for _, x, _ in messages), dtype=torch.uint8
+        )
+        checks = room.data_ptr()
+        idle = [r for r in sends if traffic.is_complete(traffic.latest.get((r, False), -1))]
+        first = len(traffic.ranks)
+        traffic.grow(len(messages))
+        for index, (r, x, comes) in enumerate(messages, first):
+            size, after = x.nbytes, traffic.latest.get((r, comes), -1)
+            fd = connections[r]
+            where = checks, x.data_ptr(), size, size if ready else -1, fd, comes, after
+            bbr = fd in connections.bbr and not comes
+            frames.begin(traffic.messages, index, header, digest, *where, bbr=bbr)
+            checks += frames.check_bytes(size)
+            start = traffic.ends.get((r, comes), connections.totals.get((r, comes), 0))
+            traffic.starts.append(start)
+            traffic.ends[r, comes] = start + frames.on_wire(size)
+            traffic.latest[r, comes] = index
+            traffic.ranks.append(r)
+            traffic.tensors.append(x)
+        traffic.tensors.append(room)
+        self._end = len(traffic.ranks)
         self._incoming = dict(zip(receives, range(first, self._end), strict=False))
         self._outgoing = dict(zip(sends, range(first + len(receives), self._end), strict=True))
         connections.before_messages(idle)
@@ -131,14 +143,14 @@ class Transfer:
 
     def send(self, rank: int, size: int) -> None:
         """Allow the first ``size`` bytes of the message for ``rank`` to be sent."""
-        self._traffic.messages[self._outgoing[rank]].allow(size)
+        self._traffic.messages[self._outgoing[rank]].ready = size
         self._move(frames.WITHOUT_WAITING)
 
     def send_all(self) -> None:
         """Allow all messages to be sent."""
         for index in self._outgoing.values():
             message = self._traffic.messages[index]
-            message.allow(message.size)
+            message.ready = message.size
         self._move(frames.WITHOUT_WAITING)
 
     def wait(self, rank: int | None = None, size: int | None = None) -> None:
@@ -183,22 +195,23 @@ class Transfer:
         quiet_since = now
         while True:
             left = quiet_since + self._timeout - now
-            seconds = min(max(left, 0.001), MOST_SECONDS)
+            seconds = max(left, 0.001)
             if connections.stalls is not None:
                 seconds = min(seconds, connections.stalls.look_seconds)
+            milliseconds = min(max(round(1000 * seconds), 1), 2**31 - 1)
             outcome, index, error = connections.feed()
             if outcome == frames.FINE:
-                at = traffic.messages, connections.secured, until, enough, seconds
+                at = traffic.messages, connections.secured, until, enough, milliseconds
                 outcome, index, error = frames.move(*at)
             if outcome == frames.FINE:
                 return
             now = time.monotonic()
-            if outcome == frames.SILENT:
+            if outcome in (frames.SILENT, frames.INTERRUPTED):
                 if index:  # whether any byte moved
-                    quiet_since = now - seconds
+                    quiet_since = now if outcome == frames.INTERRUPTED else now - seconds
                 if self._look(quiet_since, now):
                     quiet_since = now = time.monotonic()
-                elif now - quiet_since >= self._timeout:
+                elif now - quiet_since >= self._timeout:  # Python's handlers run in between
                     break
             elif outcome in (frames.CLOSED, frames.FAILED) and self._ended(index):
                 quiet_since = now = time.monotonic()
@@ -221,7 +234,7 @@ class Transfer:
             if self._go_on(stalls, rank, stalls.offered.pop(rank)):
                 return True
         each = zip(traffic.ranks, traffic.messages, strict=True)
-        waited_for = sorted({r for r, m in each if m.comes and not m.complete})
+        waited_for = sorted({r for r, m in each if m.comes and not frames.is_complete(m)})
         found = stalls.ask(waited_for, now - quiet_since)
         made = []
         for rank, answer in found.items():
@@ -319,7 +332,7 @@ class Transfer:
         """Of `Traffic.failure`."""
         if outcome == STALLED:
             return LostError(self._traffic.stalled)
-        if outcome == frames.SILENT:
+        if outcome in (frames.SILENT, frames.INTERRUPTED):
             return LostError(f"nothing was sent or received for {self._timeout:g} s")
         rank, message = self._traffic.ranks[index], self._traffic.messages[index]
         if outcome == frames.CHANGED:
@@ -368,6 +381,11 @@ class Wire:
         configure(connection)
         self.connections.keep(rank, connection)
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child's copy, whose connections were closed."""
+        return self.connections.forked
+
     def closed(self) -> dict[int, bool]:
         """The ranks whose connections have ended, and whether by an error. Does not wait, and does
         not read, so messages under way are not disturbed."""
@@ -399,6 +417,20 @@ class Wire:
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that waiting threads return."""
         self.connections.shutdown()
+
+    def post(
+        self,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        header: tuple[int, int],
+        *,
+        ready: bool = True,
+    ) -> Transfer:
+        """Begin to send ``sends[r]`` to rank r, and to receive from it into ``receives[r]``. Rank r
+        must make the matching call, with the same ``header`` (the call's serial number and id) and
+        the same sizes. If not ``ready``, `Transfer.send` releases the messages one by one."""
+        at = self.timeout, self.names
+        return Transfer(self.connections, sends, receives, header, *at, ready=ready)
 
     def close(self) -> None:
         """Close the connections once no message is under way on them."""

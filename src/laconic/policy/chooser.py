@@ -25,9 +25,7 @@ from torch import Tensor
 
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, Round, workers_differ
-from laconic.engine.comparison import BufferWatch
-from laconic.engine.parties import Choice
-from laconic.engine.session import Session
+from laconic.engine.session import Choice, Session
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
 from laconic.policy.candidates import (
@@ -51,7 +49,7 @@ from laconic.policy.choice import (
 )
 from laconic.policy.facts import Facts
 from laconic.policy.predict import often, travel, undisturbed
-from laconic.policy.probe import Probed, probe, slow_host
+from laconic.policy.probe import BufferWatch, Probed, probe, shapes_of, slow_host, traffic, usage
 from laconic.processor import Usage
 
 log = logging.getLogger("laconic")
@@ -125,13 +123,13 @@ class Chooser:
         All of its ranks choose together. In an elastic run the network is measured later, because
         others may be training already."""
         self._link, self._world, self._comm = session.workers, session.world, session.comm
-        self._session, self._device, self._sent = session, session.device, session.traffic
+        self._session, self._device = session, session.device
         self._alone = session.elastic is None and session.workers.size == 1
         self._ranks = 1 if session.elastic is not None else self._world.size // self._link.size
         if session.elastic is None and not self._alone:
             self._announce(MEASURE)
             self._probed = self._comm.call(self._probe, MEASURE)
-            self._before = session.usage()
+            self._before = usage(session)
             facts, _ = self._measure()
             self.now = start(facts.workers, facts)
             if travel(self.now.recipe[0], facts) >= SLOW_SECONDS:
@@ -167,9 +165,9 @@ class Chooser:
         if self._steps > warmup:
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
         if self._steps == WARMUP:  # without the messages of a change of recipe
-            self._traffic = self._sent()
+            self._traffic = traffic(self._session)
         if self._steps == warmup:
-            self._before = self._session.usage()
+            self._before = usage(self._session)
         before = self.now
         self._review(step)
         self._last = self._now()
@@ -219,17 +217,17 @@ class Chooser:
         """The usual seconds of a step, the seconds per byte on the link (0 if too few were sent),
         and the usual seconds of a step without its waiting: see `usual`."""
         spans, self._spans = self._spans, []
-        traffic, each = self._sent(), 0.0
-        sent, seconds = (now - then for now, then in zip(traffic, self._traffic, strict=True))
+        so_far, each = traffic(self._session), 0.0
+        sent, seconds = (now - then for now, then in zip(so_far, self._traffic, strict=True))
         if sent >= LEAST_TRAFFIC:
-            self._traffic, each = traffic, seconds / sent
+            self._traffic, each = so_far, seconds / sent
         wall, compute = usual(spans, cycle_of(self.now.recipe))
         return [wall, each, compute]
 
     def _used(self, *, again: bool = False) -> tuple[float, float]:
         """What messages take of the processors: `Usage.carry` and `Usage.contention`, or those
         before if too few were sent. ``again``: the next ones are measured from now on."""
-        now = self._session.usage()
+        now = usage(self._session)
         used = now.since(self._before)
         if used.bytes >= LEAST_TRAFFIC:
             self._work = used.carry, used.contention
@@ -305,7 +303,7 @@ class Chooser:
         used = self._used()  # without the probes
         self._announce(MEASURE)
         found = self._probed or self._comm.call(self._probe, MEASURE)
-        shapes, itemsize = self._session.shapes()
+        shapes, itemsize = shapes_of(self._session)
         elements = sum(map(math.prod, shapes))
         muon = muon_costs(self._session, self._ranks) if self.auto.outer else (0.0, 0.0, 0.0)
         sizes, changing = ((), 0) if self._buffers is None else self._buffers.sizes()
@@ -314,8 +312,8 @@ class Chooser:
         own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
-        self._traffic = self._sent()  # without the probes, which wait for nothing else
-        self._before = self._session.usage()
+        self._traffic = traffic(self._session)  # without the probes, which wait for nothing else
+        self._before = usage(self._session)
         self._slow_worker = slow_worker(everyone[:, 0])
         alone = self._ranks == 1  # a rank's row is that of a worker
         self._slow_host = slow_host(everyone[:, 15:]) if alone else ""
@@ -365,7 +363,7 @@ class Chooser:
         self.load_state_dict(state)
         for name in _PLACE:
             setattr(self, f"_{name}", state[name])
-        self._traffic, self._before = self._sent(), self._session.usage()
+        self._traffic, self._before = traffic(self._session), usage(self._session)
         if state["comparing"]:
             raw = outputs[PACE].contiguous().view(-1).view(torch.uint8)  # or it is bytes already
             self._paces = Pending.of(raw.view(torch.float64).view(-1, 5))

@@ -91,7 +91,7 @@ from laconic.algorithms.round import (
 from laconic.algorithms.schedules import After, Every, Schedule, every, own_pace
 from laconic.algorithms.updates import Replace
 from laconic.buckets import BUCKET_BYTES
-from laconic.engine.gradient_channels import bucket_sizes
+from laconic.engine.gradient_channels import bucket_bytes
 from laconic.engine.overlap import AHEAD, turns_at_once
 from laconic.links import cost
 from laconic.links.cost import Cost
@@ -469,3 +469,13 @@ def elements(r: AnyRound, facts: Facts, n: int, carriers: int = 1) -> int:
     share = fragments_of(r)
     multiple = r.exchange.multiple(n) * carriers
     return -(-facts.elements * r.update.models // share // multiple) * multiple
+
+
+def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
+    """The approximate bytes of each bucket, for ``total`` bytes of gradients, of which the largest
+    tensor has ``largest``."""
+    first, each = bucket_bytes(exchange, total)
+    if exchange.whole:
+        first, each = max(first, largest), max(each, largest)
+    whole, rest = divmod(max(total - first, 0), each)
+    return [min(first, total), *[each] * whole, *([rest] if rest else [])]

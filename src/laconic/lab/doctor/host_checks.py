@@ -32,6 +32,7 @@ from laconic.lab.emulation.cluster import (
     Impairments,
     NamespacesUnavailable,
 )
+from laconic.links import frames
 from laconic.links.addresses import address_of, address_toward
 from laconic.version import __version__
 
@@ -135,12 +136,14 @@ def software(environ: Environment) -> list[Finding]:
 
 
 def _kernels() -> Finding:
-    """Check whether the C extension for codecs is available."""
-    if kernels.library() is not None:
-        return Finding("ok", "software", "the codec kernels are compiled")
+    """Check whether the C extensions for codecs and messages are available."""
+    parts = {"the codec kernels": kernels.library(), "the message transport": frames.library()}
+    missing = [name for name, library in parts.items() if library is None]
+    if not missing:
+        return Finding("ok", "software", f"{' and '.join(parts)} are compiled")
     remedy = "install GCC or Clang, then run pip install --force-reinstall --no-deps "
     remedy += "--no-cache-dir laconic"
-    text = "the codec kernels are not compiled; coded rounds take up to 3 times the processor time"
+    text = f"not compiled: {' and '.join(missing)}; rounds take up to 3 times the processor time"
     return Finding("warning", "software", text, remedy)
 
 
