@@ -1,1 +1,0 @@
-"""Faults on elastic runs over processes; see `benchmarks.chaos.__main__`."""
