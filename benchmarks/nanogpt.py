@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import laconic
-from benchmarks.journal import Journal, sources_digest
+from benchmarks.study import Study, sources_digest
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.parse import as_recipe
 from laconic.policy.candidates import turning
@@ -231,12 +231,12 @@ def main() -> None:
         for row in given.rows
     ]
     sources = sources_digest((Path(__file__), Path(given.text)))
-    journal = Journal(given.journal, Job, Outcome, train, sources)
+    study = Study(given.journal, Job, Outcome, train, sources)
 
     def progress(done: int, of: int) -> None:
         print(f"{done} of {of}", file=sys.stderr)
 
-    found = journal.outcomes(jobs, given.processes, progress)
+    found = study.outcomes(jobs, given.processes, progress)
     losses = defaultdict[tuple[str, int], dict[float, list[float]]](lambda: defaultdict(list))
     sent = {}
     for job, outcome in found.items():
