@@ -240,8 +240,8 @@ def write(path: Path, entries: Sequence[Entry]) -> list[Path]:
 
     Raises ``ValueError`` for a page without the markers and ``ImportError`` without matplotlib.
     """
-    if not networks(entries):
-        raise ValueError("no run on a network yet")
+    if not shown(entries):
+        raise ValueError(f"no run of {' or '.join(OURS)} or another library on a network yet")
     drawn = path.with_suffix(".png")
     figure = picture(entries)
     study.write(path, NAME, markdown(entries, drawn.name))
