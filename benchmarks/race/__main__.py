@@ -266,11 +266,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.insert(0, "run")
     commands = {"run": run, "table": table, "compare": compare}
 
-    def chosen() -> int:
+    def begin() -> int:
         options = parser().parse_args(arguments)
         return commands[options.command](options)
 
-    return command("benchmarks.race", chosen)
+    return command("benchmarks.race", begin)
 
 
 if __name__ == "__main__":
