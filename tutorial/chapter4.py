@@ -69,28 +69,26 @@ expect(seconds[-1] > 2 * seconds[-2], "four times the bytes of 4 MB take more th
 # **What to notice.** A thousand times the bytes of the first row do not take a thousand times as
 # long, because most of the time is latency. A message should therefore be large.
 #
-# The line has its limits: an all-reduce is several messages, small tensors are copied within
-# caches, and each message wakes a process, which needs a free core. This is the loopback of one
-# machine. On a real network the rate is ten to a thousand times lower.
+# The line has its limits: an all-reduce is several messages, small tensors stay within caches, and
+# each message wakes a process, which needs a free core. This is the loopback of one machine. A real
+# network is ten to a thousand times slower.
 #
 # ## An all-reduce has two halves
 #
-# If each rank sent its whole tensor to all others, n ranks would send n-1 tensors each. Instead,
-# each rank splits its tensor into n chunks. In the first half, *reduce-scatter*, chunks travel
+# Each rank splits its tensor into n chunks. In the first half, *reduce-scatter*, chunks travel
 # around a ring and are added up, until each rank has the complete sum of one chunk. In the second
 # half, *all-gather*, these sums travel around the ring:
 #
 # ![Four ranks with four chunks each. After reduce-scatter each rank has the sum of one chunk; after
 # all-gather every rank has the sums of all chunks](all_reduce.svg)
 #
-# In each half, a rank sends n-1 of its n chunks, 2(n-1)/n of the tensor's bytes in all: those of
-# less than two tensors however many ranks there are. Exercise 4.1 counts them.
+# In each half, a rank sends n-1 of its n chunks, 2(n-1)/n of the tensor's bytes in all, however
+# many ranks there are. Exercise 4.1 counts them.
 #
 # ## A network to send over
 #
-# Two processes on one machine have only memory between them. To emulate a slow network, messages go
-# through a thread that first sleeps for as long as their bytes would take. Training continues in
-# the meantime.
+# To emulate a slow network, messages go through a thread that first sleeps for as long as their
+# bytes would take. Training continues in the meantime.
 
 # %% tags=["source"]
 show(buckets.Network)

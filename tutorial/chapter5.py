@@ -219,9 +219,8 @@ assert apart(by_hand[0], alone[0]) < 1e-13  # chapter 3's
 
 # %% [markdown]
 # **What to notice.** If samples can be distributed evenly, the training is the same to the last
-# digits. Otherwise one or two samples count twice in the last step of an epoch. Chapter 3 weighted
-# each rank by its samples. DDP takes the plain mean over ranks, which is right only because the
-# sampler has made them equal.
+# digits. Otherwise one or two samples count twice in the last step of an epoch. DDP takes the plain
+# mean over ranks, which is right only because the sampler has made them equal.
 #
 # ## Checkpoints
 #
@@ -231,9 +230,9 @@ assert apart(by_hand[0], alone[0]) < 1e-13  # chapter 3's
 #   and the number of completed epochs, which determines the sampler's order. A network with dropout
 #   also needs each rank's random state.
 # - **A file is either whole or absent.** It is written next to the old one, flushed to the disk,
-#   and then renamed, which is a single step.
+#   and then renamed.
 # - **All ranks do the same.** Rank 0 reads and writes, and tells the others the result. Otherwise a
-#   rank on a machine without the file would start again while the others continue.
+#   rank without the file would start again while the others continue.
 
 # %% tags=["source"]
 show(full_ddp.save, full_ddp.load, full_ddp.on_first_rank)

@@ -422,23 +422,21 @@ if FULL:  # losses are meaningful only after all steps
 # **What to notice.**
 #
 # - **The cost of a longer period** depends on how much the workers' samples differ. On shuffled
-#   shards a period of 64 costs almost nothing: a sixty-fourth of the bytes for nearly the same
-#   loss. On ordered shards a period of 4 costs a little, 16 means more than ten times the loss, and
-#   64 more than thirty times.
-# - **Slow momentum** sends what local SGD sends. On ordered shards it recovers most of what the
-#   period of 16 cost. With a momentum of 0.5 it goes 1 + 1/2 + 1/4 and so on, in all 1/(1 - 0.5) =
-#   2 times as far in a constant direction, so compare it with local SGD at twice the learning rate.
-#   On shuffled shards both are about equally good. On ordered shards slow momentum is clearly
-#   better: a larger learning rate also drives workers further apart within a period.
+#   shards a period of 64 costs almost nothing. On ordered shards a period of 4 costs a little, 16
+#   means more than ten times the loss, and 64 more than thirty times.
+# - **Slow momentum** sends what local SGD sends. With a momentum of 0.5 it goes 1 + 1/2 + 1/4 and
+#   so on, in all 2 times as far in a constant direction, so compare it with local SGD at twice the
+#   learning rate. On shuffled shards both are about equally good. On ordered shards slow momentum
+#   is clearly better: a larger learning rate also drives workers further apart within a period.
 # - **Too much momentum** hurts: 0.9 goes 10 times as far, and on shuffled shards it ends at a
 #   higher loss than local SGD.
-# - **DiLoCo**'s usual settings, 0.7 and 0.9, go up to seven times as far. DiLoCo is ahead of
-#   `ddp()` on shuffled shards, but so is `ddp()` with twice the learning rate. Nothing was tuned
-#   here; compare settings that go equally far.
+# - **DiLoCo**'s usual settings go up to seven times as far. It is ahead of `ddp()` on shuffled
+#   shards, but so is `ddp()` with twice the learning rate. Nothing was tuned here; compare settings
+#   that go equally far.
 # - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers. With
 #   more workers it still sends one model per step.
-# - **EASGD and LSGD** are behind local SGD with the same period. They couple workers loosely to
-#   explore, which does not pay off on this small task.
+# - **EASGD and LSGD** couple workers loosely to explore, and are behind local SGD with the same
+#   period on this small task.
 #
 # ## A leader with the wrong samples
 #

@@ -304,24 +304,23 @@ assert winner[1e9][1] < 1.25
 assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 
 # %% [markdown]
-# **What to notice.** On paper, each network has its own answer. It depends on the ratio of
-# communication to computing, which was known before any measurement.
+# **What to notice.** On paper, the answer depends on the ratio of communication to computing, which
+# was known before any measurement.
 #
 # - **Below 1**, as at 1000 Mbit/s: a network that costs nothing would make 1 + ratio times the
 #   progress, here 1.28. Gradients in 4 bits reach a part of that, less the processor time of
 #   coding. If the gain is only a few percent, keep `ddp`.
-# - **From 1 to about 10**, as at 100 Mbit/s: gradients in 4 bits, an eighth of the bytes, bring the
-#   ratio below 1 again and give up almost nothing.
-# - **Above 10**, as at 10 Mbit/s: an eighth is not enough. Now it pays to take more steps for the
-#   same loss: average with a period, or stream fragments while training continues.
+# - **From 1 to about 10**, as at 100 Mbit/s: gradients in 4 bits bring the ratio below 1 again and
+#   give up almost nothing.
+# - **Above 10**, as at 10 Mbit/s: now it pays to take more steps for the same loss: average with a
+#   period, or stream fragments while training continues.
 #
 # The measured winners further above need not be those on paper: your processor does not compute a
-# step in exactly 100 ms, and the measurement includes the processor time of copying and coding. Two
-# recipes within ten percent of each other are a tie.
+# step in exactly 100 ms, and copying and coding take processor time. Two recipes within ten percent
+# of each other are a tie.
 #
-# Bandwidth alone decides nothing: with a GPU that computes a step ten times as fast, each of these
-# ranges moves to networks ten times as fast. [The race](../race.md) has losses after 280 s with
-# four hosts.
+# With a GPU that computes a step ten times as fast, each of these ranges moves to networks ten
+# times as fast. [The race](../race.md) has losses after 280 s with four hosts.
 #
 # ## Let it choose
 #
@@ -331,7 +330,7 @@ assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 #     laconic advise --workload my.py:make --hosts 4 --bandwidth 100mbit
 #
 # This is the output of the first command for these hosts, on each network, from the computing
-# measured above. It compares more recipes than these four, so its answer may be another recipe.
+# measured above. It compares more recipes than these four.
 
 # %%
 for rate in rates:
