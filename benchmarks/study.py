@@ -24,7 +24,6 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 import torch
 
 import laconic
-from laconic.lab.race import runner
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -116,6 +115,8 @@ def checked(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def machine() -> dict[str, object]:
     """Return what runs must share for their times to be comparable."""
+    from laconic.lab.race import runner  # needs packages that a machine with GPUs may lack
+
     about = runner.machine()
     return {
         "processor": about["processor"],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import study
-from benchmarks.cuda import PARTS
+from benchmarks.cuda.training import PARTS
 
 PAGE, NAME = study.DOCS / "gpu.md", "written by python -m benchmarks.cuda page"
 
@@ -18,16 +18,17 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """One row for each part, one column for each GPU."""
-    heads = [f"{r['gpu']}, torch {r['torch']}, {r['date']}" for r in results] or ["on a GPU"]
-    lines = [
-        [
-            f"{each.text} (`{each.name}`)",
-            *([_cell(_row(result, each.name)) for result in results] or ["never run"]),
-        ]
-        for each in PARTS
-    ]
-    return study.table(["part", *heads], lines, left=1 + len(heads))
+    """One row for each part that ran, one column for each GPU, and the names of the others."""
+    heads = [f"{r['gpu']}, torch {r['torch']}, {r['date']}" for r in results]
+    lines, never = [], []
+    for each in PARTS:
+        rows = [_row(result, each.name) for result in results]
+        if any(rows):
+            lines.append([f"{each.text} (`{each.name}`)", *map(_cell, rows)])
+        else:
+            never.append(f"`{each.name}`")
+    table = study.table(["part", *heads], lines, left=1 + len(heads))
+    return f"{table}\n\nNever run: {', '.join(never)}." if never else table
 
 
 def _row(result: dict[str, Any], name: str) -> dict[str, Any] | None:
