@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from laconic.lab.emulation.injection import KILLED, Happened
 
@@ -37,8 +37,6 @@ __all__ = [
     "summary",
     "trace_directory",
 ]
-
-_COLUMNS: Final = 72  # of the timeline
 
 Events = Mapping[str, Sequence[Mapping[str, Any]]]
 """The events of each worker, by its id, in the order in which it has recorded them."""
@@ -217,8 +215,8 @@ def _runs(views: Sequence[Mapping[str, Any]]) -> list[set[str]]:
     return runs
 
 
-def report(goodput: Goodput, hosts: int, seconds: float) -> list[str]:
-    """Return the lines for display. ``hosts``: how many there are; each has a timeline."""
+def report(goodput: Goodput) -> list[str]:
+    """Return the lines for display."""
     if goodput.ratio is None:
         lines = ["goodput: no step was computed"]
     else:
@@ -228,9 +226,7 @@ def report(goodput: Goodput, hosts: int, seconds: float) -> list[str]:
     if goodput.runs_lost:
         text = "a run was lost" if goodput.runs_lost == 1 else f"{goodput.runs_lost} runs were lost"
         lines.append(f"{text}, with all workers: none of the steps counted")
-    names = [f"host{number}" for number in range(hosts)]
-    names += sorted({worker.host for worker in goodput.workers} - {*names})
-    wide = max(map(len, names))
+    wide = max(len(worker.host) for worker in goodput.workers)
     digits = len(str(goodput.computed))
     lines.append("who was present, in seconds since the start:")
     lines += [
@@ -238,24 +234,4 @@ def report(goodput: Goodput, hosts: int, seconds: float) -> list[str]:
         f"{worker.how:18}  {worker.counted:{digits}} of {worker.computed:{digits}} counted"
         for worker in goodput.workers
     ]
-    lines += [
-        f"  {name:{wide}}  {_timeline([w for w in goodput.workers if w.host == name], seconds)}"
-        for name in names
-    ]
-    ruler = f"{seconds:.0f} s"
-    lines.append(f"  {'':{wide}}  {'0 s':{_COLUMNS - len(ruler)}}{ruler}")
     return lines
-
-
-def _timeline(workers: Sequence[Worker], seconds: float) -> str:
-    """Return a character for each part of the time: ``#`` if one of the ``workers`` was present,
-    ``x`` if one was killed or lost, and ``.`` otherwise."""
-    row = ["."] * _COLUMNS
-    scale = _COLUMNS / max(seconds, 1e-9)
-    spans = [(int(w.begin * scale), min(int(w.end * scale), _COLUMNS - 1)) for w in workers]
-    for first, last in spans:
-        row[first : last + 1] = "#" * (last + 1 - first)
-    for (_, last), worker in zip(spans, workers, strict=True):
-        if worker.how in ("killed by plan", "lost"):
-            row[last] = "x"
-    return "".join(row)
