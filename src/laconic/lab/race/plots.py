@@ -134,17 +134,17 @@ def _chart(
 
     A band shows the range of the losses over several seeds.
     """
-    shown = groups(result)
-    height, right = _height(shown), WIDTH - _NAMES
+    shown = [(g, number) for g, number in numbered(result) if number >= 0 or axis is not MEGABYTES]
+    height, right = _height(groups(result)), WIDTH - _NAMES
     bottom = height - _BOTTOM
-    farthest = max((axis(point) for row in result.rows for point in row.curve), default=0)
+    farthest = max((axis(point) for group, _ in shown for point in group.mean.curve), default=0)
     x = Scale(0, farthest or 1, 0, right - _LEFT)
     y = Scale(limits[0], limits[1], bottom - _TOP, 0, limits[2])
     lines, ends = list[str](), list[str]()
     names: list[tuple[float, float, str, str]] = []
-    for group, number in numbered(result):
+    for group, number in shown:
         points = [(x(axis(p)), y(v)) for p in group.mean.curve if (v := value(p)) is not None]
-        if not points or (axis is MEGABYTES and number < 0):
+        if not points:
             continue
         ok = group.mean.status == "ok"
         color = "var(--gray)" if number < 0 else f"var(--c{number % len(COLORS)})"
