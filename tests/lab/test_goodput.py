@@ -14,7 +14,8 @@ import pytest
 from laconic.cli import main
 from laconic.lab.emulation import faults
 from laconic.lab.emulation.faults import COORDINATOR, Fault, Plan
-from laconic.lab.emulation.goodput import Killed, read, report, summary
+from laconic.lab.emulation.goodput import read, report, summary
+from laconic.lab.emulation.injection import KILLED, Happened
 
 BEGAN = 1_800_000_000.0
 """When the lab began, in seconds since 1970."""
@@ -38,7 +39,7 @@ def test_a_lost_run_counts_nothing() -> None:
         "b": [view(1, 0, 0, "ab"), begin(1, "host1")],
         "c": [view(8, 0, 0, "c"), begin(8, "host0"), event("finished", 9, 5, 5)],
     }
-    kills = [Killed(f"host{k}", BEGAN + 4 - 2 * k, BEGAN + 4 - 2 * k) for k in (1, 0)]
+    kills = [Happened(4 - 2 * k, f"host{k}", KILLED, BEGAN + 4 - 2 * k) for k in (1, 0)]
     found = summary(lost, kills, BEGAN, 10.0)
     assert found is not None and found.runs_lost == 1
     assert report(found)[0] == "goodput 11.3%: 5 of 44 steps counted"
@@ -61,7 +62,7 @@ def test_it_is_what_happened_to_each_worker_and_step(tmp_path: Path) -> None:
         lines = [json.dumps(each) + "\n" for each in [{"unit": 1}, *own]]
         (tmp_path / f"{id}.jsonl").write_text("".join(lines) + '{"presence": "vi')
     assert read(tmp_path) == events
-    found = summary(events, [Killed("host0", BEGAN + 4, BEGAN + 4.2)], BEGAN, 16.0)
+    found = summary(events, [Happened(4, "host0", KILLED, BEGAN + 4.2)], BEGAN, 16.0)
     assert found is not None and found.runs_lost == 0
     assert (found.computed, found.counted) == (14 + 21 + 20 + 80, 12 + 20 + 20 + 80)
     assert {w.id: (w.host, w.how, w.begin, w.end) for w in found.workers} == {

@@ -29,7 +29,6 @@ from laconic.lab.emulation.injection import KILLED, Happened
 
 __all__ = [
     "Goodput",
-    "Killed",
     "Worker",
     "goodput_of",
     "read",
@@ -40,15 +39,6 @@ __all__ = [
 
 Events = Mapping[str, Sequence[Mapping[str, Any]]]
 """The events of each worker, by its id, in the order in which it has recorded them."""
-
-
-@dataclass(frozen=True)
-class Killed:
-    """All processes of ``host`` were killed, between two times in seconds since 1970."""
-
-    host: str
-    since: float
-    until: float
 
 
 @dataclass(frozen=True)
@@ -120,8 +110,7 @@ def goodput_of(
 ) -> Goodput | None:
     """Return the `summary` of what the workers have recorded in a directory, and of what the lab
     did to their hosts."""
-    killed = [each for each in happened if each.what == KILLED]
-    kills = [Killed(each.host, start + each.at, each.time) for each in killed]
+    kills = [each for each in happened if each.what == KILLED]
     return summary(read(directory), kills, start, seconds)
 
 
@@ -144,16 +133,16 @@ def _parsed(line: str) -> list[dict[str, Any]]:
 
 
 def summary(
-    events: Events, kills: Iterable[Killed], start: float, seconds: float
+    events: Events, kills: Iterable[Happened], start: float, seconds: float
 ) -> Goodput | None:
     """Return what the workers have made of their steps. None if no worker has taken part.
 
-    ``start``: when the lab began, in seconds since 1970. ``seconds``: when it began to end, in
-    seconds since then. If no worker of a run has finished or was there until the lab ended, nothing
-    of the run is left, and none of its steps count.
+    ``kills``: what the lab has done to hosts. ``start``: when it began, in seconds since 1970.
+    ``seconds``: when it began to end, in seconds since then. If no worker of a run has finished or
+    was there until the lab ended, nothing of the run is left, and none of its steps count.
     """
     views = [event for own in events.values() for event in _of(own, "view")]
-    kills = sorted(kills, key=lambda kill: kill.since)
+    kills = sorted(kills, key=lambda kill: kill.at)
     workers = {
         id: _worker(id, own, views, kills, start, seconds)
         for id, own in events.items()
@@ -177,7 +166,7 @@ def _worker(
     id: str,
     own: Sequence[Mapping[str, Any]],
     views: Sequence[Mapping[str, Any]],
-    kills: Sequence[Killed],
+    kills: Sequence[Happened],
     start: float,
     seconds: float,
 ) -> Worker:
@@ -188,15 +177,15 @@ def _worker(
     heard = [event["steps"] for event in own] + [view["gone"][id] for view in without]
     computed, counted = (max(each) for each in zip(*heard, strict=True))
     gone = min((view["time"] for view in without), default=math.inf)
-    kill = next((k for k in kills if k.host == host and k.until >= begin["time"]), None)
+    kill = next((k for k in kills if k.host == host and k.time >= begin["time"]), None)
     finals = _of(own, "finished", "left")
     final = finals[-1] if finals else None
     if final is not None and final["presence"] == "finished" and final["steps"][0] == computed:
         how, at = "finished", final["time"]  # else it has gone on after that
     elif final is not None and final["presence"] == "left" and final["time"] <= end:
         how, at = "left", final["time"]
-    elif kill is not None and kill.since <= gone:
-        how, at = "killed by plan", max(kill.since, begin["time"])
+    elif kill is not None and start + kill.at <= gone:
+        how, at = "killed by plan", max(start + kill.at, begin["time"])
     elif gone < end:
         how, at = "lost", gone
     else:
