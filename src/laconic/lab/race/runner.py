@@ -362,7 +362,7 @@ def _row_from(
     if isinstance(recipe, Auto):
         return replace(row, notes=tuple(last["choices"]))
     if _has_quorum(recipe):
-        return replace(row, notes=quorum_notes(recipe, row.worker_steps, last["rosters"]))
+        return replace(row, notes=quorum_notes(row.worker_steps, last["rosters"]))
     return replace(row, notes=advice(recipe, steps))
 
 

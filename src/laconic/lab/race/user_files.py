@@ -9,12 +9,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cache, wraps
-from itertools import islice
 from pathlib import Path
 from textwrap import shorten
 from types import ModuleType
@@ -91,8 +89,6 @@ PROTOCOL = {
 """Required attributes of a workload. `Workload` describes them in detail."""
 OPTIONS = ("name", "warmup", "final")
 """Optional attributes."""
-TRIED_BATCHES, TRIED_SECONDS = 1000, 1.0
-"""How many batches to draw, and for how long, to check that they do not end."""
 
 
 def is_workload(text: str) -> bool:
@@ -180,25 +176,15 @@ def try_out(workload: Workload, text: str, workers: int, seed: int) -> None:
         is_stream = isinstance(stream, Iterator)
         require(is_stream, "batches", f"it returned {_shown(stream)}, which is not an iterator")
         with _user_code():
-            first, count = _draw(stream)
-        require(count is None, "batches", f"those of worker {worker} end after {count}")
-        tried.append(first)
+            batch = next(stream, None)
+        require(batch is not None, "batches", f"worker {worker} has none")
+        tried.append(batch)
     for batch in tried:
         with _user_code():
             loss = workload.loss(model, batch)
         is_scalar = isinstance(loss, Tensor) and loss.numel() == 1
         require(is_scalar, "loss", f"it returned {_shown(loss)}")
         require(loss.requires_grad, "loss", "it returned one without a gradient")
-
-
-def _draw(stream: Iterator[Any]) -> tuple[Any, int | None]:
-    """Return the first batch, and the number of batches if they end soon, else None."""
-    first, count, start = None, 0, time.monotonic()
-    for count, batch in enumerate(islice(stream, TRIED_BATCHES), 1):
-        first = batch if count == 1 else first
-        if time.monotonic() - start > TRIED_SECONDS:
-            return first, None
-    return first, None if count == TRIED_BATCHES else count
 
 
 def _size(batch: object) -> int | None:
