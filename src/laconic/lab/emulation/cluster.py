@@ -95,7 +95,8 @@ class Hosts(ABC):
     ) -> subprocess.Popen[bytes]:
         """Start `argv` on `host` in its own session, with `env`.
 
-        All that it starts dies with this process. If the program cannot be run, it exits with code
+        All that it starts dies with this process. Send signals to its process group: on an emulated
+        host, the process is the program's parent. If the program cannot be run, it exits with code
         127 and prints the reason on its stderr. Raises ValueError if the host does not exist or the
         cluster is closed.
         """
