@@ -54,7 +54,7 @@ __all__ = [
     "terminate_as_exit",
 ]
 
-_MOST_HOSTS: Final = 249  # limits: 253 descriptors in one message, and the addresses of a /24
+_MOST_HOSTS: Final = 250  # limits: 253 descriptors in one message, and the addresses of a /24
 _SLOWEST: Final = 8e3  # bit/s
 _BUILD_SECONDS: Final = 60.0  # time for the keeper to set up the network, which takes 0.2 s
 _COMMAND_SECONDS: Final = 10.0  # time for the keeper to answer, which takes milliseconds
@@ -172,7 +172,7 @@ class Cluster(Hosts):
             self._channel = channel
             self._unreachable: dict[int, list[int]] = {}
             self._user = user
-            self._pids, self._counters, _, *self._networks = descriptors
+            self._pids, self._counters, *self._networks = descriptors
             self._forwarded = plan.forward is not None
             self.congestion_control = str(report["congestion_control"])
 
@@ -322,7 +322,7 @@ def _start_keeper(
     """Start the process that builds the network.
 
     Returns the process, our end of its channel, the user namespace if it created one, the
-    descriptors of the PID namespace, the counters, the switch and the hosts, and its report. Raises
+    descriptors of the PID namespace, the counters and the hosts, and its report. Raises
     NamespacesUnavailable or ForwardError.
     """
     if sys.platform != "linux":
@@ -341,7 +341,7 @@ def _start_keeper(
             )
         ours.settimeout(_BUILD_SECONDS)
         try:
-            message, descriptors, _, _ = socket.recv_fds(ours, 1 << 16, len(plan.addresses) + 4)
+            message, descriptors, _, _ = socket.recv_fds(ours, 1 << 16, len(plan.addresses) + 3)
         except TimeoutError:
             keeper.kill()
             message, descriptors = b"", []

@@ -202,8 +202,8 @@ def keep(channel_descriptor: int, plan: Plan) -> None:
 
     The report is one JSON message: `{"error": reason, "forward": whether packets cannot be
     forwarded}`, or `{"user": bool, "congestion_control": name}` with the descriptors [user
-    namespace if any, PID namespace, counters, switch, hosts...]. The counters are the switch's
-    interfaces' or the forwarder's.
+    namespace if any, PID namespace, counters, hosts...]. The counters are the switch's interfaces'
+    or the forwarder's.
     """
     # Imported here because `enter` starts with every process and does not need them.
     import select
@@ -216,7 +216,7 @@ def keep(channel_descriptor: int, plan: Plan) -> None:
             launcher = os.pidfd_open(plan.launcher)
             if os.getppid() != plan.launcher:
                 return
-            user, descriptors, forwarder = _build(plan)
+            user, descriptors, switch, forwarder = _build(plan)
         except OSError as error:
             kind = type(error).__name__
             report = {"error": f"{error.strerror or error}", "forward": kind == "ForwardError"}
@@ -230,11 +230,12 @@ def keep(channel_descriptor: int, plan: Plan) -> None:
             while ends.isdisjoint(select.select(readable, [], [])[0]):
                 if not (command := channel.recv(1 << 16)):
                     break
-                channel.send(_set_unreachable(plan, descriptors, **json.loads(command)))
+                hosts = descriptors[-len(plan.addresses) :]
+                channel.send(_set_unreachable(plan, hosts, switch, **json.loads(command)))
 
 
 def _set_unreachable(
-    plan: Plan, descriptors: Sequence[int], host: int, before: list[int], now: list[int]
+    plan: Plan, hosts: Sequence[int], switch: int, host: int, before: list[int], now: list[int]
 ) -> bytes:
     """Let `host` reach all hosts but those of `now`, where it could not reach those of `before`.
 
@@ -243,7 +244,7 @@ def _set_unreachable(
     as in a network whose cable is cut.
     """
     pyroute2 = importlib.import_module("pyroute2")
-    _setns(descriptors[-len(plan.addresses) :][host], _CLONE_NEWNET)
+    _setns(hosts[host], _CLONE_NEWNET)
     try:
         with pyroute2.IPRoute() as route:
             (link,) = route.link_lookup(ifname="eth0")
@@ -256,14 +257,15 @@ def _set_unreachable(
     except (OSError, pyroute2.NetlinkError) as error:
         return json.dumps({"error": f"the kernel refuses to cut a connection: {error}"}).encode()
     finally:
-        _setns(descriptors[-len(plan.addresses) - 1], _CLONE_NEWNET)
+        _setns(switch, _CLONE_NEWNET)
     return b"{}"
 
 
-def _build(plan: Plan) -> tuple[bool, list[int], subprocess.Popen[bytes] | None]:
+def _build(plan: Plan) -> tuple[bool, list[int], int, subprocess.Popen[bytes] | None]:
     """Build switch and hosts.
 
-    Returns whether a user namespace was created, descriptors, and the forwarder if there is one.
+    Returns whether a user namespace was created, the launcher's descriptors, the switch, and the
+    forwarder if there is one.
     """
     own_user = _may_unshare_network()
     pid = _new_pid_namespace()
@@ -308,7 +310,7 @@ def _build(plan: Plan) -> tuple[bool, list[int], subprocess.Popen[bytes] | None]
         for tap in taps:
             os.close(tap)
     user = [os.open("/proc/self/ns/user", os.O_RDONLY)] if own_user else []
-    return own_user, [*user, pid, counters, switch, *hosts], forwarder
+    return own_user, [*user, pid, counters, *hosts], switch, forwarder
 
 
 def _forward_module() -> Any:
