@@ -79,8 +79,7 @@ COMPARE --peer nobody : choose from accelerate, fairscale, torch-ddp, torch-post
 lab : no program given
 lab -- no-such : program not found
 lab --latency 5ms --jitter 6ms true : jitter must be
-lab --shell 1@0 : no lab of process '0' runs here
-lab --hosts 2 clean : --hosts has no effect with lab clean
+lab --shell 1@0 : you run no lab of process '0'
 lab -- PYTHON -m torch.distributed.run --nnodes 2 t.py : --nnodes 2 differs from
 lab --kill 4@1s true : choose from 0 to 3
 advise : --params, --step-time, --bandwidth, --latency, --nodes
@@ -110,8 +109,6 @@ watch no.jsonl --once : contains no metrics of laconic
 coordinator --host 192.0.2.1 : cannot listen at 192.0.2.1:29400
 keys new --days 0 : --days must be
 report nowhere : cannot read a result from nowhere
-report good ./empty/../good : is given twice
-report good good/../second --out good : contains one of the results to combine
 """
 
 

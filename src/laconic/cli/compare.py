@@ -68,7 +68,6 @@ def add(parser: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if every recipe finished, 1 if one failed or diverged."""
     # before a race of minutes
-    import matplotlib  # noqa: F401
     import rich  # noqa: F401
 
     from laconic.lab.emulation.jobs import terminate_as_exit

@@ -47,7 +47,6 @@ def add(parser: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if the demo has worked: all recipes finished, or with --kill, all workers."""
-    import matplotlib  # noqa: F401
     import rich  # noqa: F401
 
     if arguments.kill:
@@ -86,7 +85,6 @@ def show(result: Result, directory: Path) -> None:
     from rich.console import Console
 
     from laconic.lab.demo.outcome import disturbed, sentences, table
-    from laconic.lab.demo.picture import draw
     from laconic.lab.race import report
     from laconic.lab.race.wording import network
 
@@ -99,8 +97,7 @@ def show(result: Result, directory: Path) -> None:
         console.print(f"{number}. {sentence}")
     if warning := disturbed(result):
         console.print(f"\nWarning: {warning}")
-    page = report.write(result, directory)[0]
-    picture = draw(result, directory / "demo.png")
+    page, *_, picture = report.write(result, directory)
     console.print(f"\nPicture: {picture}\nReport:  {page}", soft_wrap=True)
 
 

@@ -65,10 +65,8 @@ def add(parser: Any) -> None:
         "Run any program on hosts connected by a slow network, emulated on this machine. The "
         "program is started as by torchrun; if it is torchrun, it runs on every host."
     )
-    parser.epilog = "laconic lab clean ends processes left behind by labs that were killed."
     parser.usage = """laconic lab [OPTIONS] [--] PROGRAM [ARGUMENTS]
-       laconic lab [OPTIONS] --shell HOST
-       laconic lab clean"""
+       laconic lab [OPTIONS] --shell HOST"""
     declare(parser, NETWORKS, hosts=4, bandwidth="100mbit", **NO_IMPAIRMENTS)
     declare(parser, PROGRAMS)
     faults = parser.add_argument_group(
@@ -85,9 +83,6 @@ def add(parser: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return the exit code of the first process that failed, or 0."""
     command: list[str] = arguments.command
-    if command == ["clean"]:
-        _refuse(arguments, NETWORKS + PROGRAMS + FAULTS + SHELL, "lab clean")
-        return clean()
     if command[:1] == ["--"]:
         command = command[1:]
     import rich  # noqa: F401
@@ -142,17 +137,16 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
     from laconic.lab.emulation import faults
 
     found: list[faults.Fault] = [
-        *map(faults.parse_kill, arguments.kill),
-        *map(faults.parse_hang, arguments.hang),
-        *map(faults.parse_cut, arguments.cut),
+        *(faults.parse("kill", text) for text in arguments.kill),
+        *(faults.parse("hang", text) for text in arguments.hang),
+        *(faults.parse("cut", text) for text in arguments.cut),
     ]
-    plans = [faults.Plan(tuple(found))]
+    plan = faults.Plan(tuple(found))
     if arguments.mtbf is not None:
         kills = faults.random_kills(arguments.mtbf, hosts, arguments.seed, HORIZON_SECONDS)
-        plans.append(kills)
+        plan = faults.Plan((*found, *kills.faults))
     elif given(arguments, ["seed"]):
         raise ValueError("--seed is the seed of random kills: give --mtbf, such as --mtbf 60s")
-    plan = faults.combined(plans)
     plan.check(hosts)
     if arguments.mtbf is None and not found:
         for name in given(arguments, ["restart", "list_faults"]):
@@ -180,31 +174,28 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
     """Open a shell on a host of a running lab or of a new one. Return its exit code."""
     from laconic.lab.emulation import cluster
     from laconic.lab.emulation.jobs import terminate_as_exit
-    from laconic.lab.emulation.join import join, running, trusted
+    from laconic.lab.emulation.join import join, running
     from laconic.lab.emulation.shell import open_shell
 
     text, at, launcher = arguments.shell.partition("@")
     host = parse_host(text)
     if at:
         _refuse(arguments, NETWORKS, "--shell HOST@PROCESS, whose lab runs already")
-    found = running()
-    ours = [name for name in found if trusted(name)]
-    # Our labs come last and win: another user may use the name of one of them, or a newer one.
-    labs = {name.split("-")[2]: name for name in (*found, *ours)}
-    new_network = given(arguments, names(NETWORKS))
-    launchers = [] if new_network else [name.split("-")[2] for name in ours or found]
+    labs = running()
+    launchers = [] if given(arguments, names(NETWORKS)) else labs
     if at:
-        if launcher not in labs:
-            choices = ", ".join(labs) or "none"
-            raise ValueError(f"no lab of process {launcher!r} runs here; running labs: {choices}")
-        launchers = [launcher]
+        if not launcher.isdecimal() or int(launcher) not in labs:
+            choices = ", ".join(map(str, labs)) or "none"
+            raise ValueError(f"you run no lab of process {launcher!r}; yours: {choices}")
+        launchers = [int(launcher)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(terminate_as_exit())
         if launchers:
-            entry = join(labs[launchers[-1]], host)
+            entry = join(launchers[-1], host)
             for descriptor in entry.descriptors():
                 stack.callback(os.close, descriptor)
-            newest = f", the newest of {', '.join(launchers)}" if len(launchers) > 1 else ""
+            others = ", ".join(map(str, launchers))
+            newest = f", the newest of {others}" if len(launchers) > 1 else ""
             log(f"host{host} of the lab of process {launchers[-1]}{newest}; Ctrl-D leaves")
         else:
             cluster.check_host(host, network.hosts)
@@ -220,27 +211,6 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
             log(f"{describe(network)}; join from other terminals with laconic lab --shell HOST")
             log("Ctrl-D ends the lab")
         return open_shell(entry, {**os.environ, **cluster.interface_variables("eth0")})
-
-
-def clean() -> int:
-    """End orphaned processes of labs whose launcher is dead. Return 1 if one could not be ended."""
-    from laconic.lab.emulation import orphans
-
-    stuck, live_launchers = 0, set()
-    found = sorted(orphans.members(), key=lambda member: member.pid)
-    for member in found:
-        if member.launcher_lives:
-            live_launchers.add(member.launcher)
-            continue
-        what = f"process {member.pid} ({member.command[:60]}) of the lab of process"
-        ended = orphans.end(member)
-        stuck += not ended
-        print(f"{'ended' if ended else 'cannot end'} {what} {member.launcher}")
-    if all(member.launcher_lives for member in found):
-        print("no processes are left of labs that have ended")
-    for launcher in sorted(live_launchers):
-        print(f"not touched: the lab of process {launcher}, which is running")
-    return 1 if stuck else 0
 
 
 def describe(network: Network) -> str:
@@ -343,7 +313,7 @@ class Display:
             for happened in ended.happened:
                 self._log(f"  {happened}")
         if ended.goodput is not None:
-            for line in report(ended.goodput, self._settings.network.hosts, ended.seconds):
+            for line in report(ended.goodput):
                 self._log(line)
         if ended.first is not None:
             name = ended.first.process.name
