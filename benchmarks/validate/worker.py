@@ -19,7 +19,7 @@ import torch
 
 import laconic
 from laconic.advisor.advise import measured
-from laconic.advisor.worker import Spec, Training, link_of
+from laconic.advisor.worker import Spec, Training, link_of, training_of
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.lab.race.worker import run
@@ -153,7 +153,7 @@ def emit(**event: Any) -> None:
 def work(spec: Spec, job: Job) -> None:
     """Measure, predict, and time."""
     laconic.init()
-    training = Training(spec)
+    training = training_of(spec)
     link = link_of(spec)
     recipes: list[Recipe] = []
     for text in job.recipes:
