@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 import laconic
-from laconic.advisor.advise import measured
 from laconic.advisor.worker import Spec, Training, link_of, training_of
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
@@ -155,22 +154,17 @@ def work(spec: Spec, job: Job) -> None:
     laconic.init()
     training = training_of(spec)
     link = link_of(spec)
-    recipes: list[Recipe] = []
-    for text in job.recipes:
-        recipe = parse_recipe(text)
-        assert isinstance(recipe, tuple), "one of the rows"
-        recipes.append(recipe)
     start = time.perf_counter()
-    found = measured(
+    facts = laconic.advise(
         training.model,
         training.step,
-        lambda workers: recipes,
         optimizer=training.optimizer,
+        recipes=job.recipes,
         steps=spec.steps,
         link=link,
-    )
-    emit(measured=asdict(found), took=time.perf_counter() - start)
-    for text, turns in Race(training, link).run(job, found.facts).items():
+    ).facts
+    emit(measured={"facts": asdict(facts)}, took=time.perf_counter() - start)
+    for text, turns in Race(training, link).run(job, facts).items():
         emit(row=row(text, turns))
 
 

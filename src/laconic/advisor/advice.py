@@ -50,8 +50,6 @@ def advice_on(
     recipes: Sequence[str] = (),
     *,
     computes: tuple[float, ...] | None = None,
-    held: int | None = None,
-    peak: int | None = None,
 ) -> Advice:
     """Predict all `choices` and the user's own ``recipes`` from ``facts``, and recommend one."""
     compared = choices(facts, recipes)
@@ -67,8 +65,6 @@ def advice_on(
         code=f"sync = laconic.attach(model, optimizer, {qualified(text)}{node})",
         reason=" ".join([*reason(rows[0], best), *map(str, slow)]),
         computes=computes,
-        held=held,
-        peak=peak,
         slow=slow,
         alternatives=tuple(row.recipe for row in alternatives(rows, best)),
     )

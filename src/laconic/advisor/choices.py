@@ -40,6 +40,7 @@ QUALITY = {
     "ddp(codec='int8')": "no more steps for the same loss on text (docs/coded.md)",
     "ddp(codec='int4')": "2% more steps for the same loss on text (docs/coded.md)",
     "outer_step": "a second optimizer: fewer steps in ten cases of 512 (docs/evidence.md)",
+    "power_sgd": "gradients of low rank (Vogels et al., NeurIPS 2019)",
     "sgp()": "close to all-reduce (Assran et al., ICML 2019; docs/science.md)",
     "sgp(delay=1)": "messages a step late (OSGP, Assran et al., ICML 2019)",
     "local_sgd": "behind DDP per step, once gradients are noisy (docs/choose.md); "

@@ -49,8 +49,6 @@ class Advice:
         code: the line for a training loop.
         reason: the explanation.
         computes: seconds of a step on each rank. None without a measurement.
-        held: bytes of parameters, gradients and optimizer state. None without a measurement.
-        peak: bytes of memory in use. None without a measurement.
         slow: the ranks that the others wait for.
         alternatives: other recipes to consider, at most 5.
 
@@ -71,8 +69,6 @@ class Advice:
     code: str
     reason: str
     computes: tuple[float, ...] | None = None
-    held: int | None = None
-    peak: int | None = None
     slow: tuple[Slow, ...] = ()
     alternatives: tuple[str, ...] = ()
 
@@ -160,13 +156,11 @@ def facts_text(advice: Advice) -> Iterator[str]:
         f"rank: {format_rate(net.rate)}, {format_seconds(2 * net.one_way)} per round trip"
         f"{lost}"
     )
-    if advice.computes is not None and advice.held is not None and advice.peak is not None:
+    if advice.computes is not None:
         yield (
             f"measured: steps of {format_seconds(min(advice.computes))} to "
             f"{format_seconds(max(advice.computes))} on {len(advice.computes)} ranks, "
-            f"{format_seconds(f.skew)} per step waiting for the slowest; parameters, gradients and "
-            f"optimizer state: {format_bytes(advice.held)}; memory in use: "
-            f"{format_bytes(advice.peak)}"
+            f"{format_seconds(f.skew)} per step waiting for the slowest"
         )
     else:
         yield (
