@@ -25,10 +25,9 @@ from laconic.advisor.rehearse import now, rehearsals, rehearse
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Recipe
 from laconic.device import seconds_between, time_mark
-from laconic.engine.comparison import BufferWatch
 from laconic.policy.candidates import largest_fragment, takes_muon
 from laconic.policy.facts import BACKWARD, Facts
-from laconic.policy.probe import unequal_workers
+from laconic.policy.probe import BufferWatch, unequal_workers
 from laconic.tensors import itemsize_of
 
 WARMUP = 3

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic import NAMES_BY_MODULE
+from laconic.cli.completion import RECIPES
 from laconic.cli.options import NETWORK, NO_IMPAIRMENTS, declare, given, impairments_of
 from laconic.cli.streams import print_json
 from laconic.errors import check_int
@@ -48,7 +48,7 @@ LENGTH = """
 
 def add(parser: Any) -> None:
     """Add the description and the options of the command."""
-    recipes = ", ".join(NAMES_BY_MODULE["laconic.algorithms.recipes"])
+    recipes = ", ".join(RECIPES[:-1])
     parser.description = (
         "Train the same model under each recipe on hosts connected by a slow network, emulated on "
         "this machine, and show what each recipe costs and gains."

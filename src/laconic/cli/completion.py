@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from laconic import NAMES_BY_MODULE
+from laconic import MODULE_OF
 from laconic.cli.commands import COMMANDS, parsers
 
 BASH = """\
@@ -74,7 +74,7 @@ HOW = {
 }
 FILES, DIRECTORIES = ":files", ":directories"
 """Answers in place of which the shell offers its own names."""
-RECIPES = [*NAMES_BY_MODULE["laconic.algorithms.recipes"], "auto"]
+RECIPES = [*sorted(name for name in MODULE_OF if MODULE_OF[name].endswith("recipes")), "auto"]
 VALUES = {
     "DIR": [DIRECTORIES],
     "OLD": [DIRECTORIES],

@@ -22,8 +22,9 @@ def add(parser: Any) -> None:
         "Keeps who takes part in the runs whose workers come and go: "
         'laconic.attach(..., elastic=laconic.Elastic("host:29400")). It carries no training data. '
         "While it is down, training goes on with the same workers; it can be started again at the "
-        "same address. With the variables that `laconic keys` prints it uses TLS, and admits only "
-        "workers with a certificate of the same CA."
+        "same address. Without one, a worker on the address's host does the same. With the "
+        "variables that `laconic keys` prints it uses TLS, and admits only workers with a "
+        "certificate of the same CA."
     )
     declare(parser, OPTIONS, host="127.0.0.1", port=29400)
 
@@ -42,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         reason = str(error.strerror).partition(" (while")[0]  # Python adds the address
         raise ValueError(
             f"cannot listen at {arguments.host}:{arguments.port}: {reason}; give an "
-            "address of this host as --host, and a free --port"
+            "address of this host as --host, and a free --port; if a worker serves this one, "
+            "no other coordinator is needed"
         ) from error
     how = "" if tls.contexts() is None else ", with TLS"
     at = f"{arguments.host}:{arguments.port}"

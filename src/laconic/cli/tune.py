@@ -59,7 +59,7 @@ def add(parser: Any) -> None:
         nargs="?",
         default="slowmo",
         metavar="RECIPE",
-        help="slowmo (default), local_sgd, diloco, ddp, sgp, easgd or eamsgd with the parameters "
+        help="slowmo (default), local_sgd, diloco, ddp, sgp or easgd with the parameters "
         "usually tuned, or a recipe with free names",
     )
     network = {"workers": 4, "bandwidth": "100mbit", "latency": "0"}

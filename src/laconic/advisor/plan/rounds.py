@@ -16,7 +16,6 @@ from torch import Tensor
 
 from laconic.advisor.plan.cluster import Cluster
 from laconic.algorithms.compile import replicated
-from laconic.algorithms.exchange import Gossip, Scored
 from laconic.algorithms.exchanges.coded import CodedMean
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.exchanges.push import Push
@@ -104,7 +103,7 @@ class Rounds:
         if k not in self.communicating or facts.workers == 1:
             return Price()
         load = load_of(r, facts)
-        net = facts.net("peers" if isinstance(r.exchange, Gossip) else r.over, "workers")
+        net = facts.net("peers" if r.exchange.out_degree is not None else r.over, "workers")
         sending = min(8 * load.sent / net.rate, load.network)
         size = elements(r, facts, facts.workers) * facts.itemsize
         messages = self._messages(r, facts, load)
@@ -123,14 +122,14 @@ class Rounds:
         self, r: AnyRound, facts: Facts, rate: float, sending: float, size: int, messages: int
     ) -> Transfers | None:
         sent = sending * rate / 8
-        alike = isinstance(r, Round) and not isinstance(r.exchange, Scored)  # all send as much
+        alike = isinstance(r, Round) and not r.exchange.score_window  # all send as much
         if not sent or not alike:
             return None
         rates = torch.tensor(facts.rates or (rate,) * facts.workers, dtype=torch.float64)
         receives = torch.tensor(facts.receives, dtype=torch.float64) if facts.receives else rates
         if rate < (1 - 1e-9) * float(torch.minimum(rates, receives).min()):
             return None  # a connection that they share takes longer than each one's own
-        gossip = isinstance(r.exchange, Gossip)
+        gossip = r.exchange.out_degree is not None
         connections = max(round(sent / size), 1) if gossip else facts.workers - 1
         whole, buffered = sending * rate, min(BUFFER * connections / sent, 1.0)
         stages = min(max(messages, 1), MOST_STAGES)

@@ -14,7 +14,6 @@ from torch import Tensor
 from laconic.advisor.plan.rounds import Price, Rounds
 from laconic.advisor.plan.run import Log
 from laconic.advisor.plan.workers import Flight, LostError, Workers
-from laconic.algorithms.exchange import Gossip
 
 
 class Together(Workers):
@@ -86,7 +85,7 @@ class Together(Workers):
             self._together(k, gradients=True)
         elif r.delay:
             self._send(k, step)
-        elif isinstance(r.exchange, Gossip):
+        elif r.exchange.out_degree is not None:
             self._gossip(k)
         else:
             self._together(k, gradients=False)
@@ -163,7 +162,7 @@ class Together(Workers):
 
     def _send(self, k: int, step: int) -> None:
         """A message that is folded in later."""
-        gossip = isinstance(self.rounds.all[k].exchange, Gossip)
+        gossip = self.rounds.all[k].exchange.out_degree is not None
         price = self._price(k)
         ids = self._alive
         sent, done, latest = self.now.clone(), self.now.clone(), self.now.clone()

@@ -17,7 +17,6 @@ from laconic.advisor.worker import Training, workload_of
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
-from laconic.engine.comparison import BufferWatch
 from laconic.errors import check_int
 from laconic.lab.race import plan, runner
 from laconic.lab.race.workloads import Workload
@@ -25,6 +24,7 @@ from laconic.links.simulated import current_link
 from laconic.policy.candidates import takes_muon
 from laconic.policy.facts import Facts
 from laconic.policy.predict import Prediction, predict
+from laconic.policy.probe import BufferWatch
 from laconic.tensors import itemsize_of
 
 VALIDATIONS = 8

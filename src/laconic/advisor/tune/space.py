@@ -32,7 +32,6 @@ KNOWN = {
     "diloco": "diloco(period, lr=outer_lr, momentum=outer_momentum)",
     "sgp": "sgp(peers=peers)",
     "easgd": "easgd(period, beta=beta)",
-    "eamsgd": "eamsgd(period, beta=beta)",
 }
 """What the name of a recipe stands for."""
 GRIDS: dict[str, tuple[Value, ...]] = {
