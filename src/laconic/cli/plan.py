@@ -98,6 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.advisor.plan.report import plan
 
     if arguments.example:
+        if given(arguments, [*names(CLUSTER + OPTIONS), "cluster", "from_metrics"]):
+            raise ValueError("--example prints a file, and nothing else: leave out all others")
         print(EXAMPLE, end="")
         return 0
     runs = None if arguments.runs is None else check_int("--runs", arguments.runs, 1)

@@ -272,7 +272,6 @@ class Quorum(Run):
                 each.moves(worker, 1)
         for each in self.kinds:
             each.reached = None
-        self.log.rounds += 1
         remote = len(roster) - (roster[0] == 0)
         receive = self._result_seconds(index, remote)
         behind = max(self._sent_until - until, 0.0)  # other results that rank 0 still sends

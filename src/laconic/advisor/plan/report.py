@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,15 +70,15 @@ class Planned:
     steps_factor: float
     steps_from: str
 
-    def range(self, of: Callable[[Result], float]) -> Range:
-        """Return the range of a figure."""
-        values = torch.tensor([float(of(result)) for result in self.results], dtype=torch.float64)
+    def range(self, figure: str) -> Range:
+        """Return the range of one of the `FIGURES`."""
+        values = torch.tensor([getattr(r, figure) for r in self.results], dtype=torch.float64)
         return Range(*values.quantile(QUANTILES).tolist())
 
     @property
     def seconds(self) -> Range:
         """Of the whole run."""
-        return self.range(lambda result: result.seconds)
+        return self.range("seconds")
 
     @property
     def shares(self) -> dict[str, float]:
@@ -118,7 +117,7 @@ class Plan:
         rows = [
             {
                 "recipe": row.text,
-                **{name: asdict(row.range(partial(_figure, name))) for name in FIGURES},
+                **{name: asdict(row.range(name)) for name in FIGURES},
                 "shares": row.shares,
                 "steps_factor": row.steps_factor,
                 "steps_from": row.steps_from,
@@ -137,10 +136,6 @@ class Plan:
             "recipes": rows,
         }
         return json.dumps(finite(plain), indent=2)
-
-
-def _figure(name: str, result: Result) -> float:
-    return float(getattr(result, name))
 
 
 def plan(
@@ -241,19 +236,19 @@ def _longer(
     by which they are longer than the ``short`` ones. By chance, runs differ: over k steps as
     sqrt(k)."""
 
-    def longer(of: Callable[[Result], float]) -> list[float]:
-        slopes = [(of(b) - of(a)) / half for a, b in zip(short, long, strict=True)]
+    def longer(name: str) -> list[float]:
+        ends = [getattr(b, name) for b in long]
+        slopes = [(b - getattr(a, name)) / half for a, b in zip(short, ends, strict=True)]
         mean = statistics.fmean(slopes)
         return [
-            of(b) + more * mean + math.sqrt(more * half) * (slope - mean)
-            for b, slope in zip(long, slopes, strict=True)
+            end + more * mean + math.sqrt(more * half) * (slope - mean)
+            for end, slope in zip(ends, slopes, strict=True)
         ]
 
-    names = ("seconds", "bytes", "crossed", "money", "rounds")
-    columns = {name: longer(partial(_figure, name)) for name in names}
+    names = ("seconds", "bytes", "crossed", "money")
+    columns = {name: longer(name) for name in names}
     for k, result in enumerate(long):
         figures: dict[str, Any] = {name: column[k] for name, column in columns.items()}
-        figures["rounds"] = round(figures["rounds"])
         yield replace(result, steps=result.steps + more, **figures)
 
 

@@ -28,7 +28,6 @@ class Log:
     crossed: float = 0.0
     counted: float = 0.0
     useful: float = 0.0
-    rounds: int = 0
     failures: int = 0
     joins: int = 0
     restarts: int = 0

@@ -47,16 +47,16 @@ def answer(plan: Plan) -> Iterator[str]:
     )
     parts = [f"{k} {share:.0%}" for k, share in best.shares.items() if share >= 0.005]
     yield f"The workers' time goes to: {', '.join(parts)}. Limited by {plan.limit}."
-    goodput = spread(best.range(lambda r: 100 * r.goodput), lambda x: f"{three_digits(x)}%")
+    goodput = spread(best.range("goodput"), lambda x: f"{three_digits(100 * x)}%")
     lost = ""
     if cluster.failures.happen:
         failures = statistics.fmean(r.failures for r in best.results)
         lost = f" with {three_digits(failures)} failures on average"
-    money = best.range(lambda r: r.money)
+    money = best.range("money")
     first = best.results[0]
     yield (
         f"Goodput {goodput}{lost}; {format_bytes(first.bytes)} sent by a worker, "
-        f"{format_bytes(best.range(lambda r: r.crossed).median)} between sites; "
+        f"{format_bytes(best.range('crossed').median)} between sites; "
         f"{format_bytes(first.memory)} of memory for rounds"
         f"{f'; price {spread(money, three_digits)}' if money.high else ''}."
     )
@@ -95,7 +95,7 @@ def table(plan: Plan) -> Table:
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column("recipe", overflow="fold", min_width=20)
-    priced = any(row.range(lambda r: r.money).high for row in plan.rows)
+    priced = any(row.range("money").high for row in plan.rows)
     for head in ["time", "s/step", "steps", "goodput", "GB", *(["price"] * priced)]:
         made.add_column(head, justify="right", no_wrap=True, min_width=5)
     for row in plan.rows:
@@ -109,10 +109,10 @@ def _cells(row: Planned, steps: int, priced: bool) -> list[str]:
         duration(row.seconds.median),
         three_digits(row.seconds.median / steps),
         f"{'' if row.steps_from in KNOWN else '~'}{row.steps_factor:.2f}",
-        f"{row.range(lambda r: r.goodput).median:.0%}",
-        three_digits(row.range(lambda r: r.bytes).median / 1e9),
+        f"{row.range('goodput').median:.0%}",
+        three_digits(row.range("bytes").median / 1e9),
     ]
-    return cells + [three_digits(row.range(lambda r: r.money).median)] * priced
+    return cells + [three_digits(row.range("money").median)] * priced
 
 
 def assumptions(plan: Plan) -> Iterator[str]:

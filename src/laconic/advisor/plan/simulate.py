@@ -26,8 +26,8 @@ class Result:
     on (`laconic.advisor.plan.run.CAUSES`, and failures). ``goodput``: the share of it in steps
     that count in the model; ``utilization``: the share in any steps. ``bytes``: sent by a worker on
     average; ``crossed``: by all workers to other sites. ``memory``: bytes that rounds keep on
-    a worker. ``money``: of all workers' hours and of what left the sites. ``rounds``; ``failures``,
-    ``joins`` and ``restarts``: how many. ``events``: ``(seconds, worker, what)`` of failures.
+    a worker. ``money``: of all workers' hours and of what left the sites. ``failures``, ``joins``
+    and ``restarts``: how many. ``events``: ``(seconds, worker, what)`` of failures.
     """
 
     seconds: float
@@ -40,7 +40,6 @@ class Result:
     crossed: float
     memory: float
     money: float
-    rounds: int
     failures: int
     joins: int
     restarts: int
@@ -108,7 +107,6 @@ def simulate_plan(
         crossed=log.crossed,
         memory=memory(rounds.all, rounds.facts(cluster.everybody)),
         money=hours + log.crossed / 1e9 * cluster.gigabyte,
-        rounds=log.rounds,
         failures=log.failures,
         joins=log.joins,
         restarts=log.restarts,

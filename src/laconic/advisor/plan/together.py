@@ -77,7 +77,6 @@ class Together(Workers):
             if (k, sent) in self._flights:
                 self._fold(k, sent)
             return
-        self.log.rounds += 1
         if r.update.quiesces_others:
             for other in [flight for flight in self._flights if flight[0] != k]:
                 self._fold(*other)
