@@ -23,11 +23,11 @@ from typing import Any
 
 from benchmarks.study import DOCS, Journal, Parser, command, machine
 from benchmarks.validate import page
-from benchmarks.validate.launches import Launch, Timed, journal
+from benchmarks.validate.launches import Launch, Timed, facts_of, journal
 from benchmarks.validate.rows import HOSTS, QUICK, RATES, ROWS, Network
 from benchmarks.validate.worker import STEPS, Job
 from laconic.advisor import cluster
-from laconic.advisor.worker import Spec, facts_of
+from laconic.advisor.worker import Spec
 from laconic.lab.emulation.cluster import Cluster, check_hosts, check_rate
 from laconic.lab.emulation.jobs import terminate_as_exit
 from laconic.units import format_rate, parse_rate

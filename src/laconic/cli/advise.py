@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from laconic.cli.options import declare, flag, given, names
 from laconic.errors import check_int
-
-if TYPE_CHECKING:
-    from laconic.advisor import Advice
 
 OPTIONS = """
 --bandwidth RATE  bandwidth of each node, such as 1gbit
@@ -19,7 +15,7 @@ OPTIONS = """
 --loss SHARE  share of packets that are lost each way, such as 0.1%%
 --recipe RECIPE  another recipe to predict, such as 'power_sgd(2)'; repeatable
 --all  also print a table of all recipes, and how they compare
---json --plot
+--json
 """
 REQUIRED = ("params", "step_time", "bandwidth", "latency", "nodes")
 """Options required for advice from numbers."""
@@ -59,31 +55,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the advice and return 0."""
     if arguments.all and arguments.json:
         raise ValueError("--json has all recipes: leave out --all")
-    if arguments.plot is not None:  # before a measurement that takes minutes
-        from laconic.advisor.plan.show import check_plot
-
-        check_plot(arguments.plot)
-    advice, reason = _measured(arguments) if arguments.workload else (_numbers(arguments), None)
-    from laconic.advisor import show
-
-    if reason is not None:
-        note = f"laconic: hosts could not be emulated ({reason}): using a throttled link instead"
-        print(note, file=sys.stderr)
-    if arguments.json:
-        print(advice.to_json())
+    form = "json" if arguments.json else "everything" if arguments.all else "answer"
+    if arguments.workload:
+        print(_measured(arguments, form))
     else:
-        lines = show.everything if arguments.all else show.answer
-        width = get_terminal_size().columns if sys.stdout.isatty() else None
-        print("\n".join(lines(advice, width)))
-        if not arguments.all:
-            print("\n--all adds a table of all recipes.")
-    if arguments.plot is not None:
-        show.plot(advice, arguments.plot)
+        print(_numbers(arguments, form))
     return 0
 
 
-def _numbers(arguments: argparse.Namespace) -> Advice:
-    from laconic.advisor import advice_on
+def _numbers(arguments: argparse.Namespace, form: str) -> str:
+    from laconic.advisor import advice_on, show
     from laconic.advisor.numbers import facts_from
 
     missing = [flag(name) for name in REQUIRED if getattr(arguments, name) is None]
@@ -100,11 +81,11 @@ def _numbers(arguments: argparse.Namespace) -> Advice:
     values = {name: getattr(arguments, name) for name in (*names(NUMBERS), "bandwidth", "loss")}
     known = {name: value for name, value in values.items() if value is not None}
     facts = facts_from(one_way=arguments.latency / 2, **known)
-    return advice_on(facts, arguments.recipe)
+    return show.text(advice_on(facts, arguments.recipe), form)
 
 
-def _measured(arguments: argparse.Namespace) -> tuple[Advice, str | None]:
-    from laconic.advisor import advice_on, cluster
+def _measured(arguments: argparse.Namespace, form: str) -> str:
+    from laconic.advisor import cluster
     from laconic.advisor.choices import PLAIN, choices
     from laconic.lab.emulation.impairments import Impairments
     from laconic.lab.emulation.jobs import terminate_as_exit
@@ -127,15 +108,11 @@ def _measured(arguments: argparse.Namespace) -> tuple[Advice, str | None]:
     )
     cluster.check(settings)
     with terminate_as_exit():
-        measured, reason = cluster.measure_on_hosts(settings, arguments.recipe, steps)
-    advice = advice_on(
-        measured.facts,
-        arguments.recipe,
-        computes=measured.computes,
-        held=measured.held,
-        peak=measured.peak,
-    )
-    return advice, reason
+        text, reason = cluster.advise_on_hosts(settings, arguments.recipe, steps, form)
+    if reason is not None:
+        note = f"laconic: hosts could not be emulated ({reason}): using a throttled link instead"
+        print(note, file=sys.stderr)
+    return text
 
 
 def _refuse(arguments: argparse.Namespace, options: str, why: str) -> None:

@@ -20,8 +20,8 @@ NEEDED = {
 """What options have no effect without."""
 FIELDS = {"gigabyte": "egress"}
 """Fields of a cluster whose option has another name."""
-STEPS, TRAINED = 10_000, 100
-"""Default lengths: of a plan, and of a training with ``--train``."""
+STEPS = 10_000
+"""Default length of the run."""
 EPILOG = """\
 8 machines with one GPU each, in 3 countries, and a model of a billion parameters:
 
@@ -51,7 +51,6 @@ CLUSTER = """
 --dtype DTYPE  of parameters and messages (float32)
 --step TIME  computing of one step on one worker (1s)
 --spread SHARE  standard deviation of step times over their mean (5%%)
---tokens COUNT  of one worker in a step, for the expected loss
 --price PRICE  of a worker per hour
 --egress PRICE  of a GB that leaves a site
 --mtbf TIME  between two failures of a worker (never)
@@ -62,20 +61,14 @@ CLUSTER = """
 FILES = """
 --cluster FILE  the cluster in YAML or JSON; see --example
 --from-metrics FILE  records of a real run, by attach(..., metrics=FILE): use its step times,
-    failures and network, and show its timeline beside the planned one
---curve FILE  lines step,loss of a short run of the one recipe, to continue its loss
+    failures and network
+--example  print a file for --cluster, and nothing else
 """
 OPTIONS = """
+--steps COUNT  length of the run
 --runs N  simulated runs of a recipe (default: 5, or 2 of large plans)
---json --plot
+--json
 """
-LENGTH = f"""
---steps COUNT  length of the run (default: {STEPS:,}; with --train {TRAINED})
---train N  train a tiny model with N simulated workers, up to 256, under each recipe instead, to see
-    what it learns: the real mathematics, in this process
-"""
-NOT_TRAINED = CLUSTER + FILES + OPTIONS
-"""Options that have no effect with ``--train``."""
 
 
 def add(parser: Any) -> None:
@@ -95,80 +88,36 @@ def add(parser: Any) -> None:
     what = parser.add_argument_group("the cluster, all of whose workers are alike")
     declare(what, CLUSTER)
     files = parser.add_argument_group("from files")
-    declare(files, FILES + "--example  print such a file, and nothing else")
-    declare(parser, LENGTH + OPTIONS)
+    declare(files, FILES)
+    declare(parser, OPTIONS, steps=STEPS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and return 0."""
     from laconic.advisor.plan.fields import EXAMPLE
+    from laconic.advisor.plan.report import plan
 
     if arguments.example:
-        if given(arguments, names(NOT_TRAINED + LENGTH)) or arguments.recipes:
+        if given(arguments, [*names(CLUSTER + OPTIONS), "cluster", "from_metrics"]):
             raise ValueError("--example prints a file, and nothing else: leave out all others")
         print(EXAMPLE, end="")
         return 0
-    from laconic.advisor.plan.law import read_curve
-    from laconic.advisor.plan.report import plan
-
-    if arguments.train is not None:
-        return _train(arguments)
-    if arguments.plot is not None:
-        from laconic.advisor.plan.show import check_plot
-
-        check_plot(arguments.plot)
     runs = None if arguments.runs is None else check_int("--runs", arguments.runs, 1)
     cluster, measured = _cluster(arguments)
     recipes = arguments.recipes
     if measured is not None and not recipes:
         recipes = [_recipe_of(measured, arguments.from_metrics)]
-    curve = () if arguments.curve is None else read_curve(arguments.curve)
-    steps = STEPS if arguments.steps is None else arguments.steps
-    made = plan(cluster, recipes, steps=steps, seeds=runs, curve=curve)
+    made = plan(cluster, recipes, steps=arguments.steps, seeds=runs)
     if arguments.json:
         print(made.to_json())
-    else:
-        from rich.console import Console
+        return 0
+    from rich.console import Console
 
-        from laconic.advisor.plan import show
+    from laconic.advisor.plan.show import show
 
-        show.show(made, Console(), measured)
-    if arguments.plot is not None:
-        from laconic.advisor.plan import show
-
-        show.plot(made, arguments.plot, measured)
-    return 0
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    """Train a tiny model, and print what it has learned."""
-    for name in given(arguments, names(NOT_TRAINED)):
-        raise ValueError(f"--train cannot be combined with {name}, only with recipes and --steps")
-    from laconic.advisor.plan.at_scale import LEAST_STEPS, MOST_WORKERS, check_learnable, learn
-    from laconic.algorithms.parse import parse_recipe
-    from laconic.units import format_bytes, format_seconds
-
-    texts = arguments.recipes or ["ddp()", "diloco(20)"]
-    steps = TRAINED if arguments.steps is None else arguments.steps
-    check_int("--steps", steps, LEAST_STEPS)
-    if check_int("--train", arguments.train, 1) > MOST_WORKERS:
-        raise ValueError(f"--train must be at most {MOST_WORKERS}, not {arguments.train}")
-    recipes = {}
-    for text in texts:
-        recipe = parse_recipe(text)
-        if not isinstance(recipe, tuple):
-            raise ValueError(f"{text} measures a network, and there is none: give its choice")
-        check_learnable(recipe, text, arguments.train, steps)
-        recipes[text] = recipe
-    print(f"{steps} steps of {arguments.train} workers; loss on held-out samples, at ten points")
-    for text, recipe in recipes.items():
-        learned = learn(recipe, arguments.train, steps)
-        losses = " ".join(f"{loss:.3f}" for loss in learned.losses)
-        print(
-            f"{text}: {losses}; workers apart by {learned.distance:.2g}; "
-            f"{format_seconds(learned.seconds)}, {format_bytes(learned.memory)} of memory",
-            flush=True,
-        )
+    show(made, Console())
+    if measured is not None:
+        print(measured)
     return 0
 
 
