@@ -149,7 +149,7 @@ def test_a_slow_worker_rank_or_network_is_named_and_own_pace_is_compared() -> No
 # -- the command ----
 
 NUMBERS = ["advise", "--params", "1.3B", "--step-time", "0.9s", "--bandwidth", "1gbit",
-           "--latency", "60ms", "--nodes", "8"]  # fmt: skip
+           "--latency", "60ms", "--workers", "8"]  # fmt: skip
 KNOWN = {"params": 1_300_000_000, "step_time": 0.9, "bandwidth": 1e9, "one_way": 0.03, "nodes": 8}
 
 
@@ -171,12 +171,12 @@ def test_the_answer_comes_first(
     assert advice.code in short and all(f"\n{text} " in short for text in advice.alternatives)
     assert "sparse_loco" not in short, "more steps than twice as many: no alternative"
     picture = tmp_path / "advice.png"
-    options = ["--plot", str(picture), "--recipe", "power_sgd(2)", "--all", "--loss", "0.1%"]
+    options = ["--plot", str(picture), "power_sgd(2)", "--all", "--loss", "0.1%"]
     assert main([*NUMBERS, *options]) == 0
     said = capsys.readouterr().out
     assert all(f"\n{name}(" in said for name in ("power_sgd", "sparse_loco", "sgp"))
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main([*NUMBERS, "--nprocs-per-node", "8", "--json"]) == 0
+    assert main([*NUMBERS, "--ranks", "8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     row = next(row for row in told["rows"] if row["recipe"] == "local_sgd(16)")
     facts = facts_from(**KNOWN, nprocs_per_node=8)  # type: ignore[arg-type]

@@ -224,8 +224,8 @@ def test_rounds_close_as_the_rules_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- the command ----
 
-SMALL = ["plan", "--workers", "4", "--sites", "2", "--rate", "100mbit", "--latency", "20ms",
-         "--parameters", "2m", "--step", "200ms", "--steps", "32"]  # fmt: skip
+SMALL = ["plan", "--workers", "4", "--sites", "2", "--bandwidth", "100mbit", "--latency", "20ms",
+         "--params", "2m", "--step-time", "200ms", "--steps", "32"]  # fmt: skip
 
 
 def written(path: Path, text: str) -> Path:
@@ -384,7 +384,7 @@ def test_records_give_step_times_the_network_and_failures(tmp_path: Path) -> Non
 
 def test_the_planned_timeline_is_beside_the_measured_one(tmp_path: Path, capsys: Capture) -> None:
     path, picture = records(tmp_path / "run.jsonl"), tmp_path / "plan.svg"
-    known = ["plan", "--rate", "1gbit", "--parameters", "1m", "--steps", "40", "--from-metrics"]
+    known = ["plan", "--bandwidth", "1gbit", "--params", "1m", "--steps", "40", "--from-metrics"]
     assert main([*known, str(path), "--workers", "4", "--plot", str(picture)]) == 0
     assert "measured: local_sgd(8) on 4 workers" in capsys.readouterr().out
     assert "measured" in picture.read_text()

@@ -14,7 +14,9 @@ import pytest
 
 import laconic
 from laconic.cli import COMMANDS, main, overview
+from laconic.cli.commands import parsers
 from laconic.cli.completion import candidates
+from laconic.cli.options import OPTIONS
 from laconic.lab.race import report
 
 from tests.support.races import FULL
@@ -45,7 +47,7 @@ def test_the_overview_lists_each_command_and_each_explains_itself(
 
 @pytest.mark.fault("a second value for the same option replaced the first silently")
 @pytest.mark.parametrize(
-    "line", ["lab --hosts 2", "advise --dtype bfloat16", "plan --rate 1gbit", "keys --days 3"]
+    "line", ["lab --hosts 2", "advise --dtype bfloat16", "plan --bandwidth 1gbit", "keys --days 3"]
 )
 def test_an_option_with_one_value_is_given_once(
     line: str, capsys: pytest.CaptureFixture[str]
@@ -56,25 +58,38 @@ def test_an_option_with_one_value_is_given_once(
 
 
 @pytest.mark.fault("lab took the last of two values for a host; compare did not know host2")
-@pytest.mark.parametrize("option", ["bandwidth-host", "latency-host"])
+@pytest.mark.parametrize("option", ["bandwidth", "latency"])
 @pytest.mark.parametrize("command", ["lab", "compare"])
 def test_a_host_has_one_value(
     command: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    value = "1mbit" if option == "bandwidth-host" else "1ms"
+    value = "1mbit" if option == "bandwidth" else "1ms"
     twice = [f"--{option}", f"host1={value}", f"--{option}", f"1={value}"]
     exits([command, *twice, "true" if command == "lab" else "ddp"], 2)
     assert f"--{option}: has two values for host 1" in capsys.readouterr().err
 
 
+def test_an_option_is_one_thing_everywhere() -> None:
+    _, commands = parsers(COMMANDS)
+    actions = [a for parser in commands.values() for a in parser._actions if a.option_strings]
+    found = {name: a.help or "" for a in actions for name in a.option_strings}
+    assert {*found} == {*OPTIONS, "-h", "--help"}
+    for action in actions[1:]:
+        for name in {*action.option_strings} & {*OPTIONS}:
+            value, about = OPTIONS[name]
+            assert (action.help or "").startswith(about.replace("%", "%%"))
+            assert (action.metavar or "") in (value, f"[HOST=]{value}")
+    assert len({option.help for option in OPTIONS.values()}) == len(OPTIONS)
+
+
 @pytest.mark.fault("--latency was a round trip in lab and compare, and half of one elsewhere")
 def test_a_latency_is_a_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
     """An average of two workers takes two messages, one round trip."""
-    numbers = "--params 1k --step-time 1s --bandwidth 1000gbit --nodes 2"
+    numbers = "--params 1k --step-time 1s --bandwidth 1000gbit --workers 2"
     assert main(["advise", *numbers.split(), "--latency", "200ms", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows[0]["recipe"] == "ddp()" and rows[0]["seconds"] == pytest.approx(1.2)
-    numbers = "--parameters 1k --step 1s --rate 1000gbit --spread 0% --workers 2 --sites 2"
+    numbers = "--params 1k --step-time 1s --bandwidth 1000gbit --spread 0% --workers 2 --sites 2"
     plan = ["plan", *numbers.split(), "--steps", "8", "--latency", "200ms", "--json"]
     assert main([*plan, "local_sgd(1)"]) == 0
     found = json.loads(capsys.readouterr().out)["recipes"][0]

@@ -280,7 +280,7 @@ def test_the_command_reports_and_meets_others(
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"warning +hm\n +-> mend it\n", said) and "0 problems, 1 warning" in said
-    master = ["--master", f"127.0.0.1:{free_port()}", "--world", "2", "--timeout", "1"]
+    master = ["--master", f"127.0.0.1:{free_port()}", "--hosts", "2", "--timeout", "1s"]
     assert main(["doctor", "--json", *master, "--rank", "0"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert "rank 1 of 2 did not join within 1 s" in str(found["findings"])

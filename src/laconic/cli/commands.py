@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
+from laconic.cli.options import Once
+
 
 class Command(NamedTuple):
     """What `overview` says about a command. The module of its name in this package has ``add``,
@@ -33,31 +35,11 @@ COMMANDS = {
 """All commands, those of one group together."""
 
 
-class Once(argparse._StoreAction):
-    """An option with one value. A second one is an error: it would replace the first silently.
-
-    The name of the option is added to ``given`` of the arguments.
-    """
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        given = getattr(namespace, "given", ())
-        if option_string and self.dest in given:
-            raise argparse.ArgumentError(self, "is given twice: leave out one of them")
-        namespace.given = (*given, self.dest)
-        super().__call__(parser, namespace, values, option_string)
-
-
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line with the next step, and whose options are given once."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, allow_abbrev=False, **options)
         for name in (None, "store"):
             self.register("action", name, Once)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic import NAMES_BY_MODULE
-from laconic.cli.options import NETWORK, NO_IMPAIRMENTS, declare, given, impairments_of
+from laconic.cli.options import BETWEEN, FREE, NETWORK, declare, impairments_of
 from laconic.cli.streams import print_json
 from laconic.errors import check_int
 
@@ -31,19 +31,10 @@ TABLE_WIDTH = 80
 """The least columns of the table. In narrower terminals its lines break, but nothing is lost."""
 
 
-OPTIONS = """
---hosts --per-host --group-size --bandwidth --bandwidth-host --slow-host
---workload --data --rules
---peer PEER  another library to race against, such as torch-ddp; repeatable
---free RECIPE  a recipe on a free network: what the others can reach; repeatable
---seed
---repeat SEEDS  number of runs per recipe, or a list of seeds such as 3,7,11 (default: 1)
---json --open --out
-"""
-LENGTH = """
---seconds SECONDS  training time of each recipe (default: 30)
---steps N  steps of each recipe, instead of --seconds
-"""
+OPTIONS = (
+    "--hosts --per-host --group-size --slow-host --workload --data --rules --peer --free --seed "
+    "--repeat --json --open --out"
+)
 
 
 def add(parser: Any) -> None:
@@ -59,10 +50,11 @@ def add(parser: Any) -> None:
     parser.add_argument(
         "recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(DEFAULT)}"
     )
-    network = {"hosts": 4, "per_host": 1, "bandwidth": "100mbit"}
-    declare(parser, OPTIONS, **network, workload="text", seed=0, out="laconic-compare")
-    declare(parser, NETWORK, **NO_IMPAIRMENTS)
-    declare(parser.add_mutually_exclusive_group(), LENGTH)
+    hosts = {"hosts": 4, "per_host": 1}
+    declare(parser, OPTIONS, **hosts, workload="text", seed=0, repeat=1, out="laconic-compare")
+    network = parser.add_argument_group("network", BETWEEN)
+    declare(network, NETWORK, by_host=True, bandwidth="100mbit", **FREE)
+    declare(parser.add_mutually_exclusive_group(), "--seconds --steps", seconds="30")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -74,9 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.lab.emulation.jobs import terminate_as_exit
     from laconic.lab.race import report, runner
 
-    seconds = arguments.seconds
-    if seconds is None and arguments.steps is None:
-        seconds = 30.0
+    repeat = check_int("repeat", arguments.repeat, 1)
     settings = runner.Settings(
         recipes=tuple(arguments.recipes or DEFAULT),
         rivals=tuple(arguments.peer),
@@ -91,9 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
         slow_hosts=arguments.slow_host,
         workload=arguments.workload,
         data=arguments.data,
-        seconds=seconds,
+        seconds=arguments.seconds if arguments.steps is None else None,
         steps=arguments.steps,
-        seeds=_seeds(arguments),
+        seeds=tuple(range(arguments.seed, arguments.seed + repeat)),
     )
     settings.check()
     report.prepare(arguments.out)
@@ -113,25 +103,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.open:
         report.show(arguments.out)
     return 0 if all(row.status in ("ok", "absent") for row in result.rows) else 1
-
-
-def _seeds(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """Return the seeds: ``--repeat`` seeds from ``--seed`` on, or those listed in it."""
-    start, repeat = arguments.seed, arguments.repeat
-    if repeat is None:
-        return (start,)
-    try:
-        numbers = tuple(map(int, repeat.split(",")))
-    except ValueError:
-        raise ValueError(
-            f"--repeat must be a number of runs or a list of seeds, such as 3 or 3,7,11, "
-            f"not {repeat!r}"
-        ) from None
-    if len(numbers) == 1:
-        return tuple(range(start, start + check_int("repeat", numbers[0], 1)))
-    if given(arguments, ["seed"]):
-        raise ValueError("--repeat with a list of seeds already sets the seeds: remove --seed")
-    return numbers
 
 
 def show(result: Result, directory: Path, left: int = 0, *, as_json: bool = False) -> None:

@@ -26,12 +26,6 @@ is better. One after the other, with start and validation, they take about {minu
 """
 
 
-OPTIONS = """
---kill  instead, kill one of four workers during a training, and replace it
---seconds SECONDS  training time of each recipe
-"""
-
-
 def add(parser: Any) -> None:
     """Add the description and the options of the command."""
     parser.description = (
@@ -41,18 +35,18 @@ def add(parser: Any) -> None:
     parser.epilog = (
         "laconic compare does the same with recipes, networks and models of your choice."
     )
-    declare(parser.add_mutually_exclusive_group(), OPTIONS, seconds="15")
-    declare(parser, "--out DIR  directory for the picture and the report", out="laconic-demo")
+    declare(parser.add_mutually_exclusive_group(), "--elastic --seconds", seconds="15")
+    declare(parser, "--out", out="laconic-demo")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Return 0 if the demo has worked: all recipes finished, or with --kill, all workers."""
+    """Return 0 if the demo has worked: all recipes finished, or with --elastic, all workers."""
     import matplotlib  # noqa: F401
     import rich  # noqa: F401
 
-    if arguments.kill:
-        if given(arguments, ["out"]):
-            raise ValueError("--kill writes no report: leave out --out")
+    if arguments.elastic:
+        if given(arguments, "--out"):
+            raise ValueError("--elastic writes no report: leave out --out")
         from laconic.lab.demo import kill
 
         return kill.run()

@@ -22,15 +22,7 @@ WIDTH = 80
 COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 
 
-OPTIONS = """
---master HOST:PORT  rank 0's host and a free port on it
---rank N  number of this host, from 0
---world N  number of hosts
---timeout SECONDS  seconds to wait for the other hosts
---params COUNT  parameters of your model, such as 125M: rank 0 says which recipe auto() would choose
---step-time TIME  compute time of its step, such as 0.3s; with --params
---json
-"""
+OPTIONS = "--master --rank --hosts --timeout --params --step-time --json"
 
 
 def add(parser: Any) -> None:
@@ -38,10 +30,10 @@ def add(parser: Any) -> None:
     parser.description = (
         "Check torch, the network, the machine and the kernel, and say what to do about each "
         "problem. Run it on every host at about the same time, under torchrun or with --master, "
-        "--rank and --world, to also check connections, clocks, versions and speed between hosts, "
+        "--rank and --hosts, to also check connections, clocks, versions and speed between hosts, "
         "and to see which recipe auto() would choose."
     )
-    declare(parser, OPTIONS, timeout="60")
+    declare(parser, OPTIONS, timeout="60s")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,12 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     timeout = check_float("timeout", arguments.timeout, 0.0, strict=True)
     rendezvous, task = _rendezvous(arguments), _task(arguments)
-    if given(arguments, ["timeout"]) and (rendezvous is None or rendezvous.world == 1):
-        raise ValueError("--timeout is for several hosts: give --master, --rank and --world, too")
+    if given(arguments, "--timeout") and (rendezvous is None or rendezvous.world == 1):
+        raise ValueError("--timeout is for several hosts: give --master, --rank and --hosts, too")
     if task is not None and (rendezvous is None or rendezvous.world == 1):
         raise ValueError(
             "--params and --step-time are for several hosts, whose network is measured: use "
-            "torchrun, or --master, --rank and --world"
+            "torchrun, or --master, --rank and --hosts"
         )
     under_torchrun = rendezvous is not None and arguments.master is None
     if under_torchrun and os.environ.get("LOCAL_RANK", "0") != "0":
@@ -81,16 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _rendezvous(arguments: argparse.Namespace) -> Rendezvous | None:
     from laconic.lab.doctor.network_checks import Rendezvous, rendezvous_of
 
-    options = (arguments.master, arguments.rank, arguments.world)
+    options = (arguments.master, arguments.rank, arguments.hosts)
     if options == (None, None, None):
         return rendezvous_of(os.environ) if "RANK" in os.environ else None
     if None in options:
-        raise ValueError("--master, --rank and --world belong together: give all three")
-    host, colon, port = arguments.master.rpartition(":")
-    if not colon or not port.isdecimal():
-        text = f"--master must be HOST:PORT, like 10.0.0.1:29500, not {arguments.master!r}"
-        raise ValueError(text)
-    return Rendezvous(arguments.rank, arguments.world, host.strip("[]"), int(port))
+        raise ValueError("--master, --rank and --hosts belong together: give all three")
+    return Rendezvous(arguments.rank, arguments.hosts, *arguments.master)
 
 
 def _task(arguments: argparse.Namespace) -> Task | None:

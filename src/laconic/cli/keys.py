@@ -22,16 +22,6 @@ _SKEW = timedelta(hours=1)
 CA, CA_KEY, CERTIFICATE, KEY, SECRET = "ca.pem", "ca-key.pem", "cert.pem", "key.pem", "secret"
 
 
-OPTIONS = f"""
---days N  days of validity
---keep-ca  also write the CA's private key, {CA_KEY}, so that --ca can make more certificates; by
-    default, it is discarded, so that nobody can
---ca OLD  make another certificate for the same job: sign it with the CA in the directory OLD, and
-    copy the secret from there; it expires no later than the CA
---show  only print the variables again, with the path that the existing directory has on this host
-"""
-
-
 def add(parser: Any) -> None:
     """Add the description and the options of the command."""
     parser.description = (
@@ -41,7 +31,7 @@ def add(parser: Any) -> None:
         "directory to every host."
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write the files")
-    declare(parser, OPTIONS, days=365)
+    declare(parser, "--days --keep-ca --ca --show", days=365)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from laconic.cli.options import (
+    BETWEEN,
+    FREE,
     NETWORK,
-    NO_IMPAIRMENTS,
+    TYPES,
     declare,
     given,
     impairments_of,
-    names,
     parse_host,
+    parse_limit,
 )
-from laconic.units import format_rate, parse_duration
+from laconic.units import format_rate
 
 if TYPE_CHECKING:
     from laconic.lab.emulation.faults import Plan
@@ -33,30 +35,8 @@ HORIZON_SECONDS = 24 * 3600.0
 """How far random kills are planned."""
 
 
-NETWORKS = f"""
---hosts
---bandwidth LIMIT  bandwidth of each host, such as 20mbit, or unlimited
---bandwidth-host HOST=LIMIT  bandwidth of one host, such as 2=10mbit; repeatable
-{NETWORK.strip()}
-"""
-SHELL = """
---shell HOST  open a shell on a host: of the newest running lab, of the lab of a process
-    (HOST@PROCESS), or of a new lab if none runs or if other options describe one
-"""
-PROGRAMS = """
---per-host N  processes per host (default: 1)
---out DIR  store each rank's output and the rates in DIR
-"""
-FAULTS = """
---kill HOST@TIME  kill a host's program; repeatable
---hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
---cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
---mtbf TIME  kill a random host's program again and again, with this mean time in between
---seed N  of the random kills
---restart TIME  start a killed program again after this time, or never (default: never; with --mtbf
-    5s)
---list-faults TIME  print the faults up to this time, and run nothing
-"""
+PROGRAMS = "--per-host --out"
+FAULTS = "--kill --kill-every --hang --cut --restart --list-faults"
 
 
 def add(parser: Any) -> None:
@@ -69,16 +49,17 @@ def add(parser: Any) -> None:
     parser.usage = """laconic lab [OPTIONS] [--] PROGRAM [ARGUMENTS]
        laconic lab [OPTIONS] --shell HOST
        laconic lab clean"""
-    declare(parser, NETWORKS, hosts=4, bandwidth="100mbit", **NO_IMPAIRMENTS)
-    declare(parser, PROGRAMS)
+    declare(parser, f"--hosts {PROGRAMS} --seed --shell", hosts=4, seed=0)
+    network = parser.add_argument_group("network", f"{BETWEEN} RATE may be unlimited.")
+    types = {**TYPES, "RATE": parse_limit}
+    declare(network, NETWORK, by_host=True, types=types, bandwidth="100mbit", **FREE)
     faults = parser.add_argument_group(
         "faults",
         "With any of them the lab runs a coordinator, and LACONIC_COORDINATOR names it to the "
         "program. The summary shows how many steps of an elastic program counted, and who was "
         "present. TIME counts from the start; HOST may be coordinator.",
     )
-    declare(faults, FAULTS, seed=0)
-    declare(parser, SHELL)
+    declare(faults, FAULTS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -86,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Return the exit code of the first process that failed, or 0."""
     command: list[str] = arguments.command
     if command == ["clean"]:
-        _refuse(arguments, NETWORKS + PROGRAMS + FAULTS + SHELL, "lab clean")
+        _refuse(arguments, f"--hosts --seed --shell {NETWORK} {PROGRAMS} {FAULTS}", "lab clean")
         return clean()
     if command[:1] == ["--"]:
         command = command[1:]
@@ -99,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.shell is not None:
         if command:
             raise ValueError("give a program or --shell, not both: use a second terminal for both")
-        _refuse(arguments, PROGRAMS + FAULTS, "--shell")
+        _refuse(arguments, f"{PROGRAMS} {FAULTS}", "--shell")
         return shell(arguments, network)
     faults = faults_of(arguments, network.hosts)
     if arguments.list_faults is not None:
@@ -110,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.per_host,
         arguments.out,
         faults,
-        restart_of(arguments),
+        arguments.restart or (None if arguments.kill_every is None else 5.0),
     )
     with terminate_as_exit(), Display(settings) as display:
         ended = program.run(settings, display)
@@ -119,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _refuse(arguments: argparse.Namespace, options: str, beside: str) -> None:
     """Raise ``ValueError`` if one of these options is given."""
-    for name in given(arguments, names(options)):
+    for name in given(arguments, options):
         raise ValueError(f"{name} has no effect with {beside}: leave it out")
 
 
@@ -147,24 +128,16 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
         *map(faults.parse_cut, arguments.cut),
     ]
     plans = [faults.Plan(tuple(found))]
-    if arguments.mtbf is not None:
-        kills = faults.random_kills(arguments.mtbf, hosts, arguments.seed, HORIZON_SECONDS)
+    if arguments.kill_every is not None:
+        kills = faults.random_kills(arguments.kill_every, hosts, arguments.seed, HORIZON_SECONDS)
         plans.append(kills)
-    elif given(arguments, ["seed"]):
-        raise ValueError("--seed is the seed of random kills: give --mtbf, such as --mtbf 60s")
     plan = faults.combined(plans)
     plan.check(hosts)
-    if arguments.mtbf is None and not found:
-        for name in given(arguments, ["restart", "list_faults"]):
-            raise ValueError(f"{name} needs faults: give --kill, --hang, --cut or --mtbf")
+    if arguments.kill_every is None and not found:
+        for name in given(arguments, "--restart --list-faults"):
+            raise ValueError(f"{name} needs faults: give --kill, --kill-every, --hang or --cut")
         return None
     return plan
-
-
-def restart_of(arguments: argparse.Namespace) -> float | None:
-    """Return the seconds after which a killed program is started again, or None for never."""
-    text = arguments.restart or ("never" if arguments.mtbf is None else "5s")
-    return None if text.strip().lower() == "never" else parse_duration(text)
 
 
 def list_faults(plan: Plan | None, until: float) -> int:
@@ -186,12 +159,12 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
     text, at, launcher = arguments.shell.partition("@")
     host = parse_host(text)
     if at:
-        _refuse(arguments, NETWORKS, "--shell HOST@PROCESS, whose lab runs already")
+        _refuse(arguments, f"--hosts {NETWORK}", "--shell HOST@PROCESS, whose lab runs already")
     found = running()
     ours = [name for name in found if trusted(name)]
     # Our labs come last and win: another user may use the name of one of them, or a newer one.
     labs = {name.split("-")[2]: name for name in (*found, *ours)}
-    new_network = given(arguments, names(NETWORKS))
+    new_network = given(arguments, f"--hosts {NETWORK}")
     launchers = [] if new_network else [name.split("-")[2] for name in ours or found]
     if at:
         if launcher not in labs:

@@ -9,22 +9,17 @@ from typing import Any
 
 from laconic.cli.options import declare
 
-OPTIONS = """
---out DIR  default: the directory itself, or laconic-report for several
---json --open
-"""
-
 
 def add(parser: Any) -> None:
     """Add the description and the options of the command."""
     parser.description = (
         "Rebuild the page, plots and tables from the results.json of a race, or combine those of "
-        "several races in one report."
+        "several races in one report, in --out (default: laconic-report)."
     )
     parser.add_argument(
         "directories", nargs="+", type=Path, metavar="DIR", help="output of laconic compare"
     )
-    declare(parser, OPTIONS)
+    declare(parser, "--out --json --open")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from laconic.cli.options import declare
 from laconic.errors import check_float, check_int
-from laconic.units import parse_duration
 
 if TYPE_CHECKING:
     import optuna
@@ -22,29 +21,10 @@ if TYPE_CHECKING:
 
 TRIALS, STEPS = 20, 240
 """Defaults."""
-OPTIONS = """
---param NAME=A,B,...  the values of a name, such as momentum=0,0.2,0.4; repeatable
---workload --data --rules
---workers N  number of workers
---group-size
---bandwidth RATE  bandwidth of each worker, such as 20mbit
---latency
---compute TIME  compute time of a step on your machines, such as 50ms, for predicted times (default:
-    measured here)
---emulated  train on emulated hosts, as laconic compare does, and measure times
---no-stop  train every setting to the end, good or bad
---repeat N  train each setting with N seeds and use the mean loss
---seed --out
-"""
-LENGTH = f"""
---steps N  steps per trial (default: {STEPS})
---seconds SECONDS  length of a trial as time predicted by the cost model
---megabytes MEGABYTES  length of a trial as megabytes sent by each worker
-"""
-BUDGET = f"""
---trials N  number of trials, including resumed ones (default: {TRIALS})
---budget TIME  time for all trials on this machine, such as 10min
-"""
+OPTIONS = (
+    "--values --workload --data --rules --workers --group-size --bandwidth --latency --step-time "
+    "--emulated --no-stop --repeat --seed --out"
+)
 
 
 def add(parser: Any) -> None:
@@ -57,7 +37,7 @@ def add(parser: Any) -> None:
     parser.epilog = (
         "Free names in the recipe are tuned, and so is lr: the learning rate of the local "
         "optimizer, as a multiple of the workload's. For example: laconic tune "
-        "'slowmo(local_sgd(12), period=outer, momentum=momentum)' --param outer=12,24,48"
+        "'slowmo(local_sgd(12), period=outer, momentum=momentum)' --values outer=12,24,48"
     )
     parser.add_argument(
         "recipe",
@@ -69,8 +49,8 @@ def add(parser: Any) -> None:
     )
     network = {"workers": 4, "bandwidth": "100mbit", "latency": "0"}
     declare(parser, OPTIONS, **network, workload="digits", repeat=1, seed=0, out="laconic-tune")
-    declare(parser.add_mutually_exclusive_group(), LENGTH)
-    declare(parser.add_mutually_exclusive_group(), BUDGET)
+    declare(parser.add_mutually_exclusive_group(), "--steps --seconds --megabytes", steps=STEPS)
+    declare(parser.add_mutually_exclusive_group(), "--trials --budget", trials=TRIALS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -110,8 +90,7 @@ def _budget(arguments: argparse.Namespace) -> tuple[int | None, float]:
     """Return the maximum number of trials and seconds."""
     if arguments.budget is not None:
         return None, check_float("budget", arguments.budget, 0.0, strict=True)
-    trials = TRIALS if arguments.trials is None else arguments.trials
-    return check_int("trials", trials, 1), math.inf
+    return check_int("trials", arguments.trials, 1), math.inf
 
 
 def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
@@ -127,14 +106,14 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
     if repeat > 1 and arguments.emulated:
         raise ValueError("--repeat works with simulated workers only: remove --emulated")
     grids: dict[str, Any] = {}
-    for text in arguments.param:
+    for text in arguments.values:
         name, values = parse_values(text)
         if name in grids:
-            raise ValueError(f"--param is given twice for {name}")
+            raise ValueError(f"--values is given twice for {name}")
         grids[name] = values
-    if arguments.compute is not None and arguments.emulated:
+    if arguments.step_time is not None and arguments.emulated:
         raise ValueError(
-            "--compute is for predicted times, but --emulated measures them: remove one"
+            "--step-time is for predicted times, but --emulated measures them: remove one"
         )
     length = _length(arguments)
     settings = Settings(
@@ -153,8 +132,8 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
     )
     space = space_of(arguments.recipe, grids, workers, settings.user_recipes())
     compute = math.nan
-    if arguments.compute is not None:
-        compute = check_float("compute", parse_duration(arguments.compute), 0.0, strict=True)
+    if arguments.step_time is not None:
+        compute = check_float("step-time", arguments.step_time, 0.0, strict=True)
     task = Task(settings, length, arguments.emulated, compute)
     settings.check()
     return space, task
@@ -167,7 +146,7 @@ def _length(arguments: argparse.Namespace) -> Length:
         return Length("seconds", check_float("seconds", arguments.seconds, 0.0, strict=True))
     if arguments.megabytes is not None:
         return Length("megabytes", check_float("megabytes", arguments.megabytes, 0.0, strict=True))
-    return Length("steps", STEPS if arguments.steps is None else arguments.steps)
+    return Length("steps", arguments.steps)
 
 
 def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[str, Any]:
@@ -186,7 +165,7 @@ def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[s
         "group_size": arguments.group_size,
         "bandwidth": task.race.bandwidth,
         "latency": task.race.impairments.latency,
-        "compute": arguments.compute,
+        "step_time": arguments.step_time,
         "emulated": task.emulated,
         "no_stop": arguments.no_stop,
         "seed": arguments.seed,

@@ -44,7 +44,7 @@ def add(parser: Any) -> None:
     parser.add_argument(
         "paths", nargs="+", metavar="PATH", type=Path, help="files, or a directory of files"
     )
-    declare(parser, "--once  show the current state and exit")
+    declare(parser, "--once")
 
 
 def run(arguments: argparse.Namespace) -> int:

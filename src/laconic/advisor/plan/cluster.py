@@ -271,7 +271,7 @@ def _facts(cluster: Cluster, present: tuple[int, ...]) -> Facts:
             step_time=compute,
             bandwidth=rate,
             one_way=one_way,
-            nodes=max(n, 2),
+            workers=max(n, 2),
             backward_share=cluster.backward,
             dtype=cluster.dtype,
             loss=cluster.loss,

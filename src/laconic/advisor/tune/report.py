@@ -84,7 +84,7 @@ def summary(space: Space, trials: Sequence[Trial], group_size: int | None = None
         lowest = winner.setting[name] == space.grids[name][0]
         lines.append(
             f"{name}={winner.setting[name]} is the {'smallest' if lowest else 'largest'} of its "
-            f"values: try {'smaller' if lowest else 'larger'} ones, --param {name}=..."
+            f"values: try {'smaller' if lowest else 'larger'} ones, --values {name}=..."
         )
     lines += ["Code:", "", *code(space, winner.setting, group_size)]
     return "\n".join(lines)

@@ -279,7 +279,7 @@ class _Session:
             self.report.problem(
                 f"{ranks_text(absent)} of {rendezvous.world} did not join within "
                 f"{self.timeout:g} s",
-                "run laconic doctor there too, with the same --master and --world; it then says "
+                "run laconic doctor there too, with the same --master and --hosts; it then says "
                 f"why it does not reach {rendezvous.host}:{rendezvous.port}",
             )
         return {r: HostInfo(**json.loads(store.get(f"host/{r}"))) for r in present}

@@ -54,7 +54,7 @@ def outlook(workers: int, rate: float, round_trip: float, task: Task) -> Outlook
         step_time=task.step_time,
         bandwidth=rate,
         one_way=round_trip / 2,
-        nodes=workers,
+        workers=workers,
     )
     chosen, _ = choose(Auto(), facts, None, {})
     seconds = {c.text: predict(c.recipe, facts).seconds for c in candidates(facts)}
@@ -92,5 +92,5 @@ def command(found: Outlook) -> str:
     return (
         f"laconic advise --params {found.params} --step-time {found.step_time:g}s "
         f"--bandwidth {three_digits(found.rate / 1e6).replace(',', '')}mbit "
-        f"--latency {three_digits(1e3 * found.round_trip)}ms --nodes {found.workers} --all"
+        f"--latency {three_digits(1e3 * found.round_trip)}ms --workers {found.workers} --all"
     )

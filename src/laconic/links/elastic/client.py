@@ -116,8 +116,8 @@ class Client:
             plain = connect(self._host, self._port, CALL_SECONDS)
         except OSError as error:
             raise CoordinatorError(
-                f"no coordinator answers at {self.at}: start one by `laconic coordinator --port "
-                f"{self._port}` on that host, or correct the address ({_reason(error)})"
+                f"no coordinator answers at {self.at}: start one by `laconic coordinator "
+                f"--address {self.at}` on that host, or correct the address ({_reason(error)})"
             ) from error
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
