@@ -58,7 +58,8 @@ BASE = {
 }
 """Commands that lack nothing. An option that a line repeats replaces the one here."""
 REFUSED = r"""
-advice : no command 'advice' (did you mean 'advise'?): choose from the commands
+advice : argument COMMAND: invalid choice:
+plan --rate=1mbit : unrecognized arguments: --rate=1mbit
 report : the following arguments are required: DIR; see laconic report --help
 compare ddp --seconds 3 --steps 4 : not allowed with argument
 COMPARE sgd(3) : (did you mean 'lsgd'?): choose from ddp,
@@ -79,7 +80,7 @@ COMPARE --peer nobody : choose from accelerate, fairscale, torch-ddp, torch-post
 lab : no program given
 lab -- no-such : program not found
 lab --latency 5ms --jitter 6ms true : jitter must be
-lab --shell 1@0 : no lab of process '0' runs here
+lab --seed 7 true : is the seed of --jitter, --loss and --kill-every
 lab --hosts 2 clean : --hosts has no effect with lab clean
 lab -- PYTHON -m torch.distributed.run --nnodes 2 t.py : --nnodes 2 differs from
 lab --kill 4@1s true : choose from 0 to 3
@@ -106,7 +107,7 @@ TUNE slowmo --out diary : is not a journal of laconic tune: choose another --out
 doctor --master h:1 --rank 0 : belong together
 doctor --params 1M : --params and --step-time belong together
 watch missing --once : no metrics in missing: check that the run writes there
-watch no.jsonl --once : contains no metrics of laconic
+watch no.jsonl --once : no metrics in no.jsonl
 coordinator --address 192.0.2.1:29400 : cannot listen at 192.0.2.1:29400
 keys new --days 0 : --days must be
 report nowhere : cannot read a result from nowhere

@@ -272,9 +272,6 @@ def test_faults_happen_and_are_told(
         assert [fault["what"] for fault in rates["faults"]] == happened
         assert rates["failed"] is None and (out / "rank1.out").read_text().count("\n") == 2
         first.rmdir()
-    options = "--kill-every 60s --seed 7 --kill coordinator@30s --list-faults 50s"
-    assert main(["lab", *options.split()]) == 0
-    assert capfd.readouterr().out.splitlines() == ["23.4789 kill 1", "30 kill coordinator"]
 
 
 # -- a host that nothing reaches any more ----
@@ -343,7 +340,7 @@ def planted(name: str, user: str) -> Iterator[None]:
 
 
 def test_a_socket_that_another_user_has_planted_is_not_joined(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It could be anyone's, and lead root's shell into a namespace of his choice."""
     name, root = f"laconic-lab-{os.getpid()}-1", os.geteuid() == 0
@@ -355,5 +352,3 @@ def test_a_socket_that_another_user_has_planted_is_not_joined(
         assert not trusted(name)
         with pytest.raises(ValueError, match=r"belongs to .*user .*root's"):
             join(name, 0)
-        assert main(["lab", "--shell", f"0@{os.getpid()}"]) == 2
-    assert "only your own labs and root's can be joined" in capsys.readouterr().err

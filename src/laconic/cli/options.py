@@ -85,9 +85,8 @@ VOCABULARY = """
 --cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
 --restart TIME  start a killed program again after this time (without it: never; with --kill-every,
     5s)
---list-faults TIME  print the faults up to this time, and run nothing
---shell HOST  open a shell on a host: of the newest running lab, of the lab of a process
-    (HOST@PROCESS), or of a new lab if none runs or if other options describe one
+--shell HOST  open a shell on a host: of the newest running lab, or of a new lab if none runs or if
+    other options describe one
 --elastic  instead, kill one of four workers during a training, and replace it
 
 --address HOST:PORT  address to listen at
@@ -103,11 +102,6 @@ VOCABULARY = """
 --out DIR  directory for the results
 
 --days N  days for which the certificates are valid
---keep-ca  also write the CA's private key, so that --ca can make more certificates; by default, it
-    is discarded, so that nobody can
---ca OLD  make another certificate for the same job: sign it with the CA in the directory OLD, and
-    copy the secret from there; it expires no later than the CA
---show  only print the variables again, with the path that the existing directory has on this host
 """
 
 
@@ -154,7 +148,7 @@ def parse_address(text: str) -> tuple[str, int]:
 TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("N", "STEPS"), int),
     **dict.fromkeys(("MEGABYTES", "PRICE", "FACTOR"), float),
-    **dict.fromkeys(("DIR", "OLD", "FILE"), Path),
+    **dict.fromkeys(("DIR", "FILE"), Path),
     "--data": lambda text: str(Path(text).resolve()),
     "--rules": str,
     "COUNT": parse_count,
