@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,12 @@ from laconic.cli.options import declare, given
 from laconic.cli.streams import print_json
 
 if TYPE_CHECKING:
-    from laconic.lab.doctor.finding import Finding, Level
+    from laconic.lab.doctor.finding import Finding
     from laconic.lab.doctor.network_checks import Rendezvous
     from laconic.lab.doctor.outlook import Task
 
 WIDTH = 80
-COLORS = {"ok": "32", "warning": "33", "problem": "31"}
+LEVELS = ("problem", "warning", "ok")
 
 
 OPTIONS = "--master --rank --hosts --timeout --params --step-time --json"
@@ -65,8 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"findings": [asdict(f) for f in findings], **numbers})
     else:
-        for line in report(findings, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ):
-            print(line)
+        print("\n".join(report(findings)))
     return 1 if any(finding.level == "problem" for finding in findings) else 0
 
 
@@ -92,30 +91,23 @@ def _task(arguments: argparse.Namespace) -> Task | None:
     return Task(arguments.params, arguments.step_time)
 
 
-def report(findings: Iterable[Finding], *, color: bool = False) -> list[str]:
+def report(findings: Sequence[Finding]) -> list[str]:
     """Return lines of at most 80 columns with the findings by group, the worst first in each."""
-    groups: dict[str, list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault(finding.group, []).append(finding)
     lines = []
-    order: tuple[Level, ...] = ("problem", "warning", "ok")
-    for group, found in groups.items():
+    for group in dict.fromkeys(finding.group for finding in findings):
         lines.append(group)
-        for finding in sorted(found, key=lambda f: order.index(f.level)):
-            mark = f"{finding.level:8}"
-            if color:
-                mark = f"\033[{COLORS[finding.level]}m{mark}\033[0m"
-            first, *rest = textwrap.wrap(finding.text, WIDTH - 11)
-            lines.append(f"  {mark} {first}")
-            lines += [" " * 11 + line for line in rest]
-            if finding.remedy:
-                remedy = textwrap.wrap(f"-> {finding.remedy}", WIDTH - 11, subsequent_indent="   ")
-                lines += [" " * 11 + line for line in remedy]
-    levels = [finding.level for found in groups.values() for finding in found]
-    counts = {level: levels.count(level) for level in order}
-    lines.append(", ".join(f"{n} {_plural(level, n)}" for level, n in counts.items()))
-    return lines
-
-
-def _plural(level: str, count: int) -> str:
-    return level if level == "ok" or count == 1 else f"{level}s"
+        found = [finding for finding in findings if finding.group == group]
+        for finding in sorted(found, key=lambda finding: LEVELS.index(finding.level)):
+            mark, space = f"  {finding.level:8} ", " " * 11
+            lines += textwrap.wrap(
+                finding.text, WIDTH, initial_indent=mark, subsequent_indent=space
+            )
+            remedy = f"-> {finding.remedy}" if finding.remedy else ""
+            more = f"{space}   "
+            lines += textwrap.wrap(remedy, WIDTH, initial_indent=space, subsequent_indent=more)
+    counts = [sum(finding.level == level for finding in findings) for level in LEVELS]
+    named = zip(counts, LEVELS, strict=True)
+    return [
+        *lines,
+        ", ".join(f"{n} {level}{'s' * (n != 1 and level != 'ok')}" for n, level in named),
+    ]
