@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import secrets
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
@@ -14,17 +15,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _SKEW = timedelta(hours=1)
 """Certificates become valid this long before they are made, because hosts' clocks differ."""
-_USES = (
-    "digital_signature",
-    "content_commitment",
-    "key_encipherment",
-    "data_encipherment",
-    "key_agreement",
-    "key_cert_sign",
-    "crl_sign",
-    "encipher_only",
-    "decipher_only",
-)
+_USES = tuple(inspect.signature(x509.KeyUsage).parameters)
+"""What a key may be used for."""
 
 
 class Authority(NamedTuple):

@@ -161,14 +161,21 @@ TYPES: dict[str, Callable[[str], Any]] = {
 """Of an option, or of a value with this name; else text."""
 
 
+class OfHost(NamedTuple):
+    """A value of one host, such as ``2=10mbit``."""
+
+    host: int
+    value: Any
+
+
 def host_and(parse: Callable[[str], Any], required: bool) -> Callable[[str], Any]:
     """Return a parser of ``HOST=VALUE``, and of ``VALUE`` unless the host is ``required``."""
 
-    def read(text: str) -> tuple[int | None, Any]:
+    def read(text: str) -> Any:
         host, equals, value = text.rpartition("=")
         if required and not equals:
             raise ValueError(f"not HOST=VALUE: {text!r}")
-        return parse_host(host) if equals else None, parse(value)
+        return OfHost(parse_host(host), parse(value)) if equals else parse(value)
 
     return read
 
@@ -185,10 +192,11 @@ def worded(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-class Once(argparse._StoreAction):
+class Once(argparse.Action):
     """An option with one value. A second one is an error: it would replace the first silently.
 
-    The name of the option is added to ``given`` of the arguments.
+    The name of the option is added to ``given`` of the arguments. Values of single hosts are in the
+    arguments as a dictionary, under the name that `single` returns.
     """
 
     def __call__(
@@ -198,33 +206,17 @@ class Once(argparse._StoreAction):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        if isinstance(values, OfHost):
+            found = getattr(namespace, single(self.dest))
+            if values.host in found:
+                raise argparse.ArgumentError(self, f"has two values for host {values.host}")
+            setattr(namespace, single(self.dest), {**found, values.host: values.value})
+            return
         given = getattr(namespace, "given", ())
         if option_string and self.dest in given:
             raise argparse.ArgumentError(self, "is given twice: leave out one of them")
         namespace.given = (*given, self.dest)
-        super().__call__(parser, namespace, values, option_string)
-
-
-class ByHost(Once):
-    """An option with a value for all hosts, and with others for single hosts, such as ``2=10mbit``.
-    These are in the arguments as a dictionary, whose name ends in ``_host``."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        host, value = values
-        if host is None:
-            super().__call__(parser, namespace, value, option_string)
-            return
-        name = single(self.dest)
-        found = getattr(namespace, name)
-        if host in found:
-            raise argparse.ArgumentError(self, f"has two values for host {host}")
-        setattr(namespace, name, {**found, host: value})
+        setattr(namespace, self.dest, values)
 
 
 def attribute(option: str) -> str:
@@ -260,29 +252,24 @@ def declare(
     """
     for name in options.split():
         value, about = OPTIONS[name]
-        dest = attribute(name)
-        default = defaults.get(dest)
+        default = defaults.get(attribute(name))
         about += "" if default is None else f" (default: {default})"
+        more: dict[str, Any] = {"help": about.replace("%", "%%"), "default": default}
         if not value:
-            parser.add_argument(name, action="store_true", help=about)
+            parser.add_argument(name, action="store_true", help=more["help"])
             continue
         kind = value.removeprefix("HOST=")
         parse = types.get(name, types.get(kind, str))
-        if isinstance(default, str):
-            default = parse(default)
-        more: dict[str, Any] = {}
-        if by_host or kind != value:
+        if isinstance(default, str):  # argparse would not, beside a value of one host
+            more["default"] = parse(default)
+        if about.endswith("; repeatable") and kind == value:
+            more |= {"action": "append", "default": []}
+        elif by_host or kind != value:
             parse = host_and(parse, required=kind != value)
             value = value if kind != value else f"[HOST=]{value}"
-            more["action"] = ByHost
-        elif about.endswith("; repeatable"):
-            more["action"], default = "append", []
-        help = about.replace("%", "%%")
-        if parse not in (int, float):  # whose errors argparse words itself
-            parse = worded(parse)
-        parser.add_argument(name, metavar=value, type=parse, help=help, default=default, **more)
-        if "action" in more and more["action"] is ByHost:
-            parser.set_defaults(**{single(dest): {}})
+        more["type"] = parse if parse in (int, float) else worded(parse)
+        parser.add_argument(name, metavar=value, **more)
+        parser.set_defaults(**{single(attribute(name)): {}} if "HOST=" in value else {})
 
 
 def given(arguments: argparse.Namespace, options: str) -> list[str]:

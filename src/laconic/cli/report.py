@@ -28,31 +28,17 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.lab.race import report
 
     directories: Sequence[Path] = arguments.directories
-    resolved = [directory.resolve() for directory in directories]
-    twice = [
-        str(d) for d, path in zip(directories, resolved, strict=True) if resolved.count(path) > 1
-    ]
-    if twice:
-        raise ValueError(f"{twice[0]} is given twice")
-    results = [report.read(directory) for directory in directories]
+    found: dict[Path, Path] = {}
+    for directory in directories:
+        if found.setdefault(directory.resolve(), directory) is not directory:
+            raise ValueError(f"{directory} is given twice")
     several = len(directories) > 1
     out = arguments.out or (Path("laconic-report") if several else directories[0])
-    if several and out.resolve() in resolved:
+    if several and out.resolve() in found:
         raise ValueError(f"{out} contains one of the results to combine: choose another --out")
+    results = [(str(directory), report.read(directory)) for directory in directories]
     report.prepare(out)
-    joined = report.join(list(zip(labels(directories), results, strict=True)))
-    show(joined, out, as_json=arguments.json)
+    show(report.join(results), out, as_json=arguments.json)
     if arguments.open:
         report.show(out)
     return 0
-
-
-def labels(directories: Sequence[Path]) -> list[str]:
-    """Return a label for each directory: the shortest suffixes of the paths that differ."""
-    parts = [directory.resolve().parts for directory in directories]
-    most = max(map(len, parts))
-    for length in range(1, most + 1):
-        names = ["/".join(each[-length:]) for each in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise AssertionError("different directories have different paths")
