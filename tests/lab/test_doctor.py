@@ -259,7 +259,7 @@ def test_rates_losses_congestion_control_and_settings() -> None:
 def test_the_outlook_is_what_auto_and_advise_would_say(capsys: pytest.CaptureFixture[str]) -> None:
     """Messages take half of a round trip, and the slowest host counts."""
     found = outlook.outlook(4, 50e6, 0.08, Task(10_000_000, 0.5))
-    facts = facts_from(params=10_000_000, step_time=0.5, bandwidth=50e6, one_way=0.04, nodes=4)
+    facts = facts_from(params=10_000_000, step_time=0.5, bandwidth=50e6, one_way=0.04, workers=4)
     assert found.recipe == choose(Auto(), facts, None, {})[0] == advice_on(facts).recommendation
     assert found.ddp == predict(laconic.ddp(), facts).seconds > 10 * found.seconds
     _, *arguments, whole = outlook.command(found).split()
