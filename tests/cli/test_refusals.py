@@ -105,7 +105,6 @@ tune ddp --seconds 0.0001 --step-time 1ms : is too little for ddp()
 TUNE hierarchical(2,period) : --group-size 2
 TUNE slowmo --out diary : is not a journal of laconic tune: choose another --out
 doctor --master h:1 --rank 0 : belong together
-doctor --params 1M : --params and --step-time belong together
 watch missing --once : no metrics in missing: check that the run writes there
 watch no.jsonl --once : no metrics in no.jsonl
 coordinator --address 192.0.2.1:29400 : cannot listen at 192.0.2.1:29400

@@ -16,13 +16,12 @@ from laconic.cli.streams import print_json
 if TYPE_CHECKING:
     from laconic.lab.doctor.finding import Finding
     from laconic.lab.doctor.network_checks import Rendezvous
-    from laconic.lab.doctor.outlook import Task
 
 WIDTH = 80
 LEVELS = ("problem", "warning", "ok")
 
 
-OPTIONS = "--master --rank --hosts --timeout --params --step-time --json"
+OPTIONS = "--master --rank --hosts --timeout --json"
 
 
 def add(parser: Any) -> None:
@@ -42,14 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.lab.doctor import host_checks, network_checks
 
     timeout = check_float("timeout", arguments.timeout, 0.0, strict=True)
-    rendezvous, task = _rendezvous(arguments), _task(arguments)
+    rendezvous = _rendezvous(arguments)
     if given(arguments, "--timeout") and (rendezvous is None or rendezvous.world == 1):
         raise ValueError("--timeout is for several hosts: give --master, --rank and --hosts, too")
-    if task is not None and (rendezvous is None or rendezvous.world == 1):
-        raise ValueError(
-            "--params and --step-time are for several hosts, whose network is measured: use "
-            "torchrun, or --master, --rank and --hosts"
-        )
     under_torchrun = rendezvous is not None and arguments.master is None
     if under_torchrun and os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # only the first process of each host runs the checks
@@ -59,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             others = rendezvous.world - 1
             print(f"waiting for {others} other host(s) ...", file=sys.stderr, flush=True)
-        network = network_checks.check_network(rendezvous, findings, timeout=timeout, task=task)
+        network = network_checks.check_network(rendezvous, findings, timeout=timeout)
         findings += network.findings
         numbers = network.numbers()
     if arguments.json:
@@ -78,17 +72,6 @@ def _rendezvous(arguments: argparse.Namespace) -> Rendezvous | None:
     if None in options:
         raise ValueError("--master, --rank and --hosts belong together: give all three")
     return Rendezvous(arguments.rank, arguments.hosts, *arguments.master)
-
-
-def _task(arguments: argparse.Namespace) -> Task | None:
-    """Return the model that the user states, if any."""
-    from laconic.lab.doctor.outlook import Task
-
-    if (arguments.params is None) != (arguments.step_time is None):
-        raise ValueError("--params and --step-time belong together: give both")
-    if arguments.params is None:
-        return None
-    return Task(arguments.params, arguments.step_time)
 
 
 def report(findings: Sequence[Finding]) -> list[str]:
