@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cuda import PARTS
+from benchmarks.cuda.training import PARTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 BEGIN, END = "<!-- begin: written by python -m benchmarks.cuda page -->", "<!-- end -->"
@@ -18,13 +18,18 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """One row for each part, one column for each GPU."""
-    heads = [f"{r['gpu']}, torch {r['torch']}, {r['date']}" for r in results] or ["on a GPU"]
+    """One row for each part that ran, one column for each GPU, and the names of the others."""
+    heads = [f"{r['gpu']}, torch {r['torch']}, {r['date']}" for r in results]
     lines = [f"| part | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    never = []
     for each in PARTS:
-        cells = [_cell(_row(result, each.name)) for result in results] or ["never run"]
-        lines.append(f"| {each.text} (`{each.name}`) | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows = [_row(result, each.name) for result in results]
+        if any(rows):
+            cells = " | ".join(map(_cell, rows))
+            lines.append(f"| {each.text} (`{each.name}`) | {cells} |")
+        else:
+            never.append(f"`{each.name}`")
+    return "\n".join([*lines, *(["", f"Never run: {', '.join(never)}."] * bool(never))])
 
 
 def _row(result: dict[str, Any], name: str) -> dict[str, Any] | None:

@@ -39,9 +39,6 @@ def main() -> int:
         print("Gbit/s for 95% of the time in computing:\n")
         for line in published.bandwidths():
             print(line, flush=True)
-        print("\nGoodput with one failure per chip and year:\n")
-        for line in published.goodputs():
-            print(line, flush=True)
         return 0
     for line in scale.timings():
         print(line, flush=True)

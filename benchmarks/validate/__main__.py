@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 import torch
 
 from benchmarks.validate import journal, page
-from benchmarks.validate.journal import Launch, Timed
+from benchmarks.validate.journal import Launch, Timed, facts_of
 from benchmarks.validate.rows import HOSTS, QUICK, RATES, ROWS, Network
 from benchmarks.validate.worker import STEPS, Job
 from laconic.advisor import cluster
-from laconic.advisor.worker import Spec, facts_of
+from laconic.advisor.worker import Spec
 from laconic.lab.emulation.cluster import Cluster, check_hosts, check_rate
 from laconic.lab.emulation.jobs import terminate_as_exit
 from laconic.lab.race import runner

@@ -15,12 +15,20 @@ from typing import Any
 
 from benchmarks.race.journal import append, key, opened, read
 from benchmarks.validate.rows import Network
-from laconic.advisor.worker import facts_of
 from laconic.algorithms.parse import parse_recipe
-from laconic.policy.facts import Facts
+from laconic.policy.facts import Facts, Net
 from laconic.policy.predict import predict
 
-__all__ = ["Launch", "Timed", "append", "key", "load", "opened"]
+__all__ = ["Launch", "Timed", "append", "facts_of", "key", "load", "opened"]
+
+
+def facts_of(plain: dict[str, Any]) -> Facts:
+    """Rebuild facts from the result of `asdict`."""
+    nets = {name: Net(**net) for name, net in plain["nets"].items()}
+    shapes = tuple(tuple(shape) for shape in plain["shapes"])
+    names = ("computes", "rates", "receives", "shared", "buffers")
+    alike = {name: tuple(plain.get(name, ())) for name in names}
+    return Facts(**{**plain, **alike, "nets": nets, "shapes": shapes})
 
 
 @dataclass(frozen=True)

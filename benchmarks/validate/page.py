@@ -18,36 +18,19 @@ BEGIN, END = "<!-- begin: written by python -m benchmarks.validate -->", "<!-- e
 MEDIAN, WORST, NEAR = 0.05, 0.15, 0.05
 """Bounds: the errors' median and maximum, and how much slower than the fastest recipe the one
 predicted to be fastest may be."""
-INTRODUCTION = """# The cost model against an emulated network
-
-Predicted and measured seconds per step (`make validate-model`), for the text model of 865,280
-parameters on hosts that are network namespaces with traffic shaping. Each network has one launch.
-Its processes first measure the model's inputs (`docs/cost_model.md`), as `laconic advise` does.
-Then they train under one recipe after another, for about a second or a whole period each, after a
-first round that does not count. They repeat this for some minutes, and the table shows medians,
-because a shared machine does not keep its pace for minutes. For the same reason the time of a step
-without communication is measured again after each turn. All predictions use the median of these
-times; no other input is measured again.
-
-The error is predicted / measured - 1. The recipe predicted to be fastest counts as right if it was
-measured to be the fastest, or within 5% of that.
-"""
 
 
 def write(path: Path, launches: Sequence[Launch]) -> list[Path]:
-    """Write the page, between its markers if it exists, and the plot next to it."""
+    """Write the tables between the markers of the page, and the plot next to it."""
     picture = path.with_suffix(".png")
     text = "\n".join(
         [BEGIN, f"![Predicted against measured]({picture.name})", *body(launches), END]
     )
-    before, after = INTRODUCTION + "\n", "\n"
-    if path.exists():
-        old = path.read_text(encoding="utf-8")
-        if BEGIN not in old or END not in old:
-            raise ValueError(f"{path} must contain the markers {BEGIN} and {END}")
-        before, _, rest = old.partition(BEGIN)
-        after = rest.partition(END)[2]
-    path.write_text(before + text + after, encoding="utf-8")
+    old = path.read_text(encoding="utf-8")
+    if BEGIN not in old or END not in old:
+        raise ValueError(f"{path} must contain the markers {BEGIN} and {END}")
+    before, _, rest = old.partition(BEGIN)
+    path.write_text(before + text + rest.partition(END)[2], encoding="utf-8")
     draw(picture, launches)
     return [path, picture]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -212,8 +211,6 @@ class ElasticSampler(Sampler[int]):
 
         The first number counts as drawn, the second as lost samples.
         """
-        check_int("contributed", contributed, 0)
-        check_int("drawn", drawn, contributed)
         return (contributed, 0) if self.lost == "again" else (drawn, drawn - contributed)
 
     def deal(self, drawn: Sequence[int], worker: int, workers: int, lost: int = 0) -> None:
@@ -227,21 +224,16 @@ class ElasticSampler(Sampler[int]):
         Raises ``ValueError``, and changes nothing, if ``drawn`` does not have one number for each
         worker of the old deal, or if a number exceeds that worker's share.
         """
-        check_int("workers", workers, 1)
-        check_int("worker", worker, 0)
-        if worker >= workers:
-            raise ValueError(f"worker must be below workers ({workers}), not {worker}")
-        check_int("lost", lost, 0)
-        counts = [check_int(f"drawn[{r}]", count, 0) for r, count in enumerate(drawn)]
+        assert 0 <= worker < workers
         with self._condition:
-            if len(counts) != self._workers:
+            if len(drawn) != self._workers:
                 raise ValueError(
                     f"drawn must have {self._workers} numbers, one for each worker of the old "
-                    f"deal, not {len(counts)}"
+                    f"deal, not {len(drawn)}"
                 )
-            for r, count in enumerate(counts):
+            for r, count in enumerate(drawn):
                 self._check_share(f"drawn[{r}]", count, self._remaining, r, self._workers)
-            self._remaining = self._remaining.after(counts)
+            self._remaining = self._remaining.after(drawn)
             self._worker, self._workers = worker, workers
             self._drawn = self._contributed = 0
             self._samples_lost += lost
@@ -276,44 +268,22 @@ class ElasticSampler(Sampler[int]):
             raise ValueError(
                 f"not a state of an ElasticSampler: it must have {sorted(_KEYS)}, not {names}"
             )
-        saved = {
-            "num_samples": check_int("num_samples in the state", state_dict["num_samples"], 1),
-            "shuffle": check_bool("shuffle in the state", state_dict["shuffle"]),
-            "seed": check_int("seed in the state", state_dict["seed"], 0),
-        }
-        for name, value in saved.items():
-            if value != getattr(self, name):
+        for name in _SAME:
+            if state_dict[name] != getattr(self, name):
                 raise ValueError(
-                    f"the state was saved with {name}={value}, "
+                    f"the state was saved with {name}={state_dict[name]}, "
                     f"this ElasticSampler has {name}={getattr(self, name)}"
                 )
-        numbers = "frontier", *_PLACE
-        counts = {name: check_int(f"{name} in the state", state_dict[name], 0) for name in numbers}
-        for low, high in (("worker", counts["workers"] - 1), ("contributed", counts["drawn"])):
-            if counts[low] > high:
-                raise ValueError(f"{low} in the state must be at most {high}, not {counts[low]}")
-        gaps = state_dict["gaps"]
-        if not isinstance(gaps, list):
-            raise ValueError(f"gaps in the state must be a list of integers, not {gaps!r}")
-        for gap in gaps:
-            check_int("a gap in the state", gap, 0)
-        last = counts["frontier"] - 1
-        if gaps and any(low >= high for low, high in itertools.pairwise([*gaps, last])):
-            raise ValueError(
-                f"gaps in the state must ascend and be below the last drawn position ({last}), "
-                f"not {gaps}"
-            )
-        remaining = _Remaining(list(gaps), counts["frontier"])
+        remaining = _Remaining(list(state_dict["gaps"]), state_dict["frontier"])
         if self.epochs is not None and remaining.frontier > self.num_samples * self.epochs:
             reached = (remaining.frontier - 1) // self.num_samples + 1
             raise ValueError(f"the state has drawn from epoch {reached} of epochs={self.epochs}")
-        self._check_share(
-            "drawn in the state", counts["drawn"], remaining, counts["worker"], counts["workers"]
-        )
+        at = state_dict["worker"], state_dict["workers"]
+        self._check_share("drawn in the state", state_dict["drawn"], remaining, *at)
         with self._condition:
             self._remaining = remaining
             for name in _PLACE:
-                setattr(self, f"_{name}", counts[name])
+                setattr(self, f"_{name}", state_dict[name])
 
     def _draw(self) -> int | None:
         """Count and return the next sample of this worker's share; None if there is none."""

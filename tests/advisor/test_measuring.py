@@ -104,7 +104,6 @@ def test_workers_are_measured_and_told_the_same(monkeypatch: pytest.MonkeyPatch)
     assert first.slow[0].rank == 1 and first.slow[0].factor == pytest.approx(3, rel=0.01)
     assert any("pace='own'" in row.recipe for row in first.rows)
     assert first.rows[-1].recipe == "power_sgd(2)"
-    assert first.held == 4 * 4 * 21_330 + 4 * 4  # and AdamW's own steps, a number for each tensor
 
 
 @pytest.mark.slow

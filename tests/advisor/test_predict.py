@@ -170,20 +170,6 @@ def test_what_rounds_keep_in_models() -> None:
         assert rows[text].memory == pytest.approx(count * 32e6, rel=1e-3), text
 
 
-def test_the_guides_example() -> None:
-    """t_backward = 150 ms, t_node = 50 ms, t_allreduce = 270 ms, H = 3, as in docs/slowmo.md."""
-    allreduce = Net(1e6 * 8 * 1.5 / 2 / 0.27, 0.0)
-    nets = {"workers": allreduce, "replica": Net(1e6 * 8 / 0.05, 0.0)}
-    nets |= {"world": allreduce, "peers": allreduce, "direct": allreduce}
-    facts = Facts(4, ((250_000,),), 4, 0.25, 1e8, 0.0, ranks=2, nets=nets)
-    three, *_, gossip = advice_on(facts).guide
-    assert (three.frequency, gossip.frequency) == (3, 1.5)
-    assert three.allreduce == pytest.approx(0.27) and three.node == pytest.approx(0.05)
-    assert three.backward == pytest.approx(0.15) and three.saved == pytest.approx(0.18)
-    assert three.pays_here and not three.pays_there
-    assert gossip.saved == pytest.approx(0.09) and not gossip.pays_here
-
-
 # -- from numbers ----
 
 

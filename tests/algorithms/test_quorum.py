@@ -104,14 +104,14 @@ def test_every_step_is_delivered_once(name: str) -> None:
 # -- identities ----
 
 
-def by_steps(quorum: int | None = None) -> la.Recipe:
-    return la.diloco(4, quorum=quorum, grace=3.0, weigh="steps") if quorum else la.diloco(4)
+def with_grace(quorum: int | None = None) -> la.Recipe:
+    return la.diloco(4, quorum=quorum, grace=3.0) if quorum else la.diloco(4)
 
 
 PLAIN: list[Callable[..., la.Recipe]] = [
     partial(la.local_sgd, 4),
     partial(la.local_sgd, 4, optimizer_state="reset"),
-    by_steps,
+    with_grace,
     partial(la.diloco, 4, outer=quorum.adam),
     partial(la.slowmo, None, 4, 0.5, 0.9),
     partial(la.streaming_diloco, 6, 3, 0, codec=None),

@@ -306,7 +306,7 @@ def test_the_page_on_an_algorithm_of_ones_own_prints_what_it_shows(
     for code in (update, check, *more):
         exec(compile(code, OWN.name, "exec", dont_inherit=True), names)
     printed, shown = LINE.findall(capsys.readouterr().out), LINE.findall(OWN.read_text())
-    assert len(printed) == 6
+    assert len(printed) == 5
     for (loss, sent), (expected, megabytes) in zip(printed, shown, strict=True):
         assert float(loss) == pytest.approx(float(expected), rel=0.1)  # processors differ
         assert sent == megabytes

@@ -25,7 +25,7 @@ from tests.support.training import Job
 
 slow = pytest.mark.slow
 STEPS = (32, 32, 32, 11)
-OWN_PACE = la.diloco(6, quorum=2, grace=0.01, pace="own", weigh="steps")
+OWN_PACE = la.diloco(6, quorum=2, grace=0.01, pace="own")
 CODED = la.diloco(4, quorum=2, codec=la.codecs.Int8(8, stochastic=True))
 
 

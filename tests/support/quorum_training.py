@@ -34,28 +34,24 @@ ROWS: dict[str, tuple[la.Recipe, Quorum]] = {
         Quorum(4, 3, reset=True),
     ),
     "local_sgd, own pace": (la.local_sgd(6, pace="own"), Quorum(6, 4, own=True)),
-    "local_sgd, own pace, quorum, steps": (
-        la.local_sgd(6, quorum=2, grace=0.5, pace="own", weigh="steps"),
-        Quorum(6, 2, 0.5, own=True, weigh="steps"),
+    "local_sgd, own pace, quorum": (
+        la.local_sgd(6, quorum=2, grace=0.5, pace="own"),
+        Quorum(6, 2, 0.5, own=True),
     ),
     "local_sgd, int8": (la.local_sgd(4, quorum=2, codec=INT8), Quorum(4, 2, codec=coded.int8(8))),
     "diloco": (diloco(4, quorum=3), Quorum(4, 3, **DELAYED)),
     "diloco, own pace": (diloco(6, quorum=3, pace="own"), Quorum(6, 3, own=True, **DELAYED)),
-    "diloco, grace, steps": (
-        diloco(4, quorum=2, grace=5.0, weigh="steps"),
-        Quorum(4, 2, 5.0, weigh="steps", **DELAYED),
-    ),
-    "diloco, rda, own pace, steps": (
-        diloco(6, average="rda", quorum=2, grace=0.5, pace="own", weigh="steps"),
-        Quorum(6, 2, 0.5, True, "steps", radial=True, **DELAYED),
+    "diloco, grace": (
+        diloco(4, quorum=2, grace=5.0),
+        Quorum(4, 2, 5.0, **DELAYED),
     ),
     "diloco, Nesterov at each arrival": (
         NAIVE,
         Quorum(4, 1, rule="nesterov", lr=0.5, momentum=0.6),
     ),
-    "diloco, int8, own pace, steps": (
-        diloco(6, quorum=2, grace=0.5, pace="own", weigh="steps", codec=INT8),
-        Quorum(6, 2, 0.5, True, "steps", codec=coded.int8(8), **DELAYED),
+    "diloco, int8, own pace": (
+        diloco(6, quorum=2, grace=0.5, pace="own", codec=INT8),
+        Quorum(6, 2, 0.5, True, codec=coded.int8(8), **DELAYED),
     ),
     "slowmo": (
         la.slowmo(None, 4, 0.5, 0.9, quorum=2),

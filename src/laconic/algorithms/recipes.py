@@ -12,15 +12,14 @@ from dataclasses import replace
 from laconic.algorithms.diloco_recipes import (
     des_loc,
     diloco,
-    muloco,
     outer_step,
     sparse_loco,
     streaming_diloco,
 )
-from laconic.algorithms.elastic_recipes import downpour, eamsgd, easgd, lsgd
+from laconic.algorithms.elastic_recipes import easgd, lsgd
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import Alone, FastComponents, LowRank, Mean, Push
-from laconic.algorithms.exchanges.quorum import Pace, Weigh
+from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
     CodecOption,
@@ -79,7 +78,6 @@ def local_sgd(
     quorum: int | None = None,
     grace: float = 0.0,
     pace: Pace = "equal",
-    weigh: Weigh = "alike",
 ) -> Recipe:
     """Average the parameters every ``period`` steps: ``x <- mean(x)``.
 
@@ -100,14 +98,12 @@ def local_sgd(
         grace: seconds for which a round then still waits for the other workers.
         pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
             many as it can while the fastest worker takes ``period``.
-        weigh: ``"alike"``: every step counts the same. ``"steps"``: a contribution counts by its
-            number of steps.
 
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8, delay=2))
     """
     check_delay(delay, check_int("period", period, 1))
-    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, optimizer_state)
+    some = quorum_mean(quorum, grace, pace, codec, delay, optimizer_state)
     if some is not None:
         return (Round(every(period), AnchoredAverage(), some, optimizer_state=optimizer_state),)
     mean = mean_over_workers(codec)
@@ -238,7 +234,6 @@ def slowmo(
     quorum: int | None = None,
     grace: float = 0.0,
     pace: Pace = "equal",
-    weigh: Weigh = "alike",
 ) -> Recipe:
     """Take a slow momentum step every ``period`` steps over any base recipe.
 
@@ -264,8 +259,6 @@ def slowmo(
         grace: seconds for which a round then still waits for the other workers.
         pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
             many as it can while the fastest worker takes ``period``.
-        weigh: ``"alike"``: every step counts the same. ``"steps"``: a contribution counts by its
-            number of steps.
 
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.slowmo(laconic.local_sgd(3), period=48))
@@ -279,7 +272,7 @@ def slowmo(
     check_bool("average", average)
     if not average and codec is not None:
         raise ValueError("average=False sends nothing, so there is nothing to code: omit codec=")
-    some = quorum_mean(quorum, grace, pace, weigh, codec, 0, optimizer_state)
+    some = quorum_mean(quorum, grace, pace, codec, 0, optimizer_state)
     decided = {"average": not average, "codec": codec is not None, "quorum": some is not None}
     check_sharded(sharded, **decided)
     exchange: Exchange = Alone() if not average else mean_over_workers(codec, sharded=sharded)
@@ -384,12 +377,9 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
         d_psgd,
         slowmo,
         easgd,
-        eamsgd,
-        downpour,
         lsgd,
         diloco,
         streaming_diloco,
-        muloco,
         outer_step,
         des_loc,
         sparse_loco,

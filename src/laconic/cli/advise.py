@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from laconic.cli.options import attribute, declare, given
 from laconic.errors import check_int
-
-if TYPE_CHECKING:
-    from laconic.advisor import Advice
 
 REQUIRED = ("--params", "--step-time", "--bandwidth", "--workers")
 """Options required for advice from numbers."""
@@ -35,7 +31,7 @@ def add(parser: Any) -> None:
         metavar="RECIPE",
         help="recipes to predict besides those that are always compared, such as 'power_sgd(2)'",
     )
-    declare(parser, "--workers --latency --loss --all --json --plot")
+    declare(parser, "--workers --latency --loss --all --json")
     declare(parser, "--bandwidth", by_host=True)
     numbers = {"ranks": 1, "backward_share": 0.6, "dtype": "float32"}
     declare(parser.add_argument_group("from numbers"), NUMBERS, **numbers)
@@ -47,31 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the advice and return 0."""
     if arguments.all and arguments.json:
         raise ValueError("--json has all recipes: leave out --all")
-    if arguments.plot is not None:  # before a measurement that takes minutes
-        from laconic.advisor.plan.show import check_plot
-
-        check_plot(arguments.plot)
-    advice, reason = _measured(arguments) if arguments.workload else (_numbers(arguments), None)
-    from laconic.advisor import show
-
-    if reason is not None:
-        note = f"laconic: hosts could not be emulated ({reason}): using a throttled link instead"
-        print(note, file=sys.stderr)
-    if arguments.json:
-        print(advice.to_json())
+    form = "json" if arguments.json else "everything" if arguments.all else "answer"
+    if arguments.workload:
+        print(_measured(arguments, form))
     else:
-        lines = show.everything if arguments.all else show.answer
-        width = get_terminal_size().columns if sys.stdout.isatty() else None
-        print("\n".join(lines(advice, width)))
-        if not arguments.all:
-            print("\n--all adds a table of all recipes.")
-    if arguments.plot is not None:
-        show.plot(advice, arguments.plot)
+        print(_numbers(arguments, form))
     return 0
 
 
-def _numbers(arguments: argparse.Namespace) -> Advice:
-    from laconic.advisor import advice_on
+def _numbers(arguments: argparse.Namespace, form: str) -> str:
+    from laconic.advisor import advice_on, show
     from laconic.advisor.numbers import facts_from
 
     missing = [name for name in REQUIRED if getattr(arguments, attribute(name)) is None]
@@ -105,11 +86,11 @@ def _numbers(arguments: argparse.Namespace) -> Advice:
         loss=arguments.loss or 0.0,
         buffers=arguments.buffers or 0,
     )
-    return advice_on(facts, arguments.recipes)
+    return show.text(advice_on(facts, arguments.recipes), form)
 
 
-def _measured(arguments: argparse.Namespace) -> tuple[Advice, str | None]:
-    from laconic.advisor import advice_on, cluster
+def _measured(arguments: argparse.Namespace, form: str) -> str:
+    from laconic.advisor import cluster
     from laconic.advisor.choices import PLAIN, choices
     from laconic.lab.emulation.impairments import Impairments
     from laconic.lab.emulation.jobs import terminate_as_exit
@@ -131,15 +112,11 @@ def _measured(arguments: argparse.Namespace) -> tuple[Advice, str | None]:
     )
     cluster.check(settings)
     with terminate_as_exit():
-        measured, reason = cluster.measure_on_hosts(settings, arguments.recipes, steps)
-    advice = advice_on(
-        measured.facts,
-        arguments.recipes,
-        computes=measured.computes,
-        held=measured.held,
-        peak=measured.peak,
-    )
-    return advice, reason
+        text, reason = cluster.advise_on_hosts(settings, arguments.recipes, steps, form)
+    if reason is not None:
+        note = f"laconic: hosts could not be emulated ({reason}): using a throttled link instead"
+        print(note, file=sys.stderr)
+    return text
 
 
 def _refuse(arguments: argparse.Namespace, options: str, why: str) -> None:

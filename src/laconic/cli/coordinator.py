@@ -16,8 +16,9 @@ def add(parser: Any) -> None:
         "Keeps who takes part in the runs whose workers come and go: "
         'laconic.attach(..., elastic=laconic.Elastic("host:29400")). It carries no training data. '
         "While it is down, training goes on with the same workers; it can be started again at the "
-        "same address. With the variables that `laconic keys` prints it uses TLS, and admits only "
-        "workers with a certificate of the same CA."
+        "same address. Without one, a worker on the address's host does the same. With the "
+        "variables that `laconic keys` prints it uses TLS, and admits only workers with a "
+        "certificate of the same CA."
     )
     declare(parser, "--address", address="127.0.0.1:29400")
 
@@ -34,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]  # Python adds the address
         raise ValueError(
-            f"cannot listen at {at}: {reason}; give an --address of this host with a free port"
+            f"cannot listen at {at}: {reason}; give an --address of this host with a free port; if "
+            "a worker serves this one, no other coordinator is needed"
         ) from error
     how = "" if tls.contexts() is None else ", with TLS"
     ended = threading.Event()

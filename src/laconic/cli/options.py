@@ -48,7 +48,6 @@ VOCABULARY = """
 --step-time TIME  compute time of a step, such as 0.9s
 --backward-share SHARE  share of the step time spent in the backward pass
 --spread SHARE  standard deviation of step times over their mean
---tokens COUNT  tokens of one worker in a step, for the expected loss
 
 --workload WORKLOAD  digits, text, text-small, or your own, such as my.py:make
 --data FILE  training data of the text workload or your own
@@ -58,14 +57,10 @@ VOCABULARY = """
 --values NAME=A,B,...  the values of a name to try, such as momentum=0,0.2,0.4; repeatable
 --seconds SECONDS  training time of each run
 --steps COUNT  steps of each run
---megabytes MEGABYTES  megabytes that each worker sends in a run
 --seed N  random seed
 --repeat N  runs of each recipe or setting, with as many seeds
 --trials N  number of trials, including resumed ones
---budget TIME  time for all trials on this machine, such as 10min
 --no-stop  train every setting to the end, good or bad
---emulated  train on emulated hosts, as laconic compare does, and measure times
---train  train a tiny model with simulated workers under each recipe instead, to see what it learns
 
 --price PRICE  price of a worker per hour
 --egress PRICE  price of a GB that leaves a site
@@ -76,8 +71,7 @@ VOCABULARY = """
 --cluster FILE  the cluster in YAML or JSON; see --example
 --example  print such a file, and nothing else
 --from-metrics FILE  records of a real run, by attach(..., metrics=FILE): use its step times,
-    failures and network, and show its timeline beside the planned one
---curve FILE  lines step,loss of a short run of the one recipe, to continue its loss
+    failures and network
 
 --kill HOST@TIME  kill a host's program; repeatable
 --kill-every TIME  kill a random host's program again and again, with this mean time in between
@@ -98,7 +92,6 @@ VOCABULARY = """
 --once  show the current state and exit
 --open  show the report in a browser
 --json  print JSON
---plot FILE  write a plot to FILE, such as plot.png
 --out DIR  directory for the results
 
 --days N  days for which the certificates are valid
@@ -147,7 +140,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("N", "STEPS"), int),
-    **dict.fromkeys(("MEGABYTES", "PRICE", "FACTOR"), float),
+    **dict.fromkeys(("PRICE", "FACTOR"), float),
     **dict.fromkeys(("DIR", "FILE"), Path),
     "--data": lambda text: str(Path(text).resolve()),
     "--rules": str,

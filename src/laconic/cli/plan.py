@@ -25,8 +25,8 @@ FIELDS = {
     "--egress": "gigabyte",
 }
 """Fields of a cluster with another name than that of their option."""
-STEPS, TRAINED = 10_000, 100
-"""Default lengths: of a plan, and of a training with ``--train``."""
+STEPS = 10_000
+"""Default length of the run."""
 EXAMPLE = "laconic plan --workers 8 --sites 3 --bandwidth 100mbit --latency 80ms --params 1b"
 EPILOG = f"""\
 8 machines with one GPU each, in 3 countries, and a model of a billion parameters:
@@ -46,12 +46,8 @@ For unequal sites, write a file, and change it:
 docs/planning.md explains every number."""
 CLUSTER = (
     "--workers --sites --bandwidth --download --uplink --latency --jitter --loss --params --dtype "
-    "--step-time --spread --tokens --price --egress --mtbf --repair --checkpoint"
+    "--step-time --spread --price --egress --mtbf --repair --checkpoint"
 )
-FILES = "--cluster --from-metrics --curve"
-OPTIONS = "--repeat --json --plot"
-NOT_TRAINED = f"{CLUSTER} {FILES} {OPTIONS}".replace("--workers ", "")
-"""Options that have no effect with ``--train``."""
 
 
 def add(parser: Any) -> None:
@@ -73,81 +69,34 @@ def add(parser: Any) -> None:
     )
     numbers = {"sites": 1, "dtype": "float32", "step_time": "1s", "spread": "5%"}
     declare(what, CLUSTER, **numbers, latency="0", jitter="0", loss="0")
-    declare(parser.add_argument_group("from files"), f"{FILES} --example")
-    declare(parser, f"--steps --train {OPTIONS}")
+    declare(parser.add_argument_group("from files"), "--cluster --from-metrics --example")
+    declare(parser, "--steps --repeat --json", steps=STEPS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and return 0."""
-    from laconic.advisor.plan.fields import EXAMPLE
-
-    if arguments.example:
-        if given(arguments, f"--workers --steps --train {NOT_TRAINED}") or arguments.recipes:
-            raise ValueError("--example prints a file, and nothing else: leave out all others")
-        print(EXAMPLE, end="")
-        return 0
-    from laconic.advisor.plan.law import read_curve
+    from laconic.advisor.plan import fields
     from laconic.advisor.plan.report import plan
 
-    if arguments.train:
-        return _train(arguments)
-    if arguments.plot is not None:
-        from laconic.advisor.plan.show import check_plot
-
-        check_plot(arguments.plot)
+    if arguments.example:
+        print(fields.EXAMPLE, end="")
+        return 0
     runs = None if arguments.repeat is None else check_int("--repeat", arguments.repeat, 1)
     cluster, measured = _cluster(arguments)
     recipes = arguments.recipes
     if measured is not None and not recipes:
         recipes = [_recipe_of(measured, arguments.from_metrics)]
-    curve = () if arguments.curve is None else read_curve(arguments.curve)
-    steps = STEPS if arguments.steps is None else arguments.steps
-    made = plan(cluster, recipes, steps=steps, seeds=runs, curve=curve)
+    made = plan(cluster, recipes, steps=arguments.steps, seeds=runs)
     if arguments.json:
         print(made.to_json())
-    else:
-        from rich.console import Console
+        return 0
+    from rich.console import Console
 
-        from laconic.advisor.plan import show
+    from laconic.advisor.plan.show import show
 
-        show.show(made, Console(), measured)
-    if arguments.plot is not None:
-        from laconic.advisor.plan import show
-
-        show.plot(made, arguments.plot, measured)
-    return 0
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    """Train a tiny model, and print what it has learned."""
-    for name in given(arguments, NOT_TRAINED):
-        raise ValueError(f"{name} has no effect with --train: leave it out")
-    from laconic.advisor.plan.at_scale import LEAST_STEPS, MOST_WORKERS, check_learnable, learn
-    from laconic.algorithms.parse import parse_recipe
-    from laconic.units import format_bytes, format_seconds
-
-    texts = arguments.recipes or ["ddp()", "diloco(20)"]
-    steps = TRAINED if arguments.steps is None else arguments.steps
-    check_int("--steps", steps, LEAST_STEPS)
-    workers = check_int("--workers", arguments.workers, 1)
-    if workers > MOST_WORKERS:
-        raise ValueError(f"--workers must be at most {MOST_WORKERS} with --train, not {workers}")
-    recipes = {}
-    for text in texts:
-        recipe = parse_recipe(text)
-        if not isinstance(recipe, tuple):
-            raise ValueError(f"{text} measures a network, and there is none: give its choice")
-        check_learnable(recipe, text, workers, steps)
-        recipes[text] = recipe
-    print(f"{steps} steps of {workers} workers; loss on held-out samples, at ten points")
-    for text, recipe in recipes.items():
-        learned = learn(recipe, workers, steps)
-        losses = " ".join(f"{loss:.3f}" for loss in learned.losses)
-        print(
-            f"{text}: {losses}; workers apart by {learned.distance:.2g}; "
-            f"{format_seconds(learned.seconds)}, {format_bytes(learned.memory)} of memory",
-            flush=True,
-        )
+    show(made, Console())
+    if measured is not None:
+        print(measured)
     return 0
 
 

@@ -14,16 +14,22 @@ from torch.optim import Optimizer
 from laconic.algorithms.round import Recipe
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
+from laconic.engine.consensus import Switcher, training_weights
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
-from laconic.engine.joint_optimizer import JointOptimizer, class_names, listen, members
+from laconic.engine.joint_optimizer import (
+    Events,
+    JointOptimizer,
+    StepHooks,
+    UnseenSteps,
+    class_names,
+    listen,
+    members,
+)
 from laconic.engine.loading import Loading, LoadModel
-from laconic.engine.modes import training_weights
 from laconic.engine.recipe_run import RecipeRun, check_alike
-from laconic.engine.saved_pieces import Saved, States
+from laconic.engine.saved_state import Saved, States
 from laconic.engine.session import Session, Settings
-from laconic.engine.steps import Events, StepHooks, UnseenSteps
-from laconic.engine.switching import Switcher
 from laconic.errors import check_bool
 from laconic.links.calls import FINISH
 from laconic.links.comm_thread import EXIT_SECONDS
@@ -241,6 +247,8 @@ class Driver:
         start = time.thread_time()
         with self._rounds_of(self.session.step):
             self.rounds_done += self.run.communicate(now=now)
+        if self.run.leaves_equal(self.session.step):
+            self.ending.complete = self.session.step
         self.session.round_seconds += time.thread_time() - start
 
     # -- the recipe ----
@@ -361,7 +369,6 @@ class Driver:
 
     def _take(self, loaded: Loading) -> None:
         self.run = loaded.run
-        self.run.forget_digests()
         loaded.complete(self.session)
         self.session.in_step = loaded.in_step
         self.ending.follow(self.run.recipe)

@@ -18,9 +18,9 @@ from laconic.algorithms.round import Recipe
 from laconic.engine import consensus, loading
 from laconic.engine.driver import Driver
 from laconic.engine.loading import LoadModel
-from laconic.engine.parties import Choice
 from laconic.engine.recorder import Stats
-from laconic.engine.saved_pieces import Saved
+from laconic.engine.saved_state import Saved
+from laconic.engine.session import Choice
 from laconic.errors import WorkersChangedError
 from laconic.links.metered import CallTotals
 from laconic.links.quorum.port import Closing
@@ -403,11 +403,6 @@ class Synchronizer:
         now = self.stats()
         lost = {"workers_lost": now.workers_lost, "steps_lost": now.steps_lost}
         self._session.recorder.event("view", **about, **lost)
-
-    @property
-    def rounds(self) -> int:
-        """Rounds so far."""
-        return self.driver.rounds_done
 
     def calls(self) -> dict[str, CallTotals]:
         """What went over the links so far, by round and call."""

@@ -49,15 +49,12 @@ class Transport(Protocol):
 
     def closed(self) -> Mapping[int, bool]:
         """The ranks whose connections are closed, and whether by an error. Does not wait."""
-        ...
 
     def heard(self, rank: int) -> float:
         """Seconds since anything came from the host of ``rank``."""
-        ...
 
     def shutdown(self) -> None:
         """End all connections, so that a thread that waits for a message returns."""
-        ...
 
 
 class CallSequence:
@@ -142,23 +139,20 @@ class CallGuard:
         """Exchange the addresses of the beacons, and adopt rank 0's secret; or, where all ranks
         have one already, derive this link's from it and rank 0's salt. Returns every rank's
         ``text``, by rank. All ranks must call it."""
-        shared, print_ = job_secret.read(), job_secret.fingerprint()
-        drawn = secrets.token_hex(SECRET_BYTES)
-        own = "/".join([self._sequence.address, print_, drawn, text])
+        own = "/".join([self._sequence.address, secrets.token_hex(SECRET_BYTES), text])
         try:
-            received = [said.split("/", 3) for said in exchange_texts(gather, own)]
+            received = [said.split("/", 2) for said in exchange_texts(gather, own)]
         except LinkError:
             raise
         except RuntimeError as error:
             self.lost(error)
-        _compare_secrets(self.ranks, [said[1] for said in received])
-        secret = bytes.fromhex(received[0][2])
+        secret, shared = bytes.fromhex(received[0][1]), job_secret.read()
         if shared is not None:
             secret = job_secret.derive(shared, "link", salt=secret)
         self._addresses = [said[0] for said in received]
         beacons = dict(zip(self.ranks, self._addresses, strict=True))
         self._sequence.share(secret, self.ranks[self.rank], beacons)
-        return [said[3] for said in received]
+        return [said[2] for said in received]
 
     def split(self, members: Sequence[int], transport: Transport | None) -> CallGuard:
         """The guard of a link of some ``members`` of this one, this rank included."""
@@ -437,13 +431,6 @@ class CallGuard:
     def _shutdown(self) -> None:
         if self._transport is not None:
             self._transport.shutdown()
-
-
-def _compare_secrets(ranks: Sequence[int], prints: Sequence[str]) -> None:
-    """Raise, on all ranks, if not all of them have the same secret from a file."""
-    for r, other in zip(ranks, prints, strict=True):
-        if other != prints[0]:
-            raise LinkError(job_secret.difference(f"rank {r}", other, prints[0]), ranks=[r])
 
 
 def _described(name: int, answer: Answer, last: int, mine: int) -> str:

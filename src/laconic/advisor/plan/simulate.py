@@ -27,8 +27,7 @@ class Result:
     that count in the model; ``utilization``: the share in any steps. ``bytes``: sent by a worker on
     average; ``crossed``: by all workers to other sites. ``memory``: bytes that rounds keep on
     a worker. ``money``: of all workers' hours and of what left the sites. ``rounds``; ``failures``,
-    ``joins`` and ``restarts``: how many. ``marks``: points ``(seconds, step, workers)`` of its
-    timeline. ``events``: ``(seconds, worker, what)`` of failures.
+    ``joins`` and ``restarts``: how many. ``events``: ``(seconds, worker, what)`` of failures.
     """
 
     seconds: float
@@ -45,7 +44,6 @@ class Result:
     failures: int
     joins: int
     restarts: int
-    marks: tuple[tuple[float, float, int], ...]
     events: tuple[tuple[float, int, str], ...]
 
 
@@ -68,11 +66,10 @@ def check_plannable(recipe: Recipe, text: str, cluster: Cluster) -> None:
         raise ValueError(f"{text} has rounds inside groups of workers, which plan does not support")
     check_quorum(recipe, cluster.workers, plain=True)
     fails = cluster.failures
-    if has_quorum(recipe) and fails.happen and fails.policy == "elastic" and cluster.slices == 1:
+    if has_quorum(recipe) and fails.happen and fails.policy == "elastic":
         raise ValueError(
             f"{text} has rounds with a quorum, in which a lost worker is an error, as they cannot "
-            "be combined with elastic= yet: use policy static with a checkpoint, or workers of "
-            "several slices"
+            "be combined with elastic= yet: use policy static with a checkpoint"
         )
     Rounds(recipe, cluster)
 
@@ -97,10 +94,8 @@ def simulate_plan(
     else:
         run = Together(rounds, generator)
         log = run.run(steps, first)
-    seconds = float(run.now.max())
-    n = cluster.workers
+    seconds, n = float(run.now.max()), cluster.workers
     total = n * seconds
-    facts = rounds.facts(cluster.everybody)
     hours = seconds / 3600 * sum(site.workers * site.price for site in cluster.sites)
     return Result(
         seconds=seconds,
@@ -111,12 +106,11 @@ def simulate_plan(
         utilization=log.spent["compute"] / total,
         bytes=log.sent / n,
         crossed=log.crossed,
-        memory=memory(rounds.all, facts),
+        memory=memory(rounds.all, rounds.facts(cluster.everybody)),
         money=hours + log.crossed / 1e9 * cluster.gigabyte,
         rounds=log.rounds,
         failures=log.failures,
         joins=log.joins,
         restarts=log.restarts,
-        marks=tuple(log.marks),
         events=tuple(log.events),
     )

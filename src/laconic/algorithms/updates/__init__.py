@@ -3,8 +3,7 @@
 from laconic.algorithms.updates.anchored_average import AnchoredAverage
 from laconic.algorithms.updates.average import Average, Replace, RoundedAverage
 from laconic.algorithms.updates.delayed_nesterov import DelayedNesterov
-from laconic.algorithms.updates.eager import Eager
-from laconic.algorithms.updates.elastic import Downpour, Elastic
+from laconic.algorithms.updates.elastic import Elastic
 from laconic.algorithms.updates.leader_pull import LeaderPull
 from laconic.algorithms.updates.mix import Mix
 from laconic.algorithms.updates.muon_step import MuonStep
@@ -18,8 +17,6 @@ __all__ = [
     "AnchoredAverage",
     "Average",
     "DelayedNesterov",
-    "Downpour",
-    "Eager",
     "Elastic",
     "LeaderPull",
     "Mix",
