@@ -8,7 +8,6 @@ is a flag.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,8 +41,7 @@ VOCABULARY = """
 --loss SHARE  share of packets lost in each direction, such as 0.1% or 0.001
 
 --params COUNT  number of parameters of the model, such as 1.3B
---buffers COUNT  numbers in the model's buffers that change in training, such as BatchNorm's
-    statistics
+--buffers COUNT  numbers in the model's buffers that training changes, as BatchNorm's
 --dtype DTYPE  dtype of parameters and gradients
 --step-time TIME  compute time of a step, such as 0.9s
 --backward-share SHARE  share of the step time spent in the backward pass
@@ -66,21 +64,17 @@ VOCABULARY = """
 --egress PRICE  price of a GB that leaves a site
 --mtbf TIME  mean time between two failures of a worker, such as 30d
 --repair TIME  time until a failed machine is back
---checkpoint STEPS  steps between two checkpoints, for a run that starts again from one after a
-    failure (without it: an elastic run, which goes on without the lost worker)
+--checkpoint STEPS  steps between checkpoints, from which a run starts again (else it is elastic)
 --cluster FILE  the cluster in YAML or JSON; see --example
 --example  print such a file, and nothing else
---from-metrics FILE  records of a real run, by attach(..., metrics=FILE): use its step times,
-    failures and network
+--from-metrics FILE  records of a real run, to use its step times and network
 
 --kill HOST@TIME  kill a host's program; repeatable
 --kill-every TIME  kill a random host's program again and again, with this mean time in between
 --hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
 --cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
---restart TIME  start a killed program again after this time (without it: never; with --kill-every,
-    5s)
---shell HOST  open a shell on a host: of the newest running lab, or of a new lab if none runs or if
-    other options describe one
+--restart TIME  start a killed program again after this time (5s with --kill-every)
+--shell HOST  open a shell on a host of the newest running lab, or of a new one
 --elastic  instead, kill one of four workers during a training, and replace it
 
 --address HOST:PORT  address to listen at
@@ -105,16 +99,13 @@ class Option(NamedTuple):
     help: str
 
 
-def _read_vocabulary() -> dict[str, Option]:
-    found = {}
-    for row in re.findall(r"^--.*(?:\n    .*)*", VOCABULARY, re.MULTILINE):
-        spec, _, about = row.partition("  ")
-        name, _, value = spec.partition(" ")
-        found[name] = Option(value, " ".join(about.split()))
-    return found
+def _option(row: str) -> tuple[str, Option]:
+    spec, _, about = row.partition("  ")
+    name, _, value = spec.partition(" ")
+    return name, Option(value, about)
 
 
-OPTIONS = _read_vocabulary()
+OPTIONS = dict(map(_option, filter(None, VOCABULARY.splitlines())))
 
 
 def parse_host(text: str) -> int:
