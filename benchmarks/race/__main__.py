@@ -224,7 +224,7 @@ def single(one: runner.Settings) -> Result:
     data = None if one.data is None else Path(one.data).name
     return replace(
         result,
-        rows=(replace(row, timeline=(), rounds=()),),
+        rows=(replace(row, timeline=()),),
         settings={**result.settings, "data": data},
         versions={**result.versions, "laconic": laconic.__version__, "commit": commit()},
     )

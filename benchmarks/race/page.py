@@ -16,7 +16,7 @@ from benchmarks.race.networks import Network
 from benchmarks.race.rows import NONE, ROWS
 from laconic.lab.emulation.seeds import groups
 from laconic.lab.race.comparison import compared
-from laconic.lab.race.plots import COLORS, GRAY, limit_loss
+from laconic.lab.race.plots import COLORS, GRAY, loss_limits
 from laconic.lab.race.result import SECONDS, Result, Row, line
 from laconic.lab.race.wording import reason, three_digits
 
@@ -283,7 +283,13 @@ def _curves(axes: Axes, lines: Sequence[Line], styles: dict[str, Style]) -> None
                 alpha=0.15,
                 linewidth=0,
             )
-    limit_loss(axes, result)
+    if (limits := loss_limits(result)) is not None:
+        low, high, logarithmic = limits
+        if logarithmic:
+            axes.set_yscale("log", subs=[2, 5])
+            axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
+            axes.yaxis.set_minor_formatter(lambda loss, _: f"{loss:g}")
+        axes.set_ylim(low, high)
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds of training")
     _style(axes)

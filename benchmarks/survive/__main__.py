@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,7 @@ def kills(options: argparse.Namespace) -> list[faults.Fault]:
     """Return the kills, the same for all systems. The first ``settle`` seconds have none."""
     seconds = 60 * options.minutes
     plan = faults.random_kills(options.mtbf, HOSTS, options.seed, seconds)
-    return [
-        faults.Kill(kill.at + options.settle, kill.worker)
-        for kill in plan.faults
-        if isinstance(kill, faults.Kill)
-    ]
+    return [replace(kill, at=kill.at + options.settle) for kill in plan.faults]
 
 
 def command(system: str, directory: Path, options: argparse.Namespace) -> list[str]:

@@ -146,7 +146,7 @@ class Run:
         more = AFTER * self.period + 1
         self._wait(lambda: len(of(self.newcomer(number), "step")) > more)
         process = self._newcomers[number]
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
         process.wait(PATIENCE)
         joined = self.costs(number, first)
         self._train(2)

@@ -67,7 +67,6 @@ lab : no program given
 lab -- no-such : program not found
 lab --latency 5ms --jitter 6ms true : jitter must be
 lab --seed 7 true : is the seed of --jitter, --loss and --kill-every
-lab --hosts 2 clean : --hosts has no effect with lab clean
 lab -- PYTHON -m torch.distributed.run --nnodes 2 t.py : --nnodes 2 differs from
 lab --kill 4@1s true : choose from 0 to 3
 advise : --params, --step-time, --bandwidth, --workers
@@ -95,8 +94,6 @@ watch no.jsonl --once : no metrics in no.jsonl
 coordinator --address 192.0.2.1:29400 : cannot listen at 192.0.2.1:29400
 keys new --days 0 : --days must be
 report nowhere : cannot read a result from nowhere
-report good ./empty/../good : is given twice
-report good good/../second --out good : contains one of the results to combine
 """
 
 

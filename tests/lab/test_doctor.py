@@ -107,7 +107,7 @@ def test_the_lab_and_connections_of_this_host(
     assert len(seen) == 2 and not any("none" in each or "s" * 8 in each for each in seen)
     for name in names:
         monkeypatch.setenv(name, "/nothing")
-    assert connections.security().level == connections.congestion_control().level == "problem"
+    assert [finding.level for finding in connections.connections()] == ["problem", "problem"]
 
 
 # -- several hosts, as threads ----
@@ -239,8 +239,8 @@ def test_rates_losses_congestion_control_and_settings() -> None:
         (found,) = network_findings.congestion_findings(report)
         assert found.level == level and said in found.text
         assert bool(found.remedy) == (level == "warning")
-    for lost, said in ((0.0, "no packet had to be sent again"), (0.0006, "at most 0.12% of the")):
-        (found,) = network_findings.loss_findings(sent("", "", lost=lost))
+    for lost, said in ((0.0, "at most 0% of the packets"), (0.0006, "at most 0.12% of the")):
+        (found,) = network_findings.rate_findings(sent("", "", lost=lost))
         assert said in found.text
 
     def security(*secrets: str) -> list[Finding]:

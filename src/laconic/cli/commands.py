@@ -24,7 +24,7 @@ COMMANDS = {
     "keys": "make the keys and certificates of a job",
     "coordinator": "run the coordinator of elastic runs",
     "watch": "show a run that writes metrics",
-    "report": "rebuild the report of a race, or combine several",
+    "report": "rebuild the report of a race",
 }
 
 

@@ -32,7 +32,7 @@ TABLE_WIDTH = 80
 
 OPTIONS = (
     "--hosts --per-host --group-size --slow-host --workload --data --rules --peer --free --seed "
-    "--repeat --json --open --out"
+    "--repeat --json --out"
 )
 
 
@@ -59,7 +59,6 @@ def add(parser: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if every recipe finished, 1 if one failed or diverged."""
     # before a race of minutes
-    import matplotlib  # noqa: F401
     import rich  # noqa: F401
 
     from laconic.lab.emulation.jobs import terminate_as_exit
@@ -100,8 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
             left = len(names) + available * (repeat - 1) - len(result.rows)
             show(result, arguments.out, left, as_json=arguments.json)
     assert result is not None, "a race has at least the row without communication"
-    if arguments.open:
-        report.show(arguments.out)
     return 0 if all(row.status in ("ok", "absent") for row in result.rows) else 1
 
 

@@ -44,7 +44,6 @@ def add(parser: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if the demo has worked: all recipes finished, or with --elastic, all workers."""
-    import matplotlib  # noqa: F401
     import rich  # noqa: F401
 
     if arguments.elastic:
@@ -87,7 +86,6 @@ def show(result: Result, directory: Path) -> None:
     from rich.console import Console
 
     from laconic.lab.demo.outcome import disturbed, sentences, table
-    from laconic.lab.demo.picture import draw
     from laconic.lab.race import report
     from laconic.lab.race.wording import network
 
@@ -100,6 +98,5 @@ def show(result: Result, directory: Path) -> None:
         console.print(f"{number}. {sentence}")
     if warning := disturbed(result):
         console.print(f"\nWarning: {warning}")
-    page = report.write(result, directory)[0]
-    picture = draw(result, directory / "demo.png")
+    page, *_, picture = report.write(result, directory)
     console.print(f"\nPicture: {picture}\nReport:  {page}", soft_wrap=True)

@@ -46,10 +46,8 @@ def add(parser: Any) -> None:
         "Run any program on hosts connected by a slow network, emulated on this machine. The "
         "program is started as by torchrun; if it is torchrun, it runs on every host."
     )
-    parser.epilog = "laconic lab clean ends processes left behind by labs that were killed."
     parser.usage = """laconic lab [OPTIONS] [--] PROGRAM [ARGUMENTS]
-       laconic lab [OPTIONS] --shell HOST
-       laconic lab clean"""
+       laconic lab [OPTIONS] --shell HOST"""
     declare(parser, f"--hosts {PROGRAMS} --seed --shell", hosts=4, seed=0)
     network = parser.add_argument_group("network", f"{BETWEEN} RATE may be unlimited.")
     types = {**TYPES, "RATE": parse_limit}
@@ -67,9 +65,6 @@ def add(parser: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return the exit code of the first process that failed, or 0."""
     command: list[str] = arguments.command
-    if command == ["clean"]:
-        _refuse(arguments, f"--hosts --seed --shell {NETWORK} {PROGRAMS} {FAULTS}", "lab clean")
-        return clean()
     if command[:1] == ["--"]:
         command = command[1:]
     from laconic.lab.emulation import program
@@ -124,15 +119,14 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
     from laconic.lab.emulation import faults
 
     found: list[faults.Fault] = [
-        *map(faults.parse_kill, arguments.kill),
-        *map(faults.parse_hang, arguments.hang),
-        *map(faults.parse_cut, arguments.cut),
+        *(faults.parse("kill", text) for text in arguments.kill),
+        *(faults.parse("hang", text) for text in arguments.hang),
+        *(faults.parse("cut", text) for text in arguments.cut),
     ]
-    plans = [faults.Plan(tuple(found))]
+    plan = faults.Plan(tuple(found))
     if arguments.kill_every is not None:
         kills = faults.random_kills(arguments.kill_every, hosts, arguments.seed, HORIZON_SECONDS)
-        plans.append(kills)
-    plan = faults.combined(plans)
+        plan = faults.Plan((*found, *kills.faults))
     plan.check(hosts)
     if arguments.kill_every is None and not found:
         if arguments.restart is not None:
@@ -145,19 +139,18 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
     """Open a shell on a host of a running lab or of a new one. Return its exit code."""
     from laconic.lab.emulation import cluster
     from laconic.lab.emulation.jobs import terminate_as_exit
-    from laconic.lab.emulation.join import join, running, trusted
+    from laconic.lab.emulation.join import join, running
     from laconic.lab.emulation.shell import open_shell
 
     host = parse_host(arguments.shell)
-    found = running()
-    labs = [] if given(arguments, f"--hosts {NETWORK}") else [*filter(trusted, found)] or found
+    labs = [] if given(arguments, f"--hosts {NETWORK}") else running()
     with contextlib.ExitStack() as stack:
         stack.enter_context(terminate_as_exit())
         if labs:
             entry = join(labs[-1], host)
             for descriptor in entry.descriptors():
                 stack.callback(os.close, descriptor)
-            log(f"host{host} of the lab of process {labs[-1].split('-')[2]}; Ctrl-D leaves")
+            log(f"host{host} of the lab of process {labs[-1]}; Ctrl-D leaves")
         else:
             cluster.check_host(host, network.hosts)
             new = stack.enter_context(
@@ -172,19 +165,6 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
             log(f"{describe(network)}; join from other terminals with laconic lab --shell HOST")
             log("Ctrl-D ends the lab")
         return open_shell(entry, {**os.environ, **cluster.interface_variables("eth0")})
-
-
-def clean() -> int:
-    """End orphaned processes of labs whose launcher is dead. Return 1 if one could not be ended."""
-    from laconic.lab.emulation import orphans
-
-    stuck = 0
-    for member in orphans.members():
-        if not member.launcher_lives:
-            ended = orphans.end(member)
-            stuck += not ended
-            print(f"{'ended' if ended else 'cannot end'} {member.pid}: {member.command[:60]}")
-    return 1 if stuck else 0
 
 
 def describe(network: Network) -> str:
@@ -266,7 +246,7 @@ class Display:
             for happened in ended.happened:
                 log(f"  {happened}")
         if ended.goodput is not None:
-            for line in report(ended.goodput, self._settings.network.hosts, ended.seconds):
+            for line in report(ended.goodput):
                 log(line)
         if ended.first is not None:
             name = ended.first.process.name

@@ -84,7 +84,6 @@ VOCABULARY = """
 
 --all  also print a table of all recipes, and how they compare
 --once  show the current state and exit
---open  show the report in a browser
 --json  print JSON
 --out DIR  directory for the results
 

@@ -29,7 +29,6 @@ from laconic.lab.doctor.network_findings import (
     congestion_findings,
     connection_findings,
     connection_remedy,
-    loss_findings,
     ranks_text,
     rate_findings,
     security_findings,
@@ -333,7 +332,6 @@ class _Session:
         for findings in (
             connection_findings,
             rate_findings,
-            loss_findings,
             congestion_findings,
             clock_findings,
         ):
