@@ -326,8 +326,8 @@ assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 #
 # Before a training, from numbers, or measured with your own workload:
 #
-#     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 2ms --nodes 2
-#     laconic advise --workload my.py:make --hosts 4 --bandwidth 100mbit
+#     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 2ms --workers 2
+#     laconic advise --workload my.py:make --workers 4 --bandwidth 100mbit
 #
 # This is the output of the first command for these hosts, on each network, from the computing
 # measured above. It compares more recipes than these four.
@@ -428,7 +428,7 @@ check("7.3", long_enough)
 #    per step, when all hosts share one processor?
 # 4. Add a latency of 50 ms (`--latency 50ms`) at 100 Mbit/s. Which recipes slow down, and which do
 #    not change?
-# 5. Give one host a tenth of the bandwidth (`--bandwidth-host 1=10mbit`). Who waits for whom?
+# 5. Give one host a tenth of the bandwidth (`--bandwidth 1=10mbit`). Who waits for whom?
 #
 # ## Where to go next
 #

@@ -165,7 +165,7 @@ def command(setting: Setting, steps: int, directory: Path) -> list[str]:
     lab = [sys.executable, "-m", "laconic", "lab", "--hosts", str(HOSTS)]
     lab += ["--bandwidth", f"{setting.rate:.0f}bit", "--out", str(directory)]
     for host, rate in setting.rates.items():
-        lab += ["--bandwidth-host", f"{host}={rate:.0f}bit"]
+        lab += ["--bandwidth", f"{host}={rate:.0f}bit"]
     if setting.latency:
         lab += ["--latency", f"{1000 * setting.latency:g}ms"]
     for host in setting.kill:

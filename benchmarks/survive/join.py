@@ -94,7 +94,7 @@ class Run:
         where = f"{cluster.addresses[0]}:{COORDINATOR_PORT}"
         env = {**job_environment(cluster, {}), COORDINATOR_VARIABLE: where}
         coordinator = [sys.executable, "-m", "laconic", "coordinator"]
-        coordinator += ["--host", cluster.addresses[0], "--port", str(COORDINATOR_PORT)]
+        coordinator += ["--address", f"{cluster.addresses[0]}:{COORDINATOR_PORT}"]
         output = self._stack.enter_context((self.directory / "output").open("wb"))
         cluster.start(0, coordinator, env=env, stdout=output.fileno(), stderr=output.fileno())
 

@@ -218,8 +218,8 @@ def test_rounds_close_as_the_rules_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- the command ----
 
-SMALL = ["plan", "--workers", "4", "--sites", "2", "--rate", "100mbit", "--latency", "20ms",
-         "--parameters", "2m", "--step", "200ms", "--steps", "32"]  # fmt: skip
+SMALL = ["plan", "--workers", "4", "--sites", "2", "--bandwidth", "100mbit", "--latency", "20ms",
+         "--params", "2m", "--step-time", "200ms", "--steps", "32"]  # fmt: skip
 
 
 def written(path: Path, text: str) -> Path:
@@ -312,7 +312,7 @@ def test_records_give_step_times_and_the_network(tmp_path: Path, capsys: Capture
     cluster, _ = measured.calibrated(base, path)
     assert cluster.step == found.step and cluster.sites[1].rate == pytest.approx(80e6)
     assert cluster.sites[1].uplink is None, "the measured rate includes it"
-    known = ["plan", "--rate", "1gbit", "--parameters", "1m", "--steps", "40", "--workers", "4"]
+    known = ["plan", "--bandwidth", "1gbit", "--params", "1m", "--steps", "40", "--workers", "4"]
     assert main([*known, "--from-metrics", str(path)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("local_sgd(8): 40 steps") and "measured: local_sgd(8)" in said

@@ -26,7 +26,7 @@ BITS = 32 * 1200
 SLOW_WORKER = Facts(3, ((1200,),), 4, 2.0, BITS, 0.5, computes=(1.0, 1.0, 2.0))
 """A message takes a second, and rank 0's share of a round 4 s and two latencies: 5 s."""
 NUMBERS: dict[str, Any] = {
-    "params": 8_000_000, "step_time": 0.5, "bandwidth": 80e6, "one_way": 0.0, "nodes": 4,
+    "params": 8_000_000, "step_time": 0.5, "bandwidth": 80e6, "one_way": 0.0, "workers": 4,
 }  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def test_what_a_round_sends_by_hand() -> None:
 def test_sums_travel_where_nothing_is_coded() -> None:
     """Of 2 ranks a node an all-reduce passes the card once, what goes to every rank twice, but for
     what stays in the node."""
-    facts = facts_from(**{**NUMBERS, "backward_share": 0.0}, nprocs_per_node=2)
+    facts = facts_from(**{**NUMBERS, "backward_share": 0.0}, ranks=2)
     coded = predict(la.ddp(codec="int8"), facts)
     assert coded.exposed == pytest.approx(coded.bytes * 8 / (80e6 / 2), rel=1e-6)
     low = predict(la.power_sgd(4), facts)
@@ -181,7 +181,7 @@ def test_numbers_make_the_same_facts() -> None:
     assert seconds(la.local_sgd(10), half) == pytest.approx(0.5 + WHOLE / 20)
     # ranks of a node share its network interface: an eighth each takes as long as all of it; an
     # all-reduce over all 32 ranks passes each interface once
-    shared = facts_from(**NUMBERS, nprocs_per_node=8)
+    shared = facts_from(**NUMBERS, ranks=8)
     assert seconds(la.local_sgd(10), shared) == pytest.approx(0.5 + WHOLE / 10)
     assert seconds(la.ddp(), shared, backward=0.0) == pytest.approx(0.5 + 2 * 31 / 32 * 3.2)
 

@@ -17,7 +17,7 @@ from laconic.cli import main
 from laconic.lab.race import runner
 from laconic.policy.predict import predict
 
-SMALL = ("--workers", "2", "--steps", "16", "--compute", "1ms")
+SMALL = ("--workers", "2", "--steps", "16", "--step-time", "1ms")
 """A trial of a tenth of a second."""
 RECIPE = "slowmo(local_sgd(4), period=8, momentum=momentum)"
 
@@ -143,7 +143,7 @@ def test_a_run_is_the_same_every_time_and_depends_on_lr_and_seeds() -> None:
 def test_command_prints_table_and_line_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["tune", RECIPE, *SMALL, "--param", "lr=1", "--out", str(tmp_path)]
+    options = ["tune", RECIPE, *SMALL, "--values", "lr=1", "--out", str(tmp_path)]
     assert main([*options, "--trials", "2"]) == 0
     said = capsys.readouterr()
     assert "2 of 5 settings tried" in said.out

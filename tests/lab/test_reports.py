@@ -8,7 +8,6 @@ import html
 import json
 import math
 import re
-import webbrowser
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -180,9 +179,7 @@ def told(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(captured.out.split())
 
 
-def test_a_report_is_made_anew_shown_as_json_and_opened(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_made_anew_and_shown_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     again = replace(DDP, seed=1, seconds_per_step=DDP.seconds_per_step + 0.2)
     race = result(SILENT, replace(DDP, recipe="odd(1, 2)"), LOCAL, FAILED, DDP, again)
     report.save(race, Path("run"))
@@ -194,19 +191,9 @@ def test_a_report_is_made_anew_shown_as_json_and_opened(
     assert len(rows) == sum(len(run.curve) for run in race.rows)
     assert (rows[-1]["recipe"], rows[-1]["seed"], rows[-1]["loss"]) == ("ddp()", "1", "2.45")
     assert rows[-1]["distance"] == ""
-    opened: list[str] = []
-
-    def opening(url: str) -> bool:
-        opened.append(url)
-        return len(opened) == 1
-
-    monkeypatch.setattr(webbrowser, "open", opening)
-    found = json.loads(told("run", "--open", "--json", capsys=capsys), parse_constant=pytest.fail)
-    assert opened == [Path("run/report.html").resolve().as_uri()]
+    found = json.loads(told("run", "--json", capsys=capsys), parse_constant=pytest.fail)
     assert " ".join(found["answer"]) == report.verdict(race)
     assert (found["equal_time"], found["equal_steps"], found["runs_left"]) == (30.0, 75, 0)
     assert found["rows"][3]["status"] == "failed" and found["rows"][3]["loss_at_equal_time"] is None
     spread = found["rows"][4]["spread"]["seconds_per_step"]
     assert found["rows"][4]["runs"] == 2 and spread == pytest.approx(0.2 / 2**0.5)
-    assert main(["report", "run", "--open"]) == 2
-    assert "laconic: no browser " in capsys.readouterr().err

@@ -20,8 +20,8 @@ TIMEOUT = 60.0
 
 def check(settings: Settings) -> None:
     """Raise ``ValueError`` for settings that would fail later. Starts nothing."""
-    if settings.hosts * settings.per_host == 1:
-        raise ValueError("one process cannot communicate: give --hosts 2 or more")
+    if settings.hosts == 1:
+        raise ValueError("one worker cannot communicate: give --workers 2 or more")
     settings.check()
 
 

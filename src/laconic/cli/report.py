@@ -8,17 +8,12 @@ from typing import Any
 
 from laconic.cli.options import declare
 
-OPTIONS = """
---out DIR  default: the directory itself
---json --open
-"""
-
 
 def add(parser: Any) -> None:
     """Add the description and the options of the command."""
     parser.description = "Rebuild the page, picture and table from the results.json of a race."
     parser.add_argument("directory", type=Path, metavar="DIR", help="output of laconic compare")
-    declare(parser, OPTIONS)
+    declare(parser, "--json")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,10 +21,5 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.cli.compare import show
     from laconic.lab.race import report
 
-    result = report.read(arguments.directory)
-    out = arguments.out or arguments.directory
-    report.prepare(out)
-    show(result, out, as_json=arguments.json)
-    if arguments.open:
-        report.show(out)
+    show(report.read(arguments.directory), arguments.directory, as_json=arguments.json)
     return 0

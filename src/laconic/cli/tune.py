@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from laconic.cli.options import declare
 from laconic.errors import check_float, check_int
-from laconic.units import parse_duration
 
 if TYPE_CHECKING:
     import optuna
@@ -22,24 +21,10 @@ if TYPE_CHECKING:
 
 TRIALS, STEPS = 20, 240
 """Defaults."""
-OPTIONS = """
---param NAME=A,B,...  the values of a name, such as momentum=0,0.2,0.4; repeatable
---workload --data --rules
---workers N  number of workers
---group-size
---bandwidth RATE  bandwidth of each worker, such as 20mbit
---latency
---compute TIME  compute time of a step on your machines, such as 50ms, for predicted times (default:
-    measured here)
---trials N  number of trials, including resumed ones
---no-stop  train every setting to the end, good or bad
---repeat N  train each setting with N seeds and use the mean loss
---seed --out
-"""
-LENGTH = f"""
---steps N  steps per trial (default: {STEPS})
---seconds SECONDS  length of a trial as time predicted by the cost model
-"""
+OPTIONS = (
+    "--values --workload --data --rules --workers --group-size --bandwidth --latency --step-time "
+    "--trials --no-stop --repeat --seed --out"
+)
 
 
 def add(parser: Any) -> None:
@@ -52,7 +37,7 @@ def add(parser: Any) -> None:
     parser.epilog = (
         "Free names in the recipe are tuned, and so is lr: the learning rate of the local "
         "optimizer, as a multiple of the workload's. For example: laconic tune "
-        "'slowmo(local_sgd(12), period=outer, momentum=momentum)' --param outer=12,24,48"
+        "'slowmo(local_sgd(12), period=outer, momentum=momentum)' --values outer=12,24,48"
     )
     parser.add_argument(
         "recipe",
@@ -65,7 +50,7 @@ def add(parser: Any) -> None:
     network = {"workers": 4, "bandwidth": "100mbit", "latency": "0"}
     usual = {"workload": "digits", "trials": TRIALS, "repeat": 1, "seed": 0, "out": "laconic-tune"}
     declare(parser, OPTIONS, **network, **usual)
-    declare(parser.add_mutually_exclusive_group(), LENGTH)
+    declare(parser.add_mutually_exclusive_group(), "--steps --seconds", steps=STEPS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -112,9 +97,9 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
     check_int("seed", arguments.seed, 0)
     repeat = check_int("repeat", arguments.repeat, 1)
     grids: dict[str, Any] = {}
-    for name, values in map(parse_values, arguments.param):
+    for name, values in map(parse_values, arguments.values):
         if name in grids:
-            raise ValueError(f"--param is given twice for {name}")
+            raise ValueError(f"--values is given twice for {name}")
         grids[name] = values
     settings = Settings(
         recipes=(),
@@ -127,13 +112,13 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
         workload=arguments.workload,
         data=arguments.data,
         seconds=None,
-        steps=STEPS if arguments.steps is None else arguments.steps,
+        steps=arguments.steps,
         seeds=tuple(range(arguments.seed, arguments.seed + repeat)),
     )
     space = space_of(arguments.recipe, grids, workers, settings.user_recipes())
     compute = math.nan
-    if arguments.compute is not None:
-        compute = check_float("compute", parse_duration(arguments.compute), 0.0, strict=True)
+    if arguments.step_time is not None:
+        compute = check_float("step-time", arguments.step_time, 0.0, strict=True)
     if arguments.seconds is not None:
         check_float("seconds", arguments.seconds, 0.0, strict=True)
     settings.check()
@@ -147,7 +132,7 @@ def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[s
     workload = arguments.workload.rpartition(":")[0] or arguments.workload
     files = [Path(name) for name in (workload, arguments.rules, arguments.data) if name]
     names = (
-        "seconds", "workload", "workers", "group_size", "bandwidth", "latency", "compute",
+        "seconds", "workload", "workers", "group_size", "bandwidth", "latency", "step_time",
         "no_stop", "seed", "repeat",
     )  # fmt: skip
     return {

@@ -203,7 +203,7 @@ class Cluster:
             step_time=compute,
             bandwidth=rate,
             one_way=one_way,
-            nodes=max(n, 2),
+            workers=max(n, 2),
             backward_share=self.backward,
             dtype=self.dtype,
             loss=self.loss,

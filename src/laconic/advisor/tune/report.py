@@ -60,7 +60,7 @@ def summary(space: Space, trials: Sequence[Trial], group_size: int | None = None
         f"Lowest validation loss: {winner.run.loss:.4f}, {setting_text(space, winner.setting)}.",
     ]
     if names := edges(space, winner.setting):
-        lines.append(f"Try values beyond the ends of {', '.join(names)}: --param {names[0]}=...")
+        lines.append(f"Try values beyond the ends of {', '.join(names)}: --values {names[0]}=...")
     return "\n".join([*lines, "Code:", "", *code(space, winner.setting, group_size)])
 
 

@@ -111,7 +111,7 @@ def space_of(
     for name in names:
         grid = values.get(name) or GRIDS.get(name)
         if grid is None:
-            raise ValueError(f"no values for {name!r} in {text!r}: give --param {name}=A,B,...")
+            raise ValueError(f"no values for {name!r} in {text!r}: give --values {name}=A,B,...")
         grids[name] = _grid(name, grid)
     for value in grids[LR]:
         check_float(LR, value, 0.0, strict=True)
@@ -139,7 +139,7 @@ def parse_values(text: str) -> tuple[str, tuple[Value, ...]]:
     words = [word.strip() for word in listed.split(",")]
     if not equals or not name.strip().isidentifier() or not all(words):
         raise ValueError(
-            f"--param must be NAME=VALUE,VALUE,... (for example, momentum=0,0.2,0.4), not {text!r}"
+            f"--values must be NAME=VALUE,VALUE,... (for example, momentum=0,0.2,0.4), not {text!r}"
         )
     return name.strip(), tuple(_value(word) for word in words)
 

@@ -1,4 +1,4 @@
-"""``laconic demo --kill``: a worker is killed and replaced, before the user's eyes."""
+"""``laconic demo --elastic``: a worker is killed and replaced, before the user's eyes."""
 
 from __future__ import annotations
 

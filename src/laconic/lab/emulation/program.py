@@ -378,7 +378,7 @@ def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback, trace: P
         found = {COORDINATOR_VARIABLE: f"{address}:{port}", TRACE_VARIABLE: str(trace)}
         env = {**process.env, **found}
         ranks[rank] = replace(process, env=env)
-    command = [sys.executable, "-m", "laconic", "coordinator", "--host", address, "--port", port]
+    command = [sys.executable, "-m", "laconic", "coordinator", "--address", f"{address}:{port}"]
     return Process("coordinator", host, command, job_environment(cluster, {}))
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import csv
-import webbrowser
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +26,6 @@ __all__ = [
     "prepare",
     "read",
     "save",
-    "show",
     "summary",
     "table",
     "verdict",
@@ -58,17 +56,6 @@ def summary(result: Result) -> dict[str, object]:
         "rows": figures(result),
         "notes": caption(result),
     }
-
-
-def show(directory: Path) -> None:
-    """Open the page in `directory` in the user's browser.
-
-    Raises:
-        OSError: no browser is available.
-    """
-    page = (directory / "report.html").resolve()
-    if not webbrowser.open(page.as_uri()):
-        raise OSError(f"no browser available: open {page} yourself")
 
 
 def prepare(directory: Path) -> None:
