@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from laconic.lab.emulation.impairments import Impairments
 
 VOCABULARY = """
---workers N  number of workers
---ranks N  ranks of each worker, such as the GPUs of a node
---hosts N  number of hosts
---per-host N  processes per host, each one worker
---group-size N  workers per group, for recipes such as hierarchical
+--workers COUNT  number of workers
+--ranks COUNT  ranks of each worker, such as the GPUs of a node
+--hosts COUNT  number of hosts
+--per-host COUNT  processes per host, each one worker
+--group-size COUNT  workers per group, for recipes such as hierarchical
 --slow-host HOST=FACTOR  make one host compute more slowly, such as 2=1.5; repeatable
---sites N  sites with equal shares of the workers
+--sites COUNT  sites with equal shares of the workers
 
 --bandwidth RATE  rate at which each host or worker sends, such as 20mbit
 --download RATE  rate at which each worker receives, if it is not that at which it sends
@@ -56,8 +56,8 @@ VOCABULARY = """
 --seconds SECONDS  training time of each run
 --steps COUNT  steps of each run
 --seed N  random seed
---repeat N  runs of each recipe or setting, with as many seeds
---trials N  number of trials, including resumed ones
+--repeat COUNT  runs of each recipe or setting, with as many seeds
+--trials COUNT  number of trials, including resumed ones
 --no-stop  train every setting to the end, good or bad
 
 --price PRICE  price of a worker per hour
@@ -87,7 +87,7 @@ VOCABULARY = """
 --json  print JSON
 --out DIR  directory for the results
 
---days N  days for which the certificates are valid
+--days COUNT  days for which the certificates are valid
 """
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic.cli.options import attribute, declare, given
-from laconic.errors import check_int
 
 if TYPE_CHECKING:
     from laconic.advisor.plan.cluster import Cluster
@@ -81,12 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.example:
         print(fields.EXAMPLE, end="")
         return 0
-    runs = None if arguments.repeat is None else check_int("--repeat", arguments.repeat, 1)
     cluster, measured = _cluster(arguments)
     recipes = arguments.recipes
     if measured is not None and not recipes:
         recipes = [_recipe_of(measured, arguments.from_metrics)]
-    made = plan(cluster, recipes, steps=arguments.steps, seeds=runs)
+    made = plan(cluster, recipes, steps=arguments.steps, seeds=arguments.repeat)
     if arguments.json:
         print(made.to_json())
         return 0
