@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.round import unchanged
 from laconic.compat.gossip_graphs import GraphManager, UniformMixing
 from laconic.compat.profile import LogLines, Profile
 from laconic.compat.slowmo_arguments import (
@@ -178,7 +177,9 @@ class SlowMoDistributedDataParallel(nn.Module):
             own = given.shards(nodes) if name == "slowmo_num_shards" else getattr(given, name)
             setattr(self, name, own)
         sets = sets_of(world, layout, None, False, inside_of(world, device, timeout))
-        settings = Settings("average" if broadcast_buffers else "keep", unchanged, hooked=False)
+        settings = Settings(
+            "average" if broadcast_buffers else "keep", lambda recipe: recipe, hooked=False
+        )
         self._driver = Driver(module, None, recipe, sets, device, settings)
         self._sync = Synchronizer(self._driver)
         weakref.finalize(self, self._sync.detach).atexit = False
