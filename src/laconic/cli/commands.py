@@ -10,7 +10,7 @@ import argparse
 from importlib import import_module
 from typing import Any, NoReturn
 
-from laconic.cli.options import Once
+from laconic.cli.options import Stored
 from laconic.version import __version__
 
 COMMANDS = {
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, allow_abbrev=False, **options)
         for name in (None, "store"):
-            self.register("action", name, Once)
+            self.register("action", name, Stored)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

@@ -175,11 +175,11 @@ def worded(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-class Once(argparse.Action):
-    """An option with one value. A second one is an error: it would replace the first silently.
+class Stored(argparse.Action):
+    """Stores what is given for an option, and adds its name to ``given`` of the arguments.
 
-    The name of the option is added to ``given`` of the arguments. Values of single hosts are in the
-    arguments as a dictionary, under the name that `single` returns.
+    A second value is an error where it would replace the first silently. Values of single hosts are
+    in the arguments as a dictionary, under the name that `single` returns.
     """
 
     def __call__(
@@ -189,17 +189,19 @@ class Once(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        name = self.dest
         if isinstance(values, OfHost):
-            found = getattr(namespace, single(self.dest))
+            name = single(name)
+            found = getattr(namespace, name)
             if values.host in found:
                 raise argparse.ArgumentError(self, f"has two values for host {values.host}")
-            setattr(namespace, single(self.dest), {**found, values.host: values.value})
-            return
-        given = getattr(namespace, "given", ())
-        if option_string and self.dest in given:
+            values = {**found, values.host: values.value}
+        elif isinstance(self.default, list):
+            values = [*getattr(namespace, name), values]
+        elif option_string and name in namespace.given:
             raise argparse.ArgumentError(self, "is given twice: leave out one of them")
-        namespace.given = (*given, self.dest)
-        setattr(namespace, self.dest, values)
+        namespace.given = (*namespace.given, name)
+        setattr(namespace, name, True if self.nargs == 0 else values)
 
 
 def attribute(option: str) -> str:
@@ -239,17 +241,17 @@ def declare(
         about += "" if default is None else f" (default: {default})"
         more: dict[str, Any] = {"help": about.replace("%", "%%"), "default": default}
         if not value:
-            parser.add_argument(name, action="store_true", help=more["help"])
+            parser.add_argument(name, nargs=0, **{**more, "default": False})
             continue
         kind = value.removeprefix("HOST=")
         parse = types.get(name, types.get(kind, str))
         if isinstance(default, str):  # argparse would not, beside a value of one host
             more["default"] = parse(default)
-        if about.endswith("; repeatable") and kind == value:
-            more |= {"action": "append", "default": []}
-        elif by_host or kind != value:
+        if by_host or kind != value:
             parse = host_and(parse, required=kind != value)
             value = value if kind != value else f"[HOST=]{value}"
+        elif about.endswith("; repeatable"):
+            more["default"] = []
         more["type"] = parse if parse in (int, float) else worded(parse)
         parser.add_argument(name, metavar=value, **more)
         parser.set_defaults(**{single(attribute(name)): {}} if "HOST=" in value else {})
@@ -257,13 +259,8 @@ def declare(
 
 def given(arguments: argparse.Namespace, options: str) -> list[str]:
     """Return which of the options are given."""
-
-    def is_given(name: str) -> bool:
-        values = (getattr(arguments, each, None) for each in (name, single(name)))
-        found = any(v is True or (isinstance(v, (list, dict)) and v) for v in values)
-        return found or name in arguments.given
-
-    return [option for option in options.split() if is_given(attribute(option))]
+    names = {option: attribute(option) for option in options.split()}
+    return [o for o, name in names.items() if {name, single(name)} & {*arguments.given}]
 
 
 def impairments_of(arguments: argparse.Namespace) -> Impairments:
