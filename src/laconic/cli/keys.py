@@ -12,7 +12,6 @@ from typing import Any
 from laconic.cli.options import declare, given
 
 CA, CERTIFICATE, KEY, SECRET = "ca.pem", "cert.pem", "key.pem", "secret"
-MOST_DAYS = 36500
 
 
 def add(parser: Any) -> None:
@@ -39,8 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from laconic.cli.authority import Authority
 
-        if arguments.days > MOST_DAYS:
-            raise ValueError(f"--days must be at most {MOST_DAYS}, not {arguments.days}")
         authority = Authority.make(arguments.days)
         certificate, key = authority.sign(arguments.days)
         private = {KEY: key, SECRET: secrets.token_hex(32).encode() + b"\n"}

@@ -26,22 +26,16 @@ FIELDS = {
 """Fields of a cluster with another name than that of their option."""
 STEPS = 10_000
 """Default length of the run."""
-EXAMPLE = "laconic plan --workers 8 --sites 3 --bandwidth 100mbit --latency 80ms --params 1b"
+EXAMPLE = (
+    "laconic plan --workers 8 --sites 3 --bandwidth 100mbit --latency 80ms --params 1b "
+    "--step-time 1s"
+)
 EPILOG = f"""\
 8 machines with one GPU each, in 3 countries, and a model of a billion parameters:
 
-    {EXAMPLE} --step-time 1s
+    {EXAMPLE}
 
-The same for one recipe, with a machine that fails once a month:
-
-    {EXAMPLE} --step-time 1s \\
-        --mtbf 30d 'diloco(100)'
-
-For unequal sites, write a file, and change it:
-
-    laconic plan --example > cluster.yaml
-    laconic plan --cluster cluster.yaml
-
+For unequal sites, write a file with --example, and change it.
 docs/planning.md explains every number."""
 CLUSTER = (
     "--workers --sites --bandwidth --download --uplink --latency --jitter --loss --params --dtype "
