@@ -33,7 +33,7 @@ def add(parser: Any) -> None:
     )
     declare(parser, "--workers --latency --loss --all --json")
     declare(parser, "--bandwidth", by_host=True)
-    numbers = {"ranks": 1, "backward_share": 0.6, "dtype": "float32"}
+    numbers: dict[str, Any] = {"ranks": 1, "backward_share": 0.6, "dtype": "float32"}
     declare(parser.add_argument_group("from numbers"), NUMBERS, **numbers)
     measured = parser.add_argument_group("measured on emulated hosts")
     declare(measured, f"--workload {MEASURED}", steps="20", seed=0)

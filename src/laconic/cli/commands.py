@@ -31,8 +31,8 @@ COMMANDS = {
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line with the next step, and whose options are given once."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
         for name in (None, "store"):
             self.register("action", name, Stored)
 

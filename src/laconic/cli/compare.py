@@ -48,8 +48,8 @@ def add(parser: Any) -> None:
     parser.add_argument(
         "recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(DEFAULT)}"
     )
-    hosts = {"hosts": 4, "per_host": 1}
-    declare(parser, OPTIONS, **hosts, workload="text", seed=0, repeat=1, out="laconic-compare")
+    usual: dict[str, Any] = {"hosts": 4, "per_host": 1, "workload": "text", "seed": 0, "repeat": 1}
+    declare(parser, OPTIONS, **usual, out="laconic-compare")
     network = parser.add_argument_group("network", BETWEEN)
     declare(network, NETWORK, by_host=True, bandwidth="100mbit", **FREE)
     declare(parser.add_mutually_exclusive_group(), "--seconds --steps", seconds="30")

@@ -220,7 +220,7 @@ BETWEEN = (
     "HOST= gives one host another value, such as --latency 2=50ms. Between two hosts, the mean of "
     "their latencies, jitters and losses counts."
 )
-FREE = {"latency": "0", "jitter": "0", "loss": "0"}
+FREE: dict[str, Any] = {"latency": "0", "jitter": "0", "loss": "0"}
 
 
 def declare(

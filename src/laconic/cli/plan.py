@@ -60,7 +60,7 @@ def add(parser: Any) -> None:
     what = parser.add_argument_group(
         "the cluster, all of whose workers are alike; --latency is the round trip between sites"
     )
-    numbers = {"sites": 1, "dtype": "float32", "step_time": "1s", "spread": "5%"}
+    numbers: dict[str, Any] = {"sites": 1, "dtype": "float32", "step_time": "1s", "spread": "5%"}
     declare(what, CLUSTER, **numbers, latency="0", jitter="0", loss="0")
     declare(parser.add_argument_group("from files"), "--cluster --from-metrics --example")
     declare(parser, "--steps --repeat --json", steps=STEPS)

@@ -47,9 +47,9 @@ def add(parser: Any) -> None:
         help="slowmo (default), local_sgd, diloco, ddp, sgp or easgd with the parameters "
         "usually tuned, or a recipe with free names",
     )
-    network = {"workers": 4, "bandwidth": "100mbit", "latency": "0"}
-    usual = {"workload": "digits", "trials": TRIALS, "repeat": 1, "seed": 0, "out": "laconic-tune"}
-    declare(parser, OPTIONS, **network, **usual)
+    network: dict[str, Any] = {"workers": 4, "bandwidth": "100mbit", "latency": "0"}
+    usual: dict[str, Any] = {"workload": "digits", "trials": TRIALS, "repeat": 1, "seed": 0}
+    declare(parser, OPTIONS, **network, **usual, out="laconic-tune")
     declare(parser.add_mutually_exclusive_group(), "--steps --seconds", steps=STEPS)
 
 
