@@ -165,6 +165,7 @@ def test_a_package_that_is_missing_is_named(
 ) -> None:
     monkeypatch.chdir(files)
     monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "laconic.cli.authority", raising=False)
     assert main(command(line)) == 2
     said = capsys.readouterr().err.lower()
     assert {"sklearn": "scikit-learn"}.get(package, package) in said and "pip install" in said
