@@ -41,9 +41,6 @@ if TYPE_CHECKING:  # an alias makes a name public
     from laconic.algorithms.auto import auto as auto
     from laconic.checkpoint import load as load, save as save
     from laconic.compat.comm_optimizer import CommOptimizer as CommOptimizer
-    from laconic.compat.dist_optimizer import (
-        EASGD as EASGD, LSGD as LSGD, DistOptimizer as DistOptimizer,
-    )
     from laconic.compat.fairscale import (
         SlowMoDistributedDataParallel as SlowMoDistributedDataParallel,
     )
@@ -90,7 +87,6 @@ NAMES_BY_MODULE = {
         "laconic.attach": "attach init",
         "laconic.checkpoint": "load save",
         "laconic.compat.comm_optimizer": "CommOptimizer",
-        "laconic.compat.dist_optimizer": "DistOptimizer EASGD LSGD",
         "laconic.compat.fairscale": "SlowMoDistributedDataParallel",
         "laconic.compat.gossip_graphs": (
             "DynamicBipartiteExponentialGraph DynamicBipartiteLinearGraph "
