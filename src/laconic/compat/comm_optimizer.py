@@ -223,6 +223,8 @@ class CommOptimizer(Optimizer):
 
 
 def _check_ranks(world_size: int, link: Link | None) -> None:
+    if isinstance(link, str):  # a choice of `attach`
+        raise ValueError(f"link must be a laconic.links.Link or None, not {link!r}")
     here = current_link.get() if link is None else link
     size = getattr(here, "size", dist.get_world_size() if dist.is_initialized() else world_size)
     if world_size != size:
