@@ -7,11 +7,11 @@ DOCS := $(VENV)/.docs
 COURSE := $(VENV)/.course
 LAB := $(VENV)/.lab
 
-.PHONY: demo test test-all check wheels try-wheels matrix torchtitan cuda bench science race survive validate-model peers mutations stress look look-docs docs pictures tutorial course clean
+.PHONY: demo test test-all check wheels try-wheels matrix torchtitan gpu bench science race survive validate-model peers mutations stress look look-docs docs pictures tutorial course clean
 
 DEMO ?=
 
-demo: $(if $(wildcard $(READY)),$(READY),$(LAB))  ## what a slow network costs, and what laconic gains; DEMO=--kill: lose a worker
+demo: $(if $(wildcard $(READY)),$(READY),$(LAB))  ## what a slow network costs, and what laconic gains; DEMO=--elastic: lose a worker
 	$(BIN)/laconic demo $(DEMO)
 
 # One process per processor: with one more, no time is spent waiting, and as much on starting it.
@@ -51,11 +51,12 @@ torchtitan: $(READY)      ## the example for torchtitan, on CPUs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TITAN) -r examples/torchtitan/requirements.txt
 	PYTHONPATH=$(CURDIR)/$(TITAN):$(CURDIR)/examples/torchtitan $(BIN)/python -m pytest -n 0 examples/torchtitan
 
-CUDA ?=
-CUDA_PYTHON ?=
+GPU ?=
+GPU_PYTHON ?=
+GPU_SECONDS ?= 780
 
-cuda: $(if $(CUDA_PYTHON),,$(READY))  ## what needs a GPU; CUDA="--only NAME"; CUDA_PYTHON=python3: with another torch
-	PYTHONPATH=src $(or $(CUDA_PYTHON),$(BIN)/python) -m benchmarks.cuda $(CUDA)
+gpu: $(if $(GPU_PYTHON),,$(READY))  ## what needs a GPU, as much as fits into GPU_SECONDS; GPU="--only NAME"; GPU_PYTHON=python3: with another torch
+	PYTHONPATH=src $(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.cuda --seconds $(GPU_SECONDS) $(GPU)
 
 bench: $(READY)           ## measure what laconic costs, as ratios
 	$(BIN)/python -m benchmarks

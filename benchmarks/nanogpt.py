@@ -18,31 +18,25 @@ of one worker's iteration; by default, it is measured.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from statistics import fmean
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-import laconic
-from benchmarks.journal import Journal, sources_digest
+from benchmarks import gpt
+from benchmarks.gpt import GPT, LAPTOP, batches, characters, optimizers_of, train
+from benchmarks.study import Study, sources_digest
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.parse import as_recipe
 from laconic.policy.candidates import turning
 from laconic.policy.facts import Facts
 from laconic.policy.predict import predict
 
-LAYERS, HEADS, WIDTH, BLOCK, BATCH = 4, 4, 128, 64, 12
-WARMUP, BETAS, DECAY, CLIP = 100, (0.9, 0.99), 0.1, 1.0
 LRS = (1e-3, 2.5e-3, 5e-3, 1e-2)
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7, "1 Mbit/s": 1e6}
 LATENCY = 0.5e-3
@@ -60,77 +54,6 @@ ROWS = (
     "slowmo(local_sgd(8), 48)",
     "local_sgd(8)",
 )
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward network, each over a norm and added to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
-        self.qkv, self.out, self.up, self.down = (
-            nn.Linear(WIDTH * i, WIDTH * o, bias=False) for i, o in ((1, 3), (1, 1), (1, 4), (4, 1))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
-class GPT(nn.Module):
-    """GPT-2 without biases; the embedding is also the head."""
-
-    def __init__(self, characters: int) -> None:
-        super().__init__()
-        self.characters, self.places = nn.Embedding(characters, WIDTH), nn.Embedding(BLOCK, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH, bias=False)
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                last = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * LAYERS if last else 1))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.blocks(self.characters(x) + self.places.weight[: x.shape[1]])
-        logits = F.linear(self.norm(h), self.characters.weight)
-        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-@cache
-def texts(path: str) -> tuple[Tensor, Tensor, int]:
-    """Training and validation text, 9 to 1, and the number of different characters."""
-    text = Path(path).read_text()
-    number = {c: i for i, c in enumerate(sorted(set(text)))}
-    data = torch.tensor([number[c] for c in text])
-    split = int(0.9 * len(data))
-    return data[:split], data[split:], len(number)
-
-
-def batches(data: Tensor, *seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(sum(s * 1000**i for i, s in enumerate(seed)))
-    while True:
-        at = torch.randint(len(data) - BLOCK, (BATCH,), generator=generator)[:, None]
-        places = at + torch.arange(BLOCK)
-        yield data[places], data[places + 1]
-
-
-def optimizers_of(model: nn.Module, kind: str, lr: float) -> list[torch.optim.Optimizer]:
-    """``muon``: its step, as large as AdamW's, for the matrices inside the blocks. It needs torch
-    2.9 or newer."""
-    inside = [p for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("blocks")]
-    own = inside if kind == "muon" else []
-    rest = [p for p in model.parameters() if not any(p is q for q in own)]
-    groups = [
-        {"params": [p for p in rest if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr, betas=BETAS)
-    if not own:
-        return [adam]
-    muon = torch.optim.Muon(own, lr, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
-    return [muon, adam]
 
 
 @dataclass(frozen=True)
@@ -152,46 +75,28 @@ class Outcome:
     sent: float
 
 
-def train(job: Job) -> Outcome:
+def run(job: Job) -> Outcome:
     warnings.simplefilter("ignore")
-    train_text, validation, characters = texts(job.text)
-
-    def worker(rank: int) -> tuple[float, int]:
-        torch.manual_seed(job.seed)
-        model = GPT(characters)
-        optimizers = optimizers_of(model, job.optimizer, job.lr)
-        sync = laconic.attach(model, optimizers, job.recipe, seed=job.seed)
-        for t, batch in zip(
-            range(job.iterations), batches(train_text, job.seed, rank + 1), strict=False
-        ):
-            share = (t - WARMUP) / max(1, job.iterations - WARMUP)
-            cosine = 0.1 + 0.9 * (0.5 + 0.5 * math.cos(math.pi * share))
-            for group in (g for o in optimizers for g in o.param_groups):
-                group["lr"] = job.lr * (cosine if t >= WARMUP else (t + 1) / (WARMUP + 1))
-            model.zero_grad()
-            model(*batch).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            for optimizer in optimizers:
-                optimizer.step()
-        sent = sync.stats().bytes_sent
-        sync.finish()
-        pieces = validation.unfold(0, BLOCK + 1, BLOCK)
-        own = pieces[rank :: job.workers]
-        with torch.no_grad():
-            losses = [len(p) * float(model(p[:, :-1], p[:, 1:])) for p in own.split(4 * BATCH)]
-        return sum(losses) / len(pieces), sent
-
-    runs = laconic.simulate(worker, workers=job.workers)
-    return Outcome(sum(loss for loss, _ in runs), fmean(s for _, s in runs) / job.iterations)
+    trained = train(
+        LAPTOP,
+        characters(job.text),
+        job.recipe,
+        job.workers,
+        job.iterations,
+        job.lr,
+        seed=job.seed,
+        kind=job.optimizer,
+    )
+    return Outcome(trained.loss, trained.sent)
 
 
 def iteration(text: str) -> float:
     """Return the seconds of one worker's iteration, the shortest of ten."""
-    train_text, _, characters = texts(text)
-    model = GPT(characters)
-    (optimizer,) = optimizers_of(model, "adamw", 1e-3)
+    known = characters(text)
+    model = GPT(LAPTOP, known.characters)
+    (optimizer,) = optimizers_of(model, LAPTOP, "adamw", 1e-3)
     seconds = []
-    for _, batch in zip(range(10), batches(train_text, 0, 0), strict=False):
+    for _, batch in zip(range(10), batches(known.train, LAPTOP, 0, 0), strict=False):
         start = time.perf_counter()
         model.zero_grad()
         model(*batch).backward()
@@ -202,7 +107,8 @@ def iteration(text: str) -> float:
 
 def facts_of(text: str, workers: int, compute: float) -> Facts:
     """The facts of the network that is the slowest of `RATES`."""
-    shapes = tuple(tuple(p.shape) for p in GPT(texts(text)[2]).parameters())
+    model = GPT(LAPTOP, characters(text).characters)
+    shapes = tuple(tuple(p.shape) for p in model.parameters())
     turns = turning(shapes, torch.device("cpu"))
     return Facts(workers, shapes, 4, compute, min(RATES.values()), LATENCY, turning=turns)
 
@@ -230,13 +136,13 @@ def main() -> None:
         for lr in given.lrs
         for row in given.rows
     ]
-    sources = sources_digest((Path(__file__), Path(given.text)))
-    journal = Journal(given.journal, Job, Outcome, train, sources)
+    sources = sources_digest((Path(__file__), Path(gpt.__file__), Path(given.text)))
+    study = Study(given.journal, Job, Outcome, run, sources)
 
     def progress(done: int, of: int) -> None:
         print(f"{done} of {of}", file=sys.stderr)
 
-    found = journal.outcomes(jobs, given.processes, progress)
+    found = study.outcomes(jobs, given.processes, progress)
     losses = defaultdict[tuple[str, int], dict[float, list[float]]](lambda: defaultdict(list))
     sent = {}
     for job, outcome in found.items():

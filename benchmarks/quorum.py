@@ -70,9 +70,9 @@ class Method:
         return [0.0, *(slow if r == SLOW_LINK else usual for r in range(1, WORKERS))]
 
 
-def own_pace(codec: str | None = None, weigh: str = "alike") -> Method:
+def own_pace(codec: str | None = None) -> Method:
     """Delayed Nesterov at each worker's own pace."""
-    options = {"pace": "own", "quorum": 3, "grace": 1, "codec": codec, "weigh": weigh}
+    options = {"pace": "own", "quorum": 3, "grace": 1, "codec": codec}
     size = 1.0 if codec is None else la.codecs.CODECS[codec].nbytes(2**16) / 2**18
     return Method(partial(la.diloco, PERIOD, **options), size=size)
 
@@ -84,7 +84,6 @@ METHODS: dict[str, Method] = {
     "delayed Nesterov": Method(partial(la.diloco, PERIOD, quorum=1)),
     "delayed Nesterov, quorum 3": Method(partial(la.diloco, PERIOD, quorum=3)),
     "delayed Nesterov, own pace": own_pace(),
-    "own pace, by steps": own_pace(weigh="steps"),
     "own pace, int8": own_pace("int8"),
     "own pace, int4": own_pace("int4"),
 }

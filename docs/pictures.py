@@ -294,14 +294,6 @@ def streaming_diloco() -> str:
     return t.drawn(fragments="a fragment of a − x travels, in codes of 4 bits")
 
 
-def muloco() -> str:
-    t = outer_rounds("a, m")
-    return t.drawn(
-        step="a step of Muon for matrices, of AdamW for the rest",
-        parameters="the change since the last round, a − x, travels",
-    )
-
-
 def des_loc() -> str:
     t = Timeline(*workers())
     at = 0.0
@@ -423,7 +415,6 @@ PICTURES: tuple[Callable[[], str], ...] = (
     lsgd,
     diloco,
     streaming_diloco,
-    muloco,
     des_loc,
     sparse_loco,
     noloco,

@@ -813,7 +813,6 @@ SOME: dict[str, la.Recipe] = {
     "noloco": la.noloco(3),
     "diloco, late": la.diloco(5, momentum=0.5, delay=4),
     "diloco, late, int4": la.diloco(5, momentum=0.5, delay=4, codec="int4"),
-    "diloco, eager": la.diloco(5, delay=3, merge="eager"),
     "streaming_diloco": la.streaming_diloco(6, 3, 3, codec="int4"),
     "muon over ddp, int4": la.outer_step(la.ddp(codec="int4"), 4, outer="muon"),
     "streaming_diloco, muon": la.streaming_diloco(6, 3, 2, outer="muon"),
@@ -860,11 +859,9 @@ def _coded() -> None:
     case("post_local_sgd, int8", la.post_local_sgd(5, 4, codec="int8"))
     case("hierarchical, int4", la.hierarchical(2, 6, codec="int4"), 4, group=2)
     case("easgd, int8", la.easgd(3, pull=0.1, codec="int8"))
-    case("downpour, int8", la.downpour(4, codec="int8"), optimizer="sgd")
     case("slowmo, int8", la.slowmo(la.local_sgd(2), 5, 0.4, codec="int8"), 4)
     case("slowmo, coded base", la.slowmo(la.local_sgd(2, codec="int4"), 5, 0.4))
     case("diloco, late, int4", la.diloco(5, momentum=0.5, delay=4, codec="int4"))
-    case("diloco, eager, int8", la.diloco(5, delay=4, merge="eager", codec="int8"))
     case("diloco, Adam, int8", la.diloco(3, outer=adam, codec="int8"))
     for codec in (None, "e3m0", "bfloat16"):
         recipe = la.streaming_diloco(6, 3, 3, codec=codec, momentum=0.5)
@@ -891,8 +888,6 @@ def _delayed() -> None:
     case("diloco, late, mix 0.2", la.diloco(5, momentum=0.5, delay=4, mix=0.2))
     case("diloco, late, Adam", la.diloco(5, outer=adam, delay=4))
     case("diloco, late, unsharded", la.diloco(5, delay=4, sharded=False))
-    case("diloco, eager, delay 1", la.diloco(5, delay=1, merge="eager"), save=10)
-    case("diloco, eager, delay = period", la.diloco(4, delay=4, merge="eager"), save=9)
     case("diloco, loscar, int4", la.diloco(5, 1.0, 0.0, delay=4, merge="loscar", codec="int4"))
     case("own update", own(3))
     case("own update, late", own(4, delay=3), save=9)
@@ -905,7 +900,6 @@ def _outer() -> None:
         "post_local_sgd": la.post_local_sgd(5, 2),
         "d_psgd": la.d_psgd(delay=1),
         "easgd": la.easgd(2, pull=0.2),
-        "downpour": la.downpour(2),
         "lsgd": la.lsgd(2, local_period=0),
         "late bipartite sgp": la.sgp("bipartite_linear", delay=2),
     }
@@ -928,7 +922,7 @@ def _outer() -> None:
     case("diloco, unsharded", la.diloco(4, sharded=False))
     case("diloco, Adam, unsharded", la.diloco(4, outer=adam, sharded=False), 4)
     case("noloco, seed", la.noloco(2, gamma=0.3), 4, options={"seed": 5})
-    case("eamsgd, nesterov", la.eamsgd(4, 0.5, pull=0.1), 4, optimizer="nesterov")
+    case("easgd, nesterov", la.easgd(4, 0.5, pull=0.1), 4, optimizer="nesterov")
     case("lsgd, by gradients", la.lsgd(4, local_period=0, drift=0.3), reports=False)
     groups = la.lsgd(4, local_period=2, local_drift=0.4, window=2)
     case("lsgd in groups, by gradients", groups, 4, group=2, reports=False)
@@ -1065,7 +1059,7 @@ def _elastic() -> None:
     """Workers that are lost, that leave, and that come."""
     plan: dict[str, Any] = {"faults": la.Faults(3, kill=((0, 6), (2, 10)), join=(5,))}
     names = "ddp; ddp, int4; local_sgd, late, int8; local_sgd, average; slowmo over late sgp; sgp"
-    names += "; diloco, late; diloco, eager; streaming_diloco; easgd; noloco"
+    names += "; diloco, late; streaming_diloco; easgd; noloco"
     names += "; muon over ddp, int4; streaming_diloco, muon"
     for name in names.split("; "):
         case(f"{name}, elastic", SOME[name], schedule=True, processes=False, **plan)
@@ -1077,17 +1071,11 @@ def _quorums() -> None:
     """Rounds with a quorum in virtual time; the second worker is slow."""
     own: dict[str, Any] = {"quorum": 2, "pace": "own"}
     recipes: dict[str, la.Recipe] = {
-        "local_sgd": la.local_sgd(3, quorum=2),
-        "local_sgd, own pace, steps": la.local_sgd(4, weigh="steps", grace=0.5, **own),
         "diloco": la.diloco(3, momentum=0.5, quorum=2),
-        "diloco, rda, grace": la.diloco(3, momentum=0.5, quorum=1, grace=1.5, average="rda"),
         "diloco, own pace, int8": la.diloco(4, codec="int8", **own),
     }
-    for number, (name, recipe) in enumerate(recipes.items()):
-        times: dict[str, Any] = {"seconds": (1.0, 2.25, 1.5)}
-        if number % 2:
-            times["messages"] = (0.0, 0.5, 1.75)
-        case(f"{name}, quorum", recipe, processes=False, **times)
+    for name, recipe in recipes.items():
+        case(f"{name}, quorum", recipe, processes=False, seconds=(1.0, 2.25, 1.5))
 
 
 def _automatic() -> None:
@@ -1283,7 +1271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 else:
                     if given.command == "record" and not number:
                         recorded[name] = written(trace)
-                        if re.search("rda|muon|outer", name):
+                        if re.search("muon|outer", name):
                             recorded[name]["processor"] = processor()
                     digests += sum(map(len, trace.values()))
                     news = differences(title, trace, wrong, recorded.get(name, {}))

@@ -22,7 +22,7 @@ RECIPES = {
     "laconic.post_local_sgd(300, 4)": (4, 300),
     "laconic.slowmo(laconic.local_sgd(3), period=6)": (3, 0),
     "laconic.diloco(8)": (8, 0),
-    "laconic.diloco(8, merge='eager', delay=3)": (0, 0),
+    "laconic.diloco(8, delay=3)": (0, 0),
     "laconic.streaming_diloco(8)": (0, 0),
     "laconic.sparse_loco(6)": (6, 0),
     "laconic.easgd(3)": (0, 0),

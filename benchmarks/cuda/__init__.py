@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one command (``make cuda``).
+"""Everything that needs a GPU, in one command (``make gpu``).
 
 A part is a function that returns what it has found as numbers by name. It raises `FailedError`
 where a result is wrong. It runs on any device, so that its code is tested without a GPU.
@@ -26,19 +26,20 @@ class FailedError(Exception):
 @dataclass(frozen=True)
 class Part:
     """``text``: what is shown, as a sentence. ``figures``: its numbers are measurements, and not
-    only checks."""
+    only checks. ``most``: seconds that it may take."""
 
     name: str
     text: str
     run: Run
     figures: bool
+    most: float = 60.0
 
 
 PARTS: list[Part] = []
 
 
 def part(text: str, *, figures: bool = False) -> Callable[[Run], Run]:
-    """Make a function a part of ``make cuda``."""
+    """Make a function a part of ``make gpu``."""
 
     def add(run: Run) -> Run:
         PARTS.append(Part(run.__name__, text, run, figures))

@@ -38,7 +38,7 @@ RECIPES: dict[str, la.Recipe] = {
     "easgd(3, pull=0.1)": la.easgd(3, pull=0.1),
     "lsgd(4)": la.lsgd(4),
     "diloco(5)": la.diloco(5, momentum=0.5),
-    "diloco(5, delay=2, merge='eager')": la.diloco(5, momentum=0.5, delay=2, merge="eager"),
+    "diloco(5, delay=2)": la.diloco(5, momentum=0.5, delay=2),
     "streaming_diloco(6, codec='int4')": la.streaming_diloco(6, 3, 3, codec="int4"),
     "sparse_loco(3)": la.sparse_loco(3, 8, 64),
     "noloco(3)": la.noloco(3),
@@ -184,7 +184,7 @@ def recipes(device: torch.device) -> Numbers:
 
 def offloaded(rank: int, device: torch.device) -> list[Tensor]:
     """`trained` with and without offload, and on a stream that is not the default one."""
-    diloco = RECIPES["diloco(5, delay=2, merge='eager')"]
+    diloco = RECIPES["diloco(5, delay=2)"]
     other = torch.cuda.Stream(device) if device.type == "cuda" else None
     kinds: list[dict[str, Any]] = [{}, {"offload": device.type != "cpu"}, {"stream": other}]
     return [trained(diloco, rank, device, torch.float32, **kind) for kind in kinds]

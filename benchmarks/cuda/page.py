@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cuda import PARTS
+from benchmarks import study
+from benchmarks.cuda.training import PARTS
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
-BEGIN, END = "<!-- begin: written by python -m benchmarks.cuda page -->", "<!-- end -->"
+PAGE, NAME = study.DOCS / "gpu.md", "written by python -m benchmarks.cuda page"
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -18,13 +18,17 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """One row for each part, one column for each GPU."""
-    heads = [f"{r['gpu']}, torch {r['torch']}, {r['date']}" for r in results] or ["on a GPU"]
-    lines = [f"| part | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    """One row for each part that ran, one column for each GPU, and the names of the others."""
+    heads = [f"{r['gpu']}, torch {r['torch']}, {r['date']}" for r in results]
+    lines, never = [], []
     for each in PARTS:
-        cells = [_cell(_row(result, each.name)) for result in results] or ["never run"]
-        lines.append(f"| {each.text} (`{each.name}`) | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows = [_row(result, each.name) for result in results]
+        if any(rows):
+            lines.append([f"{each.text} (`{each.name}`)", *map(_cell, rows)])
+        else:
+            never.append(f"`{each.name}`")
+    table = study.table(["part", *heads], lines, left=1 + len(heads))
+    return f"{table}\n\nNever run: {', '.join(never)}." if never else table
 
 
 def _row(result: dict[str, Any], name: str) -> dict[str, Any] | None:
@@ -42,13 +46,6 @@ def _cell(row: dict[str, Any] | None) -> str:
     return f"{said}. {numbers}" if numbers else said
 
 
-def rendered(text: str, results: list[dict[str, Any]]) -> str:
-    """The page ``text`` with the table of ``results``."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}"
-
-
 def write(folder: Path) -> None:
     """Write the table of the results in ``folder`` into the page."""
-    PAGE.write_text(rendered(PAGE.read_text(), read(folder)))
+    study.write(PAGE, NAME, table(read(folder)))

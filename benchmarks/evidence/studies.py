@@ -69,7 +69,6 @@ def settings_of(task: str, inner: str, n: int) -> dict[tuple[float, float], Job]
 VARIANTS = {
     "int4": "diloco({0}, momentum={1}, codec='int4')",
     "int2": "diloco({0}, momentum={1}, codec='int2')",
-    "rda": "diloco({0}, momentum={1}, average='rda')",
     "outer muon": "diloco({0}, momentum={1}, outer='muon')",
 }
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import matplotlib
 
-from benchmarks.race import journal
-from benchmarks.race.journal import Entry
 from benchmarks.race.networks import Network
 from benchmarks.race.page import Line, networks
 from benchmarks.race.rows import NONE
+from benchmarks.race.runs import Entry, journal
+from benchmarks.study import DOCS
 from laconic.lab.emulation.seeds import groups
 from laconic.lab.race.result import SECONDS, Result, line
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 OURS, DDP = "auto()", "torch-ddp"
 PEERS = 2
 """How many rows of other libraries are shown beside DDP."""
@@ -124,7 +123,7 @@ def _panel(axes: Axes, lines: Sequence[Line], theme: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.race.headline", description=__doc__)
     parser.add_argument("--journal", type=Path, default=DOCS / "race.jsonl")
-    entries = journal.load(parser.parse_args().journal)
+    entries = journal(parser.parse_args().journal).load()
     for theme in THEMES:
         path = DOCS / f"headline_{theme}.svg"
         with matplotlib.rc_context(SETTINGS):

@@ -89,10 +89,10 @@ LOCAL_AVERAGE = Row(
 LOCAL_KEEP = Row("local SGD, 12, keep", "local_sgd(12)", Setting(0.16))
 LOCAL_RESET = Row("local SGD, 12, reset", "local_sgd(12, optimizer_state='reset')", Setting(0.32))
 LEADER = Row("LSGD, 48 and 12", "lsgd(48, local_period=12)", Setting(0.16), group_size=4)
-ELASTIC = Row("EAMSGD, 12", "eamsgd(12, 0.9)", Setting(0.16))
+ELASTIC = Row("EAMSGD, 12", "easgd(12, 0.9)", Setting(0.16))
 ALONE = Row("one worker alone", "ddp()", Setting(0.16), workers=1)
 ELASTIC_16 = Row("EASGD, 16", "easgd(16, 0.9)", Setting(0.16))
-SUM_16 = Row("DOWNPOUR, 16", "downpour(16)", Setting(0.0025), lrs=SUMS)
+SUM_16 = Row("DOWNPOUR, 16", "diloco(16, 8, 0)", Setting(0.0025), lrs=SUMS)
 
 ROWS = (
     SLOW_GOSSIP,

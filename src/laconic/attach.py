@@ -22,7 +22,6 @@ from laconic.algorithms.compile import (
     check_offload,
     check_order,
     check_quorum,
-    check_whole,
     replicated,
     warn_of_groups,
     with_replicas,
@@ -35,10 +34,9 @@ from laconic.engine import attached, elastic_runs
 from laconic.engine.driver import Driver
 from laconic.engine.elastic_runs import Joined, asked_for
 from laconic.engine.ending import watch
-from laconic.engine.joint_optimizer import as_one, members
+from laconic.engine.joint_optimizer import as_one, check_steps, members
 from laconic.engine.model_checks import check_devices, check_tensors, check_unwrapped
 from laconic.engine.session import Buffers, Settings
-from laconic.engine.steps import check_steps
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check_int
 from laconic.links import Link, job_secret, rendezvous, slurm, tls
@@ -297,7 +295,6 @@ def _arrange(
     check_buffers(recipe, buffers, elastic=False)  # `attach` has checked that
     check_identical(recipe)
     check_order(recipe, sharded=sharded, queues=sets["world"].queues)
-    check_whole(recipe, sharded=sharded, ranks=ranks)
     plain = not elastic and ranks == 1 and params[0].device.type == "cpu"
     check_quorum(recipe, None if elastic else sets["workers"].size, plain=plain)
     if elastic:

@@ -44,11 +44,6 @@ class Segment:
             overwrite(shard, values.view(shard.shape))
 
 
-def whole_of(tensor: Tensor) -> Segment:
-    """The segment that is all of ``tensor``."""
-    return Segment(tensor, 0, local(tensor).numel())
-
-
 def _data_ptr(tensor: Tensor) -> int:
     """Where this rank's elements of ``tensor`` are. A DTensor's own is 0 in some versions."""
     return (local(tensor) if is_sharded(tensor) else tensor).data_ptr()
@@ -92,7 +87,7 @@ class Bucket:
             kinds = {(t.dtype, t.device) for t in now}
             if [t.shape for t in now] != self.shapes or kinds != {(self.dtype, self.device)}:
                 raise ValueError(RESHAPED)
-            contiguous = all(local(s.tensor).is_contiguous() for s in self.segments)
+            contiguous = all(t.is_contiguous() for t in now)
             self._views = [s.view() for s in self.segments] if contiguous else None
             self._pointers = pointers
         return self._views
@@ -119,15 +114,14 @@ class Bucket:
 
 
 def _segments(
-    tensors: Iterable[Tensor | Segment], first: int, most: int, whole: bool
+    pieces: Iterable[Segment], first: int, most: int, whole: bool
 ) -> Iterable[list[Segment]]:
-    """Cut the tensors, in order, into lists of segments with at most ``most`` elements each; the
+    """Cut the pieces, in order, into lists of segments with at most ``most`` elements each; the
     first has at most ``first``. With ``whole`` no tensor is cut, and a list may exceed its limit by
     a part of its last tensor."""
     segments: list[Segment] = []
     space = first
-    for tensor in tensors:
-        piece = tensor if isinstance(tensor, Segment) else whole_of(tensor)
+    for piece in pieces:
         start, stop = piece.start, piece.stop
         sharded = whole and is_sharded(piece.tensor)
         # a strided tensor has no flat view to write to
@@ -162,14 +156,14 @@ def bucketize(
     buckets = []
     most_bytes = most_bytes or BUCKET_BYTES
     for index, group in enumerate(groups):
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor | Segment]] = {}
-        for tensor in group:
-            whole_tensor = tensor.tensor if isinstance(tensor, Segment) else tensor
-            kinds.setdefault((whole_tensor.dtype, whole_tensor.device), []).append(tensor)
-        for (dtype, _), tensors in kinds.items():
+        kinds: dict[tuple[torch.dtype, torch.device], list[Segment]] = {}
+        for t in group:
+            piece = t if isinstance(t, Segment) else Segment(t, 0, local(t).numel())
+            kinds.setdefault((piece.tensor.dtype, piece.tensor.device), []).append(piece)
+        for (dtype, _), pieces in kinds.items():
             most = max(most_bytes // dtype.itemsize, 1)
             first = max((first_bytes or most_bytes) // dtype.itemsize, 1)
-            for segments in _segments(tensors, first, most, whole):
+            for segments in _segments(pieces, first, most, whole):
                 buckets.append(Bucket(segments, index, multiple))
     return buckets
 

@@ -105,7 +105,7 @@ def load(
     directory), every rank continues from the consensus of the remaining workers: the model that
     ``sync.finish()`` would have left. One log line says so. Outer state is divided again, and
     starts again where it is lost; private state is averaged over the workers
-    (`laconic.engine.regroup`). Rank r loads its own optimizer state, ``others``, and all that
+    (`laconic.engine.loading`). Rank r loads its own optimizer state, ``others``, and all that
     ``finish()`` does not average. If its file is lost, it loads those of a remaining rank (with a
     sharded model, one with the same shard). Random state is loaded only from a rank's own file and
     with the same number of ranks and workers, so that no two ranks draw the same numbers.

@@ -22,8 +22,9 @@ class Elastic:
     """Train with workers that come and go: ``attach(..., elastic=Elastic("host:29400"))``.
 
     Args:
-        coordinator: where ``laconic coordinator`` runs, as ``"host:port"``. None: what the
-            environment variable LACONIC_COORDINATOR says.
+        coordinator: the address of the coordinator, as ``"host:port"``: of ``laconic
+            coordinator``, or of a host on which workers run. The first of them that finds nobody
+            at the address serves it. None: what the environment variable LACONIC_COORDINATOR says.
         min_workers: the least number of workers with which training goes on, at least 1; with
             fewer, the remaining ones wait. None: more than half of those before each change.
         workers: how many must have come before the run begins. None: ``min_workers``, or 2.
@@ -81,7 +82,8 @@ class Elastic:
         if not found:
             raise ValueError(
                 'no coordinator is given: pass Elastic("host:29400"), or set '
-                f"{COORDINATOR_VARIABLE}=host:29400, and run `laconic coordinator` on that host"
+                f"{COORDINATOR_VARIABLE}=host:29400, with a host on which a worker or `laconic "
+                "coordinator` runs"
             )
         parse_address(found)
         return found

@@ -103,11 +103,12 @@ def _layer(name: str) -> str:
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]]:
     """The optimizer's floating-point state of its parameters, such as momenta; not its counters,
     which are equal on all workers."""
+    states = optimizer.state
     return [
         {
             f"{index}.{name}": value
             for index, p in enumerate(group["params"])
-            for name, value in _tensors_of(optimizer.state.get(p, {}))
+            for name, value in _tensors_of(states.get(p, {}))
             if value.is_floating_point() and value.dim() and _is_plain(value, name)
         }
         for group in optimizer.param_groups

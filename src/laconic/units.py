@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/%]*)\s*", re.ASCII)
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -87,10 +87,7 @@ def three_digits(number: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format `seconds` with three significant digits and a unit: 0.0305 is "30.5 ms"."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if float(f"{seconds / scale:.3g}") >= 1 or unit == "us":
-            break
-    return f"{three_digits(seconds / scale)} {unit}"
+    return _with_unit(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
 
 
 def format_share(share: float) -> str:
@@ -100,10 +97,15 @@ def format_share(share: float) -> str:
 
 def format_bytes(count: float) -> str:
     """Format `count` bytes with three significant digits and a unit: 3.461e6 is "3.46 MB"."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0)):
-        if float(f"{count / scale:.3g}") >= 1 or unit == "bytes":
-            break
-    return f"{three_digits(count / scale)} {unit}"
+    units = ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0)
+    return _with_unit(count, units)
+
+
+def _with_unit(number: float, units: Sequence[tuple[str, float]]) -> str:
+    """``number`` in the first of the ``units`` of which it is at least one, else in the last."""
+    fits = (each for each in units if float(f"{number / each[1]:.3g}") >= 1)
+    unit, scale = next(fits, units[-1])
+    return f"{three_digits(number / scale)} {unit}"
 
 
 def format_rate(rate: float) -> str:

@@ -22,14 +22,11 @@ from tests.references.problem import NAMES, Recipe
 from tests.support.training import (
     OPTIMIZERS,
     Job,
-    build,
     changing_lr,
     constant_lr,
     largest_difference,
     same_bits,
     simulated,
-    step,
-    values,
 )
 
 STEPS, CLOSE = 14, 1e-10
@@ -162,19 +159,15 @@ EQUALS: dict[str, tuple[la.Recipe, la.Recipe, int, float]] = {
         3,
         0.0,
     ),
-    "eager, alone": (diloco(delay=4, merge="eager"), diloco(), 1, 1e-12),
     "noloco, one pair": (la.noloco(3, gamma=0.9), la.diloco(3, outer=heavy_ball), 2, 1e-12),
-    "muloco": (la.muloco(4), la.diloco(4, 0.7, 0.6), 3, 0.0),
     "demo, all frequencies": (la.demo(0.5, 64, 8), every_step(Sign(), Mean()), 3, 1e-12),
     # values travel in float32
     "all frequencies": (every_step(Average(), FastComponents(0.9, 64, 8)), la.ddp(), 3, 1e-5),
-    "rda, alone": (diloco(average="rda"), diloco(), 1, 1e-12),
     "float32": (diloco(0.6), diloco(0.6, codec="float32"), 2, 1e-6),
     "float32, late": (la.local_sgd(3, delay=1), la.local_sgd(3, delay=1, codec="float32"), 2, 1e-6),
     "loscar": (la.local_sgd(4, delay=2), diloco(1.0, 0.0, delay=2, merge="loscar"), 2, 1e-12),
-    "average": (diloco(delay=2, merge="average"), diloco(delay=2, mix=0.5), 2, 0.0),
 }
-LAGS = ("eager, alone", "noloco, one pair", "loscar")
+LAGS = ("noloco, one pair", "loscar")
 """Where an anchor lags: of these, x alone is compared."""
 
 
@@ -190,25 +183,6 @@ def test_recipes_that_are_equal(name: str) -> None:
         assert same_bits(first, second)
     else:
         assert apart(first, second, consensus=name not in LAGS) <= most
-
-
-def test_eager_updates_finished_after_every_round_are_local_sgd() -> None:
-    """With lr 1 and without momentum: what is late is taken in once, by x and by a."""
-    job = Job(la.diloco(4, 1.0, 0.0, delay=4, merge="eager"), 3, STEPS)
-
-    def run(rank: int) -> list[Any]:
-        model, optimizer = build(job, rank)
-        sync = la.attach(model, optimizer, job.recipe)
-        found = []
-        for t, batch in enumerate(job.data()[rank], 1):
-            step(job, model, optimizer, batch, t)
-            if t % 4 == 0:
-                sync.finish()
-            found.append((values(model), values(model)))
-        return found
-
-    averaged = simulated(Job(la.local_sgd(4), 3, STEPS))
-    assert apart(la.simulate(run, workers=3), averaged) < 1e-12
 
 
 def test_the_slow_momentum_of_so_many_workers() -> None:

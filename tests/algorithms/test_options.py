@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic.algorithms.compile import has_quorum
-from laconic.algorithms.exchange import Gossip
 from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.round import describe
+from laconic.algorithms.schedules import Schedule
 from laconic.algorithms.topology import Graph
 
 from tests.support.loops import descend
@@ -32,15 +32,15 @@ def heavy_ball(tensors: list[Tensor]) -> torch.optim.Optimizer:
 
 
 VALUES: dict[str, tuple[Any, ...]] = {
-    **{"average": (False, "rda"), "base": (None,), "beta": (0.5,), "by": ("layers", "bytes")},
+    **{"average": (False,), "base": (None,), "beta": (0.5,), "by": ("layers", "bytes")},
     **{"chunk": (4,), "codec": ("int8",), "decay": (0.5,), "delay": (1,), "drift": (0.4,)},
     **{"first": (3,), "fragments": (2,), "gamma": (0.2,), "grace": (0.9,), "graph": ("complete",)},
     **{"group_period": (1,), "k": (3,), "local_drift": (0.4,), "local_period": (2,)},
-    **{"local_pull": (0.4,), "lr": (0.4,), "merge": ("loscar", "eager"), "mix": (0.2,)},
+    **{"local_pull": (0.4,), "lr": (0.4,), "merge": ("loscar",), "mix": (0.2,)},
     **{"momentum": (0.3,), "optimizer_state": ("average", "reset"), "outer": ("muon", heavy_ball)},
     **{"pace": ("own",), "peers": (2,), "period": (3,), "pull": (0.3,), "quorum": (2,)},
     **{"rank": (1,), "second": (5,), "sharded": (False,), "start": (5,), "values": ("int8",)},
-    **{"weigh": ("steps",), "window": (1,)},
+    "window": (1,),
 }
 """Of every option of a recipe, values other than its default. A recipe need not take all of them:
 some are for others that have an option of that name."""
@@ -96,7 +96,7 @@ class Runs:
         """None: these options are refused."""
         recipe = self.made(options)
         if recipe is not None and (text := describe(recipe)) not in self.seen:
-            of_four = any(r.over == "group" or isinstance(r.exchange, Gossip) for r in recipe)
+            of_four = any(r.over == "group" or r.exchange.out_degree is not None for r in recipe)
             seconds = SECONDS[: 4 if of_four else 3 if has_quorum(recipe) else 2]
             run = partial(train, recipe)
             uneven = seconds if has_quorum(recipe) else None
@@ -182,7 +182,6 @@ NEVER = {
     "moments": (lambda: la.slowmo(la.des_loc(4), 12, codec="int8"), "replaced by a slow step"),
     "groups": (lambda: la.hierarchical(8, 4), "is a multiple of period=4"),
     "unknown": (lambda: la.diloco(8, quorum=1, merge="bogus"), "merge must be one of"),  # type: ignore[arg-type]
-    "eager": (lambda: la.diloco(8, quorum=1, merge="eager"), "leave out quorum="),
     "complete": (lambda: la.sgp("complete", 2), "peers= has no effect with graph='complete'"),
     "ring": (lambda: la.sgp("ring", 3), "peers must be 1 or 2"),
     "start": (lambda: la.post_local_sgd(-1, 4), "start must be"),
@@ -257,7 +256,7 @@ def test_a_set_of_functions_has_one_text() -> None:
 @pytest.mark.fault("two lambdas as schedules counted as the same recipe")
 def test_recipes_with_different_schedules_differ() -> None:
     def text(period: int) -> str:
-        when: la.Schedule = lambda step: step % period == 0  # noqa: E731
+        when: Schedule = lambda step: step % period == 0  # noqa: E731
         return describe((la.Round(when, la.updates.Average(), la.exchanges.Mean()),))
 
     assert text(2) == text(2) != text(3) and " at 0x" not in text(2)

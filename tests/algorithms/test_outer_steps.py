@@ -1,10 +1,8 @@
-"""MuLoCo, DES-LOC and radial-directional averages: identities, traffic, errors."""
+"""Outer steps in Muon's direction, and over a base; what recipes refuse."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,124 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.algorithms.compile import check_whole
-from laconic.algorithms.exchanges import RadialMean, RadialQuorumMean
-from laconic.algorithms.exchanges.quorum import Contribution
-from laconic.algorithms.update import Clock
-from laconic.algorithms.updates import MuonStep, OuterStep
 from laconic.algorithms.updates.muon_step import orthogonal, turned
 from laconic.device import full_precision
-from laconic.errors import NotFiniteError
-from laconic.links.simulated import current_link
-
-from tests.support.exchanges import sent_by
-from tests.support.loops import descend
-
-SHAPES = (torch.Size([5, 7]), torch.Size([3]), torch.Size([2, 2]), torch.Size([1]))
-LENGTH = sum(shape.numel() for shape in SHAPES)
-CLOCK = Clock(1, math.nan, 0, 0, 1)
-
-
-def split(flat: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(flat[:LENGTH], [shape.numel() for shape in SHAPES])
-
-
-def radial(messages: list[Tensor], x0: Tensor, codec: Any = None, rounds: int = 1) -> list[Tensor]:
-    """What workers with these ``messages`` receive in every of the ``rounds``."""
-    exchange = RadialMean(codec).shaped(SHAPES)
-
-    def worker(rank: int) -> list[Tensor]:
-        link = current_link.get()
-        assert link is not None
-        state = exchange.init(x0.clone(), slice(0, len(x0)))
-        found = []
-        for k in range(rounds):
-            state["reference"].copy_(x0)
-            clock = Clock(k + 1, math.nan, k, 0, link.size, rank)
-            received = sent_by(exchange, link, messages[rank].clone(), lambda x: x, clock, state)
-            found.append(received.flat.clone())
-        return found
-
-    runs = la.simulate(worker, workers=len(messages))
-    for other in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
-    return runs[0]
-
-
-def test_the_shortest_changes_stay_finite() -> None:
-    """Of one number: its inverse would be infinite."""
-    x0, shapes = torch.zeros(1), (torch.Size([1]),)
-    y = torch.full((1,), 1e-40)
-    quorum = RadialQuorumMean(shapes=shapes)
-    assert torch.equal(quorum.mean([Contribution(y, None, 1)] * 2, x0, 2), y)
-
-    def worker(rank: int) -> Tensor:
-        link = current_link.get()
-        assert link is not None
-        exchange = RadialMean(shapes=shapes)
-        state = exchange.init(x0.clone(), slice(0, 1))
-        return sent_by(exchange, link, y.clone(), lambda x: x, CLOCK, state).flat.clone()
-
-    assert all(torch.equal(received, y) for received in la.simulate(worker, workers=2))
-
-
-@pytest.mark.parametrize(("codec", "most"), [("float16", 1e-4), ("int8", 3e-3)])
-def test_what_a_code_of_directions_leaves_out_is_sent_later(codec: str, most: float) -> None:
-    """The mean over 60 rounds with the same changes has their direction, and the codes in each."""
-    draw = partial(torch.randn, LENGTH, generator=torch.Generator().manual_seed(5))
-    x0, ds = draw(), [d / d.norm() for d in (draw(), draw(), draw())]
-    (exact,) = radial([x0 - d for d in ds], x0)
-    rounds = radial([x0 - d for d in ds], x0, la.codecs.codec_of(codec), 60)
-    directions = [torch.cat([p / p.norm() for p in split(x0 - r)]) for r in rounds]
-    wanted = torch.cat([p / p.norm() for p in split(x0 - exact)])
-    assert (torch.stack(directions).mean(0) - wanted).abs().max() < most
-    for r in rounds:
-        for ours, plain in zip(split(x0 - r), split(x0 - exact), strict=True):
-            assert float(ours.norm()) == pytest.approx(float(plain.norm()), rel=1e-5)
-
-
-def test_a_code_suits_large_tensors_beside_small_ones() -> None:
-    """The direction of a number is 1 or -1. Beside it, the elements of a long unit vector would all
-    be coded as zero."""
-    shapes = (torch.Size([200]), torch.Size([1]))
-    exchange = RadialMean(la.codecs.Int4(block=256)).shaped(shapes)
-    d = torch.randn(201, generator=torch.Generator().manual_seed(2))
-
-    def worker(rank: int) -> Tensor:
-        link = current_link.get()
-        assert link is not None
-        state = exchange.init(torch.zeros(201), slice(0, 201))
-        return sent_by(exchange, link, -d, lambda x: x, CLOCK, state).flat.clone()
-
-    received = la.simulate(worker, workers=2)[0]
-    assert (received[:200] + d[:200]).norm() < 0.2 * d[:200].norm()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-@pytest.mark.parametrize("codec", [None, "int8"])
-def test_what_is_not_finite_is_an_error_on_every_rank(bad: float, codec: str | None) -> None:
-    """1e30 is finite, but its square is not in float32."""
-
-    def worker(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        recipe = la.diloco(3, momentum=0.5, average="rda", codec=codec)
-        sync = la.attach(model, optimizer, recipe)
-        for t in range(1, 6):
-            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * t + rank))
-            descend(optimizer, model(x).square().mean())
-        before = repr(sync.state_dict()["rounds"])
-        optimizer.zero_grad(set_to_none=False)
-        with torch.no_grad():
-            if rank == 1:
-                model.weight[0, 0] = bad
-        with pytest.raises(NotFiniteError, match=r"ranks \[1\] had NaN, infinite, or too large"):
-            optimizer.step()
-        assert before == repr(sync.state_dict()["rounds"])
-
-    la.simulate(worker, workers=3)
-
 
 # -- Muon ----
 
@@ -256,22 +138,9 @@ def test_an_outer_step_sends_nothing_only_over_gradients_of_every_step() -> None
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: la.diloco(4, average="median"), "average must be one of"),  # type: ignore[arg-type]
         (lambda: la.diloco(4, outer="adam"), "outer must be 'muon', None, or a function"),  # type: ignore[arg-type]
-        (lambda: la.muloco(4, outer="adamw"), "outer must be one of"),  # type: ignore[arg-type]
-        (lambda: la.muloco(4, merge="eager"), "merge must be one of"),  # type: ignore[arg-type]
-        (lambda: la.diloco(4, delay=2, merge="eager", average="rda"), "omit average="),
-        (lambda: la.diloco(4, delay=2, merge="eager", outer="muon"), "omit outer="),
-        (lambda: la.diloco(4, quorum=2, average="rda", codec="int8"), "use codec=None"),
         (lambda: la.diloco(4, outer="muon", quorum=1), "outer='muon' waits for all workers"),
         (lambda: la.streaming_diloco(4, delay=0, outer="muon", pace="own"), "waits for all"),
-        (lambda: la.diloco(4, average="rda", codec="int2"), "4 bits or more .* 'int8'"),
-        (lambda: la.Round(la.every(4), MuonStep(0.7, 0.6), RadialMean()), "relative=False"),
-        (
-            lambda: la.Round(la.every(4), OuterStep(0.7, 0.6), RadialMean(relative=False)),
-            "relative=True",
-        ),
-        (lambda: la.diloco(4, quorum=2, average="median"), "average must be one of"),  # type: ignore[arg-type]
         (lambda: la.streaming_diloco(4, outer="muon", by="bytes"), 'by="layers"'),
         (lambda: la.des_loc(0), "period must be an integer"),
         (lambda: la.des_loc(4, first=0), "first must be an integer"),
@@ -281,18 +150,6 @@ def test_an_outer_step_sends_nothing_only_over_gradients_of_every_step() -> None
 def test_what_cannot_be_is_said_when_the_recipe_is_made(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
-
-
-def test_whole_tensors_are_needed_where_ranks_have_parts() -> None:
-    rda, muon = la.diloco(4, average="rda"), la.diloco(4, outer="muon")
-    check_whole(rda, sharded=False, ranks=1)
-    check_whole(muon, sharded=False, ranks=2)
-    check_whole(la.power_sgd(2), sharded=False, ranks=2)
-    with pytest.raises(ValueError, match=r"RadialMean.*average='mean'"):
-        check_whole(rda, sharded=False, ranks=2)
-    with pytest.raises(ValueError, match=r"RadialMean.*average='mean'"):
-        check_whole(rda, sharded=True, ranks=1)
-    check_whole(muon, sharded=True, ranks=1)
 
 
 @pytest.mark.parametrize(("elements", "chunk"), [(32, 8), (32, 16), (30, 5)])

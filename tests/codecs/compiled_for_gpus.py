@@ -52,12 +52,6 @@ def compile_all(capability: int) -> None:
         compile_for(capability, gpu_kernels._decode, {**room, **at}, {**shape, "ADD": True})
         mean = {**room, **at, "n": "i32", "stride": "i64"}
         assert "div.rn.f32" in compile_for(capability, gpu_kernels._decode_mean, mean, shape)
-    compile_for(
-        capability,
-        gpu_kernels._encode_bfloat16,
-        {**tensors, "length": "i64"},
-        {**given, "SIZE": gpu_kernels.ELEMENTS},
-    )
 
 
 if __name__ == "__main__":

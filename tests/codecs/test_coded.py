@@ -358,10 +358,10 @@ def test_a_frozen_parameter_keeps_what_is_left_of_the_others() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "norm"), [(DDP, 0.1), (DDP, 1e9), (la.demo(), 1e9)])
-@pytest.mark.parametrize("how", ["thawed", "added", "late", "late, unused"])
+@pytest.mark.parametrize("how", ["thawed", "added", "late"])
 def test_parameters_that_join_are_averaged_once(how: str, recipe: la.Recipe, norm: float) -> None:
-    """Also where they join after the backward pass, which has averaged the others. Ranks would clip
-    by other norms, were what joins not averaged."""
+    """Ranks would clip by other norms, were what joins not averaged. Where they join after the
+    backward pass, which has averaged the others, that is refused."""
 
     def run(rank: int) -> list[Tensor]:
         model, optimizer = build()
@@ -377,19 +377,13 @@ def test_parameters_that_join_are_averaged_once(how: str, recipe: la.Recipe, nor
             optimizer.zero_grad()
             scale = (rank + 1.0) * t
             torch.stack([(scale * p).sum() for p in model]).sum().backward()
-            before = [p.grad.clone() for p in list(model)[1:] if p.grad is not None]
-            if t == 3 and "late" in how:
-                late.requires_grad_(True)
-                late.grad = None if "unused" in how else torch.full_like(late, scale)
             nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], norm)
+            if t == 3 and how == "late":
+                late.requires_grad_(True)
+                with pytest.raises(ValueError, match="thawed, after"):
+                    optimizer.step()
+                break
             optimizer.step()
-            if t == 3 and norm > 1:
-                assert all(map(torch.equal, before, [p.grad for p in list(model)[1:]]))
-                if how == "late, unused":
-                    assert late.grad is None
-                else:
-                    mean = torch.full_like(late, 1.5 * t if recipe is DDP else 1.0)
-                    assert late.grad is not None and torch.allclose(late.grad, mean, 1e-2)
         return [p.detach().clone() for p in model]
 
     assert same(*([run] for run in la.simulate(run, workers=2)))

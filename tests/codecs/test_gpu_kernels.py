@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laconic.codecs import Cast, Int4, Int8, compiled, kernels
+from laconic.codecs import Int4, Int8, compiled, kernels
 
 ROOT = Path(__file__).parents[2]
 SHAPES, PARTS = 500, 2
@@ -44,8 +44,8 @@ def test_who_serves_which_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         return "gpu"
 
     monkeypatch.setattr(compiled, "gpu_kernels", on_gpu)
-    four, cast = Int4().kernel, Cast("bfloat16").kernel
-    assert four is not None and cast is not None
+    four = Int4().kernel
+    assert four is not None
     here = torch.ones(8)
     assert compiled.kernels_for(four, here, here) is (kernels if kernels.library() else None)
     assert compiled.kernels_for(four, here.double()) is None
@@ -53,11 +53,9 @@ def test_who_serves_which_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled.kernels_for(four, here, torch.ones(8, device="meta")) is None
     there = OnGpu(torch.ones(8))
     assert str(compiled.kernels_for(four, there)) == "gpu"
-    assert str(compiled.kernels_for(cast, there)) == "gpu"
-    assert compiled.kernels_for(cast, there, decodes=True) is None
     long = Int8(kernels.MAX_BLOCK + 1).kernel
     assert long is not None and compiled.kernels_for(long, there) is None
-    assert asked == [torch.device("cuda", 0)] * 2
+    assert asked == [torch.device("cuda", 0)]
 
 
 class OnGpu(torch.Tensor):

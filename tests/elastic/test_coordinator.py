@@ -78,8 +78,10 @@ def test_attached_again_under_another_job(start: Start, monkeypatch: pytest.Monk
 def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, which says what to start."""
     monkeypatch.setattr("laconic.links.elastic.client.CALL_SECONDS", 0.5)
-    port = gloo.free_port()
-    said = refused(port, job="other", wait=0.5)
+    with socket.socket() as silent:  # nobody listens, and no worker can serve the address
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        said = refused(port, job="other", wait=0.5)
     assert f"answers at 127.0.0.1:{port}: start one by `laconic coordinator" in said
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert "does not answer" in refused(server.getsockname()[1], wait=0.5)

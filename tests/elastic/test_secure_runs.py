@@ -41,6 +41,21 @@ def test_the_coordinator_is_killed_and_started_again_empty(
         run.check_same(3, killed)
 
 
+def test_a_worker_serves_the_coordinators_address_and_another_one_after_it() -> None:
+    """Where nobody else does."""
+    with Run(LOCAL_SGD, count=2, apart=False) as run:
+        here = "this worker serves the coordinator's address"
+        (first,) = (worker for worker in run.ready() if here in worker.errors)
+        (second,) = (worker for worker in run.workers if worker is not first)
+        run.progress(1)
+        first.kill()
+        second.wait_for_text(here)
+        second.wait_for("view", workers=1)
+        run.add()
+        second.wait_for("view", workers=2)
+        run.check_same(2, first)
+
+
 def test_a_worker_of_another_job(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:
     """It ends with one line, long before ``wait=`` is over, and the run goes on. So does one that
     the others cannot reach."""
@@ -97,6 +112,7 @@ def test_a_run_goes_on(
             run.add()
             attacks += [Attack(port, contexts) for port in ports]
         monkeypatch.delenv(addresses.PORTS)
+        assert run.coordinator is not None
         processes, visits = [*run.ready(), run.coordinator], 0
 
         def visit(stranger: Stranger) -> None:

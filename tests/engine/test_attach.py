@@ -45,7 +45,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"nprocs_per_node": 3}, "divide .* 4 ranks"),
     ({"timeout": 0}, "timeout must be .* greater than 0"),
     ({"scaler": True}, "scaler must be .*GradScaler"),
-    ({"recipe": la.slowmo(None, 2, quorum=1), "buffers": "broadcast"}, "rounds have a quorum"),
+    ({"recipe": la.diloco(2, quorum=1), "buffers": "broadcast"}, "rounds have a quorum"),
     ({"buffers": "broadcast", "elastic": la.Elastic()}, "'broadcast' .*workers come and go"),
 ]
 
@@ -125,7 +125,7 @@ def test_ranks_that_attach_unlike_things_are_told_so_on_every_rank(pool: gloo.Po
 # -- an argument that is wrong on one rank ----
 
 MIXED = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, device="meta"))
-LATE = la.slowmo(None, 2, quorum=9)
+LATE = la.diloco(2, quorum=9)
 SWITCHES = "broadcast_buffers slowmo_memory_efficient push_sum use_streams verbose profile_mode"
 FREQUENCIES = ("slowmo_frequency", "slowmo_lr", "slowmo_num_shards", "localsgd_frequency")
 GROUPS_OF_3 = ("global_group", "master_group", "local_node_group")
@@ -146,7 +146,7 @@ WRONG_ON_ONE: dict[str, dict[str, Any]] = {
     | {"synch_freq": -1, "comm_device": "x", "timeout": 0, "process_rank": 7}
     | {"process_world_size": 7, **dict.fromkeys(GROUPS_OF_3)},
     "advise": {"model": 5, "step_fn": 5, "optimizer": 5, "nprocs_per_node": 0, "steps": 1}
-    | {"recipes": (5, ["slowmo(None, 4, quorum=9)"]), "link": 5, "timeout": 0},
+    | {"recipes": (5, ["diloco(4, quorum=9)"]), "link": 5, "timeout": 0},
     "switch": {"recipe": ("nonsense(3)", 5, la.hierarchical(2, 4), la.auto(), LATE)},
     "mean": {"value": ("x", torch.ones(3))},
     "average": {"tensors": (5, [3])},

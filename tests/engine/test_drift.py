@@ -85,8 +85,8 @@ class Wrong(Wrapped):
     def around(self, *_: Any) -> Any:
         return nullcontext()
 
-    def mean(self, x: Tensor) -> None:
-        super().mean(x)
+    def mean(self, x: Tensor, *rest: Any) -> None:
+        super().mean(x, *rest)
         self.spoil(x)
 
     def all_gather(self, mine: Tensor, out: Tensor, *rest: Any) -> None:

@@ -22,7 +22,7 @@ RECORDED = golden.read(golden.FILE)
 NAMES = [name for name in golden.CASES if golden.comparable(name, RECORDED)]
 SAMPLE = [
     *("sgp, trace", "ddp, int4, trace", "local_sgd, late, int8, elastic", "auto, 30kbit"),
-    *("diloco, rda, grace, quorum", "diloco, late, offload", "SlowMo, SGP, overlap"),
+    *("diloco, late, offload", "SlowMo, SGP, overlap"),
     "ddp, int4, broken",
     *("muon over ddp, int4, elastic", "streaming_diloco, muon"),
 ]

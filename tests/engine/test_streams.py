@@ -18,7 +18,7 @@ from laconic.engine import gradient_channels
 from laconic.engine.overlap import Overlapping
 from laconic.links import Link
 from laconic.links.comm_thread import CommThread
-from laconic.links.link import one_by_one, sent
+from laconic.links.link import AsyncLink, one_by_one, sent
 from laconic.links.simulated import single_link
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
@@ -29,7 +29,7 @@ from tests.support.all_recipes import ROWS, Run
 STEPS = 10
 QUICK = ["slowmo over late sgp"]
 FAR = ["ddp, coded", "slowmo over late sgp"]
-STATE = ["streaming_diloco", "diloco, eager", "local_sgd, coded", "eamsgd", "diloco, Adam"]
+STATE = ["streaming_diloco", "diloco, late", "local_sgd, coded", "easgd", "diloco, Adam"]
 """Recipes of each kind that stores something between rounds."""
 
 
@@ -98,7 +98,7 @@ def test_buckets_overlap_where_round_trips_are_long(late_pool: gloo.Pool, name: 
     compare(late_pool, name, 4 if "group" in name or "hier" in name else 2, far=True)
 
 
-async def noted(order: list[int], bucket: int) -> None:
+async def noted(order: list[int], bucket: int, _: AsyncLink) -> None:
     order.append(bucket)
     await sent()
     order.append(bucket)
@@ -174,7 +174,7 @@ def waits_of(rank: int, name: str, offload: bool = False) -> list[str]:
 
 def test_training_does_not_wait_for_the_device(late_pool: gloo.Pool) -> None:
     """Where rounds have a delay, it only queues work."""
-    for name, offload in (("diloco, eager", True), ("sgp, late", False)):
+    for name, offload in (("diloco, late", True), ("sgp, late", False)):
         assert late_pool.run(waits_of, name, offload, ranks=2) == [[], []]
     assert all(late_pool.run(waits_of, "ddp", ranks=2)), "nothing is counted"
 

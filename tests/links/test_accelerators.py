@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.links import Link, staged, tcp, torch_link
 from laconic.links.link import Parts
-from laconic.links.staged import HostLink, StagedLink
+from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 from laconic.links.torch_link import Choice, inner_link, world_link
 
@@ -103,7 +103,7 @@ def brought(rank: int, size: int, on_stand_in: bool) -> list[bytes]:
             to = ending.enter_context(late.device())
             patched = ending.enter_context(pytest.MonkeyPatch.context())
             patched.setattr(staged, "PIECE_BYTES", 64)
-            link = StagedLink(cast(HostLink, link), to)
+            link = StagedLink(link, to)
             stream = late.LateAccelerator().new_stream(to)
             ending.enter_context(late.LateAccelerator().on_stream(stream))
         ending.callback(link.close)

@@ -270,7 +270,7 @@ def test_gossip_reaches_out_peers_and_nobody_else(graph: str, n: int) -> None:
     [
         (la.sgp("ring", 2, delay=1), "swap", 8),
         (la.easgd(1), "mean", 0),
-        (la.downpour(1), "reduce_scatter", 0),
+        (la.diloco(1), "reduce_scatter", 0),
         (la.lsgd(1, local_period=0), "broadcast", 0),
     ],
 )

@@ -1,4 +1,4 @@
-"""Plain-loop references of outer steps: SlowMo, the DiLoCo family, NoLoCo, eager updates; and a few
+"""Plain-loop references of outer steps: SlowMo, the DiLoCo family, NoLoCo; and a few
 closed forms that some of them become."""
 
 from __future__ import annotations
@@ -126,10 +126,9 @@ class DiLoCo(Recipe):
         mix:    x <- mix*x + (1 - mix)*a
         loscar: x <- a + (x - y)
 
-    a as of step t. D is the mean of a - x_i, or ("rda") their mean length in the mean of their
-    directions. `outer`: another outer optimizer, and its lr. Fragment k of K does all of it by
-    itself, at steps t with t mod H = (k+1)*H//K mod H. Coded, the new a travels relative to the
-    one that was received last. The consensus is a."""
+    a as of step t. D is the mean of a - x_i. `outer`: another outer optimizer, and its lr. Fragment
+    k of K does all of it by itself, at steps t with t mod H = (k+1)*H//K mod H. Coded, the new a
+    travels relative to the one that was received last. The consensus is a."""
 
     period: int = 500
     lr: float = 0.7
@@ -138,7 +137,6 @@ class DiLoCo(Recipe):
     mix: float = 0.5
     merge: Literal["mix", "loscar"] = "mix"
     outer: tuple[Optimizer, float] | None = None
-    average: Literal["mean", "rda"] = "mean"
     muon: bool = False
     codec: Codec | None = None
     fragments: Sequence[Sequence[str]] = (NAMES,)
@@ -164,13 +162,7 @@ class DiLoCo(Recipe):
             if t % self.period != (k + 1) * self.period // count % self.period:
                 continue
             y = [some(w.x, part) for w in workers]
-            if self.average == "rda":
-                d = [minus(some(self.anchor, part), own) for own in y]
-                received = copy(self._outer(radial_directional(d)))
-            else:
-                received = average(
-                    y, lambda xbar: self._outer(minus(some(self.anchor, xbar), xbar))
-                )
+            received = average(y, lambda xbar: self._outer(minus(some(self.anchor, xbar), xbar)))
             self.flight.append((t + self.delay, received, y))
         if self.delay == 0:
             self._fold(t, workers)
@@ -258,18 +250,6 @@ def length(v: Array) -> float:
     return float(np.sqrt(np.sum(v * v)))
 
 
-def radial_directional(d: Sequence[Params]) -> Params:
-    """Of each tensor: r_i = ||d_i|| ;  u_i = d_i/r_i, 0 if r_i = 0 ;  u = mean(u_i)
-    D = mean(r_i)*u/||u||, 0 if ||u|| = 0. Douillard et al. 2026 (2604.21428)."""
-    found = {}
-    for name in d[0]:
-        radii = [length(own[name]) for own in d]
-        units = [{"": own[name] / (r or 1.0)} for own, r in zip(d, radii, strict=True)]
-        u = mean(units)[""]
-        found[name] = sum(radii) / len(radii) * u / (length(u) or 1.0)
-    return found
-
-
 POLYNOMIALS = (
     (14.9373, -146.249, 486.661, -625.53, 272.151),
     (6.75962, -16.3497, 13.8421, -4.55616, 0.508882),
@@ -295,46 +275,6 @@ def muon_direction(s: Array) -> Array:
     left, sigma, right = np.linalg.svd(s, full_matrices=False)
     o = left @ np.diag(near_one(sigma)) @ right
     return np.asarray(o * length(s) / length(o))
-
-
-@dataclass
-class Eager(Recipe):
-    """every H, in round t:  d_i(t) = a_i - x_i
-                             D = d_i(t)/n + (mean(d(t-1)) - d_i(t-1)/n)         d(0) = 0
-                             m_i = mu*m_i + D ;  a_i = a_i - eta*(D + mu*m_i) ;  x_i = a_i
-
-    Kale et al. 2025 (2502.12996), whatever the delay. The consensus is mean(x); right after a
-    round it has taken in what is late: mean(x) - eta*(1 - 1/n)*mean(d(t))."""
-
-    period: int
-    lr: float = 0.7
-    momentum: float = 0.9
-    codec: Codec | None = None
-
-    def start(self, x0: Params, n: int) -> None:
-        self.a, self.m = ([copy(p) for _ in range(n)] for p in (x0, scale(0.0, x0)))
-        self.late = [scale(0.0, x0) for _ in range(n)]
-        self.mean = CodedMean(self.codec, [FLAT], x0, n, relative=False)
-        self.fresh = False
-
-    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
-        self.fresh = t % self.period == 0
-        if not self.fresh:
-            return
-        n = len(workers)
-        d = [minus(a, w.x) for a, w in zip(self.a, workers, strict=True)]
-        average = self.mean(d)
-        for i, w in enumerate(workers):
-            step = add(scale(1 / n, d[i]), self.late[i])
-            self.m[i] = add(scale(self.momentum, self.m[i]), step)
-            nesterov = add(step, scale(self.momentum, self.m[i]))
-            self.a[i] = minus(self.a[i], scale(self.lr, nesterov))
-            w.x = copy(self.a[i])
-            self.late[i] = minus(average, scale(1 / n, d[i]))
-
-    def consensus(self, workers: list[Worker]) -> Params:
-        xbar = mean([w.x for w in workers])
-        return minus(xbar, scale(self.lr, mean(self.late))) if self.fresh else xbar
 
 
 @dataclass

@@ -174,35 +174,6 @@ class EASGD(Recipe):
 
 
 @dataclass
-class Downpour(Recipe):
-    """every tau: a <- a + sum_i (x_i - a) ; x <- a. A sum, not a mean; every term has the old a.
-    Coded, it is the mean of x that travels, and then the new a."""
-
-    period: int
-    codec: Codec | None = None
-
-    def start(self, x0: Params, n: int) -> None:
-        self.anchor = copy(x0)
-        self.mean = CodedMean(self.codec, [FLAT], x0, n)
-
-    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
-        if t % self.period:
-            return
-
-        def total(xbar: Params) -> Params:
-            self.anchor = toward(self.anchor, xbar, len(workers))
-            return self.anchor
-
-        received = self.mean([w.x for w in workers], total)
-        for w in workers:
-            w.x = copy(received)
-
-    def consensus(self, workers: list[Worker]) -> Params:
-        return copy(self.anchor)
-
-
-# ---------------------------------------------------------------- leaders
-@dataclass
 class LSGD(Recipe):
     """every step, after the local optimizer's:
                   x <- (1 - p2/tau_g)*x + (p2/tau_g)*x_global
@@ -283,4 +254,4 @@ class LSGD(Recipe):
 
 # The names a user writes; fields above are their arguments, in order.
 local_sgd, hierarchical, des_loc = LocalSGD, Hierarchical, DesLoc
-easgd, eamsgd, downpour, lsgd = EASGD, EASGD, Downpour, LSGD
+easgd, lsgd = EASGD, LSGD

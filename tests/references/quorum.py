@@ -17,11 +17,6 @@ together, d_i is what has come of it, and all go on from the P that has come of 
     v = x_i - base_i + e_i ; q_i = Q(v) ; e_i <- v - q_i ; d_i = -q_i
     p = Q(a - P) ; P <- P + p
 
-With ``radial``, D is as long as the d_i are on average, tensor by tensor, with the same weights c_i
-of sum 1 (of "alike", the result is then multiplied by |M|/n):
-
-    r_i = ||d_i|| ; u = sum of c_i*d_i/r_i ; D = (sum of c_i*r_i) * u/||u||
-
 Update rules:
 
     average:   a <- a - D
@@ -68,14 +63,12 @@ class Quorum:
     quorum: int
     grace: float = 0.0
     own: bool = False
-    weigh: Literal["alike", "steps"] = "alike"
     rule: Rule = "average"
     lr: float = 1.0
     momentum: float = 0.0
     reset: bool = False
     fragments: tuple[tuple[str, ...], ...] = (NAMES,)
     codec: Codec | None = None
-    radial: bool = False
 
     def vectors(self, k: int) -> list[list[str]]:
         """The names of the parameters that are coded together: those of a fragment, group by group;
@@ -220,19 +213,12 @@ def outer_step(
 ) -> None:
     """The formulas at the top, for fragment k."""
     n, a, m, late = len(all_of), outer.a, outer.m, outer.late
-    shares = [all_of[i].steps - all_of[i].parts[k].since for i in members]
     outer.held += len(members)
     ds = [change(recipe, k, all_of[i]) for i in members]
     for name in recipe.fragments[k]:
         delta = 0.0 * a[name]
-        radii, u = 0.0, 0.0 * a[name]
-        for d, s in zip(ds, shares, strict=True):
-            c = s / sum(shares) if recipe.weigh == "steps" else 1 / n
-            delta = delta + c * d[name]
-            radii += c * float(np.linalg.norm(d[name]))
-            u = u + c * d[name] / np.linalg.norm(d[name])
-        if recipe.radial:
-            delta = radii * u / np.linalg.norm(u)
+        for d in ds:
+            delta = delta + d[name] / n
         if recipe.rule == "average":
             a[name] = a[name] - delta
         elif recipe.rule == "nesterov":

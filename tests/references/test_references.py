@@ -23,7 +23,6 @@ from tests.references.problem import (
     loss,
     make_data,
     mean,
-    minus,
     run,
     scale,
 )
@@ -159,16 +158,6 @@ def test_noloco() -> None:
     recipe.after_step(1, workers, lambda group, t: 0.1)
     assert [float(m["w"][0]) for m in recipe.m] == [-0.25, 3.0]
     assert [float(w.x["w"][0]) for w in workers] == [4.25, 5.0]
-
-
-def test_a_radial_average() -> None:
-    """As long as the changes are on average, in the mean of their directions."""
-    d = [{"w": np.array([3.0, 0.0])}, {"w": np.array([0.0, 1.0])}]
-    np.testing.assert_allclose(outer.radial_directional(d)["w"], np.sqrt([2.0, 2.0]))
-    opposite = [d[0], scale(-2.0, d[0])]
-    assert not outer.radial_directional(opposite)["w"].any()
-    still = outer.radial_directional([d[0], minus(d[0], d[0])])["w"]
-    np.testing.assert_allclose(still, [1.5, 0.0])
 
 
 def test_directions() -> None:

@@ -186,6 +186,7 @@ def work(pipe: Connection, given: dict[str, str], at: Any, options: dict[str, An
     """A worker's process."""
     os.setsid()  # a test may send a signal to all processes of the worker
     use(given)
+    leases.START_SECONDS = 1.0  # where the worker serves the coordinator's address
     torch.set_num_threads(1)
     reporter = Reporter(pipe)
     number, recipe, steps, coordinator = at
@@ -208,7 +209,7 @@ def coordinate(pipe: Connection, given: dict[str, str], port: int) -> None:
     use(given)
     leases.START_SECONDS = 1.0  # no run is under way
     with contextlib.redirect_stdout(Reporter(pipe)):  # type: ignore[type-var]
-        main(["coordinator", "--port", str(port)])
+        main(["coordinator", "--address", f"127.0.0.1:{port}"])
 
 
 # -- in the test's process ----
@@ -286,14 +287,16 @@ class Coordinator(Process):
 
 
 class Run:
-    """A coordinator and its workers. Ends all of them on leaving."""
+    """A coordinator and its workers. Ends all of them on leaving. With ``apart=False``, a worker
+    has the coordinator."""
 
     def __init__(self, recipe: str, count: int, steps: int = MANY, **options: Any) -> None:
         self.port = gloo.free_port()
         self.recipe, self.steps = recipe, steps
         self._folder = tempfile.TemporaryDirectory()
+        apart = options.pop("apart", True)
         self.options = {"workers": count or None, "min_workers": 1, "wait": 100.0, **options}
-        self.coordinator = Coordinator(self.port)
+        self.coordinator = Coordinator(self.port) if apart else None
         self.workers: list[Process] = []
         for _ in range(count):
             self.add()
@@ -313,6 +316,7 @@ class Run:
 
     def restart_coordinator(self) -> None:
         """Kill it, and start an empty one once all of its workers have noticed."""
+        assert self.coordinator is not None
         self.coordinator.kill()
         for worker in self.workers:
             worker.wait_for_text("training goes on with the workers of now")
@@ -353,6 +357,6 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in (*self.workers, self.coordinator):
+        for process in (*self.workers, *([self.coordinator] if self.coordinator else ())):
             process.kill()
         self._folder.cleanup()

@@ -16,7 +16,7 @@ import torch
 import laconic as la
 from laconic.algorithms.exchanges import LowRank
 from laconic.algorithms.topology import Graph
-from laconic.codecs import Int2, Int4, Int8
+from laconic.codecs import Int2, Int4
 
 from tests.references import coded, gossip, outer, parameters
 from tests.references.gradients import BUCKET, DDP, DeMo, PowerSGD
@@ -176,27 +176,20 @@ row("sgp, late", la.sgp(delay=2), lambda: g_.SGP(delay=2), "golden gossip conser
 row("d_psgd", la.d_psgd(), g_.DPSGD, "golden gossip conserves")
 row("d_psgd, late", la.d_psgd(delay=1), lambda: g_.DPSGD(delay=1), "golden gossip conserves")
 row("easgd", la.easgd(3, pull=0.1), lambda: p_.EASGD(3, pull=0.1), "golden lags")
-row("eamsgd", la.eamsgd(3), lambda: p_.EASGD(3), "golden lags")
-row("downpour", la.downpour(4), lambda: p_.Downpour(4), "golden lags")
 row("lsgd", la.lsgd(4, local_period=0), lambda: p_.LSGD(4), "golden")
 groups = la.lsgd(4, local_period=2)
 row("lsgd, groups", groups, lambda size: p_.LSGD(4, 2, group_size=size), "golden grouped")
 row("diloco", la.diloco(5, momentum=0.5), lambda: o_.DiLoCo(5, 0.7, 0.5), "golden lags")
 alike("diloco, late", "golden lags", DILOCO, 5, 0.7, 0.5, delay=4)
 row("diloco, Adam", la.diloco(3, outer=adam), lambda: by_adam(3), "golden lags")
-eager = la.diloco(5, momentum=0.5, delay=4, merge="eager")
-row("diloco, eager", eager, lambda: o_.Eager(5, 0.7, 0.5), "golden")
 alike("diloco, loscar", "golden lags", DILOCO, 5, 1.0, 0.0, delay=4, merge="loscar")
 STREAMING = partial(la.streaming_diloco, 6, 3, 3, momentum=0.5)
 row("streaming_diloco", STREAMING(codec="int4"), None, "golden lags")
 row("streaming_diloco, int2", STREAMING(codec="int2"), None, "golden lags")
-row("muloco", la.muloco(5), lambda: o_.DiLoCo(5, 0.7, 0.6), "golden lags")
-late = la.muloco(5, outer="muon", delay=4)
-row("muloco, outer, late", late, lambda: o_.DiLoCo(5, 0.7, 0.6, 4, muon=True), "golden lags", MUON)
-row("muloco, outer, coded", la.muloco(5, outer="muon", codec="int2"), None, "golden lags")
-alike("diloco, rda", "golden lags whole", DILOCO, 5, 0.7, 0.5, average="rda")
-radial = la.diloco(5, momentum=0.5, average="rda", codec="int8")
-row("diloco, rda, coded", radial, None, "golden lags whole")
+late = la.diloco(5, momentum=0.6, outer="muon", delay=4)
+row("diloco, muon, late", late, lambda: o_.DiLoCo(5, 0.7, 0.6, 4, muon=True), "golden lags", MUON)
+coded_muon = la.diloco(5, momentum=0.6, outer="muon", codec="int2")
+row("diloco, muon, coded", coded_muon, None, "golden lags")
 row("des_loc", la.des_loc(2, 4, 6), lambda: p_.DesLoc(2, 4, 6), "golden moments conserves")
 sparse = la.sparse_loco(3, 8, 64), lambda: o_.sparse_loco(3, 8, 64, values=coded.int2(8))
 row("sparse_loco", *sparse, "golden lags whole")
@@ -242,7 +235,6 @@ with warnings.catch_warnings():
     symmetric = la.d_psgd(delay=1), lambda: g_.DPSGD(delay=1)
     slow("slowmo(d_psgd(delay=1), 4)", *symmetric, 4, "gossip variant")
     slow("slowmo(easgd, 6)", la.easgd(2, pull=0.2), lambda: p_.EASGD(2, pull=0.2), 6, "variant")
-    slow("slowmo(downpour(2), 4)", la.downpour(2), lambda: p_.Downpour(2), 4)
     slow("slowmo(lsgd(2), 4)", la.lsgd(2, local_period=0), lambda: p_.LSGD(2), 4, "variant")
     row(
         "slowmo(local_sgd(2), 6, coded)",
@@ -292,7 +284,6 @@ with warnings.catch_warnings():
     row("d_psgd(random)", *even, f"{irregular} variant")
     alike("easgd(2, 0.5, pull=0.3)", "lags", (la.easgd, p_.EASGD), 2, 0.5, pull=0.3)
     alike("easgd(3, 0.7, coded)", "lags", (la.easgd, p_.EASGD), 3, 0.7, codec=BLOCKS)
-    alike("downpour(3, coded)", "lags", (la.downpour, p_.Downpour), 3, codec=BYTE)
     given: dict[str, Any] = {"pull": 0.4, "drift": 0.3, "window": 3}
     row("lsgd(4, pulls)", la.lsgd(4, local_period=0, **given), partial(p_.LSGD, 4, **given))
     local: dict[str, Any] = {"local_drift": 0.4, "local_pull": 0.3}
@@ -306,9 +297,6 @@ with warnings.catch_warnings():
     unsharded = la.diloco(4, outer=adam, sharded=False)
     row("diloco(4, Adam, unsharded)", unsharded, lambda: by_adam(4), "lags")
     alike("diloco(4, delay=2, coded)", "lags", DILOCO, 4, 0.6, 0.8, delay=2, mix=0.3, codec=BLOCKS)
-    alike("diloco(4, rda, delay=3)", "lags whole", DILOCO, 4, delay=3, mix=0.2, average="rda")
-    eager = la.diloco(4, delay=3, merge="eager", codec=Int8(16))
-    row("diloco(4, eager, coded)", eager, lambda: o_.Eager(4, codec=coded.int8(16)))
     for own_codec, codec_of, tags in (
         (None, None, "lags variant"),
         (SMALL, small(), "lags"),
@@ -324,7 +312,7 @@ with warnings.catch_warnings():
     muon = partial(o_.DiLoCo, 3, 1.0, 0.6, 2, merge="loscar", muon=True)
     row("streaming_diloco(3, 1, muon)", recipe, muon, "lags", MUON)
     muon = partial(o_.DiLoCo, 4, 0.7, 0.6, muon=True)
-    row("muloco(4, muon)", la.muloco(4, outer="muon"), muon, "lags variant", MUON)
+    row("diloco(4, muon)", la.diloco(4, 0.7, 0.6, outer="muon"), muon, "lags variant", MUON)
     row("des_loc(2)", la.des_loc(2, codec="int8"), lambda: p_.DesLoc(2, 6, 12, BYTE[1]), "moments")
     recipe = la.sparse_loco(3, 5, 32, decay=0.8, lr=0.7, values="int8")
     loop = partial(o_.sparse_loco, 3, 5, 32, 0.8, 0.7, BYTE[1])

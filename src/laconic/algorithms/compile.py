@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
-from laconic.algorithms.exchange import Gossip, Scored
 from laconic.algorithms.exchanges import Mean, QuorumMean
 from laconic.algorithms.recipes import WITH_GROUPS
 from laconic.algorithms.round import (
@@ -20,7 +19,6 @@ from laconic.algorithms.round import (
     workers_differ,
 )
 from laconic.algorithms.schedules import Every, Schedule, Unless, any_of, every
-from laconic.algorithms.update import abilities, in_every_step
 from laconic.algorithms.updates import Average, Mix, Replace
 from laconic.parts import Fragment, is_of_optimizer, module_buffers, optimizer_state
 
@@ -57,7 +55,7 @@ def buffer_rounds(recipe: Sequence[AnyRound]) -> list[Round]:
             like = replace(like, exchange=r.exchange.unanchored(), over=r.over)
             found += [] if like in found else [like]  # it closes with the round itself
             continue
-        if isinstance(r.exchange, Gossip):
+        if r.exchange.out_degree is not None:
             like = replace(like, update=Mix(), exchange=r.exchange, over=r.over)
         same = [f for f in found if replace(f, when=r.when) == like]
         if same:
@@ -80,14 +78,12 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
                 f"quorum must be at most the number of workers, {workers}, not {most}: use 1 to "
                 f"{workers}, or None for all"
             )
-        if not isinstance(r.when, Every):
-            raise ValueError(f"a round with a quorum is due every so many steps, not {r.when!r}")
         if not isinstance(r, Round) or not _fits_quorum(r):
             raise ValueError(
-                f"{r.name} cannot have a quorum: it is a Round over the workers without delay, "
-                "which keeps or resets the optimizer's state, and its update has an anchor, whose "
-                "combine gives the new x, and nothing else. OuterStep, DelayedNesterov, "
-                "AnchoredAverage and SlowMomentum are such updates"
+                f"{r.name} cannot have a quorum: it is a Round over the workers, due every so many "
+                "steps, without delay, which keeps or resets the optimizer's state, and its update "
+                "has an anchor, whose combine gives the new x, and nothing else. OuterStep, "
+                "DelayedNesterov and SlowMomentum are such updates"
             )
     rules = {(r.when, r.exchange) for r in with_quorum}
     if len(rules) > len({r.when for r in with_quorum}):
@@ -96,7 +92,7 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
         other = next(r for r in recipe if r not in with_quorum)
         raise ValueError(
             f"{other.name} waits for all workers, and {with_quorum[0].name} does not: give all "
-            "rounds of the recipe a quorum. slowmo(None, ..., quorum=) has no other rounds"
+            "rounds of the recipe a quorum"
         )
     if with_quorum and not plain:
         raise ValueError(
@@ -121,7 +117,7 @@ def check_offload(recipe: Recipe, offload: bool) -> None:
     use."""
     rounds = [r for r in recipe if isinstance(r, Round)]
     if offload and not any(
-        r.exchange.slots or (r.update.slots and not in_every_step(r.update)) for r in rounds
+        r.exchange.slots or (r.update.slots and not r.update.in_every_step) for r in rounds
     ):
         raise ValueError(
             "offload=True keeps anchors, outer momenta and residuals of parameter rounds in host "
@@ -152,18 +148,6 @@ def check_identical(recipe: Recipe) -> None:
             )
 
 
-def check_whole(recipe: Recipe, *, sharded: bool, ranks: int) -> None:
-    """Raise ``ValueError`` if ``recipe`` needs whole tensors where a rank has parts of them only:
-    of a model that is ``sharded``, or in messages that the ``ranks`` of a worker share."""
-    for r in recipe:
-        if isinstance(r, Round) and r.exchange.whole and (sharded or ranks > 1):
-            why = "FSDP has sharded the model" if sharded else "a worker's ranks share its messages"
-            raise ValueError(
-                f"{type(r.exchange).__name__} needs whole tensors, and {why}: use average='mean', "
-                "or workers of one rank without FSDP"
-            )
-
-
 def has_quorum(recipe: Recipe) -> bool:
     """Return whether ``recipe`` has rounds that do not wait for all workers."""
     return any(isinstance(r.exchange, QuorumMean) for r in recipe)
@@ -171,11 +155,11 @@ def has_quorum(recipe: Recipe) -> bool:
 
 def _fits_quorum(r: Round) -> bool:
     update, exchange = r.update, r.exchange
-    combines_only = update.replaces and not update.whole and not abilities(update)
     anchored = update.anchor is not None and update.slots.get(update.anchor) == "owner"
     plain = r.over in ("world", "workers") and not r.delay and r.optimizer_state != "average"
     first = isinstance(exchange, QuorumMean) and exchange.anchored and not is_of_optimizer(r.part)
-    return combines_only and anchored and plain and first
+    regular = isinstance(r.when, Every)
+    return update.combines_only and anchored and plain and first and regular
 
 
 def replicated(recipe: Recipe) -> Recipe:
@@ -196,7 +180,7 @@ def replicated(recipe: Recipe) -> Recipe:
 
 
 ELASTIC = (
-    "ddp, local_sgd, post_local_sgd, slowmo, diloco, streaming_diloco, muloco, outer_step, "
+    "ddp, local_sgd, post_local_sgd, slowmo, diloco, streaming_diloco, outer_step, "
     "des_loc, sparse_loco, easgd, sgp, d_psgd, noloco, auto"
 )
 """The recipes for workers that come and go."""
@@ -204,9 +188,7 @@ ELASTIC = (
 
 def score_window(recipe: Recipe) -> int:
     """Over how many losses its rounds want the workers' scores; 0: they want none."""
-    return max(
-        (r.exchange.score_window for r in recipe if isinstance(r.exchange, Scored)), default=0
-    )
+    return max((r.exchange.score_window for r in recipe), default=0)
 
 
 def in_groups(recipe: Recipe) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import GatheredMean, Mean
-from laconic.algorithms.exchanges.quorum import Pace, Weigh
+from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
     MIX,
-    Averaging,
     CodecOption,
     Outer,
     check_base,
@@ -19,7 +18,6 @@ from laconic.algorithms.recipe_parts import (
     check_effect,
     check_merge,
     check_sharded,
-    eager,
     identical,
     mean_over_workers,
     outer_update,
@@ -44,16 +42,14 @@ def diloco(
     momentum: float = 0.9,
     *,
     outer: Outer | None = None,
-    average: Averaging = "mean",
     sharded: bool = True,
     delay: int = 0,
-    merge: Merge | Literal["eager"] = "mix",
+    merge: Merge = "mix",
     mix: float = 0.5,
     codec: CodecOption = None,
     quorum: int | None = None,
     grace: float = 0.0,
     pace: Pace = "equal",
-    weigh: Weigh = "alike",
 ) -> Recipe:
     """A local optimizer, with an outer Nesterov step every ``period`` steps.
 
@@ -68,16 +64,11 @@ def diloco(
             tensors: torch.optim.Adam(tensors, lr=1e-3)``, which has an lr and momentum of its
             own. ``"muon"``: the steps of matrices have Muon's direction, see `MuonStep`; every
             worker then stores all outer state. None: Nesterov SGD.
-        average: ``"mean"``: of the pseudo-gradients. ``"rda"``: their lengths and directions are
-            averaged separately, so that workers that move in different directions do not shorten
-            the step; see `RadialMean`. With ``"rda"``, every worker stores all outer state.
         sharded: whether each worker stores 1/n of the outer state. False: all of it.
         delay: steps between sending a message and folding in the result. Training continues
             meanwhile. 0: training waits.
-        merge: how x and the delayed new anchor are combined: ``"mix"``, ``"average"``, or
-            ``"loscar"``; see `OuterStep`. ``"eager"`` takes the outer step at once, using the other
-            workers' pseudo-gradients of the previous round (Kale et al. 2025, arXiv 2502.12996):
-            see `Eager`. Its delay is at most the period, and every worker stores all outer state.
+        merge: how x and the delayed new anchor are combined: ``"mix"`` or ``"loscar"``; see
+            `OuterStep`.
         mix: the fraction of x that remains with ``merge="mix"``, in [0, 1].
         codec: how pseudo-gradients and outer steps are coded: a name such as ``"int8"`` or
             ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
@@ -85,8 +76,6 @@ def diloco(
         grace: seconds for which a round then still waits for the other workers.
         pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
             many as it can while the fastest worker takes ``period``.
-        weigh: ``"alike"``: every step counts the same. ``"steps"``: a contribution counts by its
-            number of steps.
 
     With a ``quorum``, a worker that comes later takes part in the next round, with all steps that
     it has taken. Momentum is then delayed (`DelayedNesterov`), unless ``outer`` is given. With
@@ -98,23 +87,16 @@ def diloco(
         >>> sync = laconic.attach(model, optimizer, laconic.diloco(100, momentum=0.6))
     """
     check_int("period", period, 1)
-    check_choice("merge", merge, (*get_args(Merge), "eager"))
-    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, average=average, outer=outer)
-    decided = {"codec": codec is not None, "quorum": some is not None, "merge": merge == "eager"}
-    check_sharded(sharded, outer=outer == "muon", average=average == "rda", **decided)
-    if merge == "eager":
-        check_float("mix", mix, 0.0, most=1.0)
-        check_effect("with merge='eager'", mix=mix != MIX)
-        if some is not None:
-            raise ValueError("merge='eager' waits for all workers: leave out quorum= and pace=")
-        return eager(period, lr, momentum, outer, delay, codec, average)
+    some = quorum_mean(quorum, grace, pace, codec, delay, outer)
+    decided = {"codec": codec is not None, "quorum": some is not None}
+    check_sharded(sharded, outer=outer == "muon", **decided)
     check_merge(merge, mix, delay)
     if callable(outer):
         check_effect("with a function as outer=", lr=lr != 0.7, momentum=momentum != 0.9)
     update: OuterStep | DelayedNesterov = outer_update(lr, momentum, outer, merge, mix)
     if some is not None and outer is None:
         update = DelayedNesterov(lr, momentum)
-    exchange = some or pseudo_gradients(update, codec, average, sharded=sharded)
+    exchange = some or pseudo_gradients(update, codec, sharded=sharded)
     check_delay(delay, period)
     return (Round(every(period), update, exchange, delay=delay),)
 
@@ -130,13 +112,11 @@ def streaming_diloco(
     lr: float | None = None,
     momentum: float = 0.6,
     outer: Outer | None = None,
-    average: Averaging = "mean",
     merge: Merge | None = None,
     by: Literal["bytes", "layers"] | None = None,
     quorum: int | None = None,
     grace: float = 0.0,
     pace: Pace = "equal",
-    weigh: Weigh = "alike",
 ) -> Recipe:
     """`diloco` by fragments: each is sent every ``period`` steps, at its own offset.
 
@@ -163,12 +143,9 @@ def streaming_diloco(
             tensors: torch.optim.Adam(tensors, lr=1e-3)``, which has an lr and momentum of its
             own. ``"muon"``: the steps of matrices have Muon's direction, see `MuonStep`. None:
             Nesterov SGD. ``"muon"`` needs ``by="layers"``.
-        average: ``"mean"``: of the pseudo-gradients. ``"rda"``: their lengths and directions are
-            averaged separately, so that workers that move in different directions do not shorten
-            the step; see `RadialMean`. ``"rda"`` needs ``by="layers"``.
-        merge: how x and the delayed new anchor are combined: ``"mix"``, ``"average"``, or
-            ``"loscar"``; see `OuterStep`. None: ``"mix"``, with ``outer="muon"`` and without a
-            ``mix`` ``"loscar"`` (``docs/evidence.md``).
+        merge: how x and the delayed new anchor are combined: ``"mix"`` or ``"loscar"``; see
+            `OuterStep`. None: ``"mix"``, with ``outer="muon"`` and without a ``mix`` ``"loscar"``
+            (``docs/evidence.md``).
         by: ``"bytes"``: fragments of about equal bytes. ``"layers"``: of whole layers. See
             `Fragment`. None: ``"layers"`` where whole tensors are needed, else ``"bytes"``.
         quorum: how many workers must have arrived before a round may close. None: all. It needs
@@ -176,8 +153,6 @@ def streaming_diloco(
         grace: seconds for which a round then still waits for the other workers.
         pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
             many as it can while the fastest worker takes ``period``. ``"own"`` needs ``delay=0``.
-        weigh: ``"alike"``: every step counts the same. ``"steps"``: a contribution counts by its
-            number of steps.
 
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.streaming_diloco(16))
@@ -190,17 +165,17 @@ def streaming_diloco(
     lr = (1.0 if muon else 0.7) if lr is None else lr
     merge = ("loscar" if muon and mix is None else "mix") if merge is None else merge
     mix = MIX if mix is None else mix
-    by = ("layers" if muon or average == "rda" else "bytes") if by is None else by
+    by = ("layers" if muon else "bytes") if by is None else by
     update: OuterStep | DelayedNesterov = outer_update(lr, momentum, outer, merge, mix)
     check_int("period", period, 1)
     if check_int("fragments", fragments, 1) > period:
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
     check_choice("by", by, ("bytes", "layers"))
     check_delay(delay, period)
-    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, average=average, outer=outer)
+    some = quorum_mean(quorum, grace, pace, codec, delay, outer)
     if some is not None and outer is None:
         update = DelayedNesterov(lr, momentum)
-    exchange = some or pseudo_gradients(update, codec, average, sharded=True)
+    exchange = some or pseudo_gradients(update, codec, sharded=True)
     return tuple(
         Round(
             every(period, offset=(k + 1) * period // fragments),
@@ -211,55 +186,6 @@ def streaming_diloco(
         )
         for k in range(fragments)
     )
-
-
-@named
-def muloco(
-    period: int = 30,
-    lr: float = 0.7,
-    momentum: float = 0.6,
-    *,
-    outer: Literal["nesterov", "muon"] = "nesterov",
-    average: Averaging = "mean",
-    delay: int = 0,
-    merge: Merge = "mix",
-    mix: float = 0.5,
-    codec: CodecOption = None,
-) -> Recipe:
-    """`diloco` for workers that train with Muon: `laconic.muon` makes such optimizers.
-
-    Thérien et al. 2025, arXiv 2505.23725, whose settings are the defaults. Muon's steps have equal
-    lengths and agree better between workers than AdamW's, so less momentum is needed outside. The
-    paper codes messages in two bits, on levels that it places by statistics; ``"int2"`` loses more.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        lr: the outer learning rate, above 0.
-        momentum: of the outer steps, in [0, 1).
-        outer: ``"nesterov"``: as in the paper. ``"muon"``: the outer step of matrices, too, has
-            Muon's direction; see `MuonStep`.
-        average: ``"mean"``: of the pseudo-gradients. ``"rda"``: their lengths and directions are
-            averaged separately, so that workers that move in different directions do not shorten
-            the step; see `RadialMean`.
-        delay: steps between sending a message and folding in the result. Training continues
-            meanwhile. 0: training waits.
-        merge: how x and the delayed new anchor are combined: ``"mix"``, ``"average"``, or
-            ``"loscar"``; see `OuterStep`.
-        mix: the fraction of x that remains with ``merge="mix"``, in [0, 1].
-        codec: how pseudo-gradients and outer steps are coded: a name such as ``"int8"`` or
-            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
-
-    Examples:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-        >>> optimizers = laconic.muon(model)
-        >>> sync = laconic.attach(model, optimizers, laconic.muloco(30))
-    """
-    check_choice("outer", outer, ("nesterov", "muon"))
-    check_merge(merge, mix, delay)
-    update = outer_update(lr, momentum, "muon" if outer == "muon" else None, merge, mix)
-    exchange = pseudo_gradients(update, codec, average, sharded=True)
-    check_delay(delay, check_int("period", period, 1))
-    return (Round(every(period), update, exchange, delay=delay),)
 
 
 @named
@@ -316,7 +242,7 @@ def outer_step(
     exchange: Exchange
     if workers_differ(base):
         check_sharded(sharded, outer=outer == "muon", codec=codec is not None)
-        exchange = pseudo_gradients(update, codec, "mean", sharded=sharded)
+        exchange = pseudo_gradients(update, codec, sharded=sharded)
     else:
         exchange = identical(sharded, codec, optimizer_state)
     last = outermost(slow, update, exchange, optimizer_state)

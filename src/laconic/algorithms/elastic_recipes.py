@@ -7,7 +7,7 @@ from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import CodecOption, check_effect, mean_over_workers
 from laconic.algorithms.round import Recipe, Round
 from laconic.algorithms.schedules import every
-from laconic.algorithms.updates import Downpour, Elastic, LeaderPull
+from laconic.algorithms.updates import Elastic, LeaderPull
 from laconic.errors import check_float, check_int
 
 
@@ -17,7 +17,8 @@ def easgd(
 ) -> Recipe:
     """Elastic averaging: every ``period`` steps, workers and a center attract each other.
 
-    Zhang et al., NeurIPS 2015, arXiv 1412.6651 (period 1 to 64); see `Elastic`.
+    Zhang et al., NeurIPS 2015, arXiv 1412.6651 (period 1 to 64); see `Elastic`. With Nesterov
+    momentum in the local optimizer this is EAMSGD, section 2.3 of the paper.
 
     Args:
         period: steps between two rounds, at least 1.
@@ -35,49 +36,6 @@ def easgd(
     check_float("beta", beta, 0.0, strict=True, most=1.0)
     check_float("pull", pull, 0.0, 1.0)
     return (Round(when, Elastic(beta, pull / period), mean_over_workers(codec)),)
-
-
-@named
-def eamsgd(
-    period: int, beta: float = 0.9, *, pull: float = 0.0, codec: CodecOption = None
-) -> Recipe:
-    """Elastic averaging for a local optimizer with Nesterov momentum: the same rounds as `easgd`.
-
-    EAMSGD, Zhang et al. 2015, section 2.3. The paper's momentum of 0.99 is worse than 0.9 on small
-    problems.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        beta: the fraction of the distance to the workers' mean that the center moves in a round, in
-            (0, 1]. Each worker moves beta/n of its distance to the center.
-        pull: the fraction of the distance to the center that x moves over one period, in equal
-            parts at every step, in [0, 1).
-        codec: how the changes in x since the last round are coded: a name such as ``"int8"`` or
-            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
-
-    Examples:
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-        >>> sync = laconic.attach(model, optimizer, laconic.eamsgd(16))
-    """
-    return easgd(period, beta, pull=pull, codec=codec)
-
-
-@named
-def downpour(period: int, *, codec: CodecOption = None) -> Recipe:
-    """Add up the workers' changes: ``every period steps: a <- a + sum(x_i - a) ; x <- a``.
-
-    Dean et al., NeurIPS 2012; see `Downpour`. It sums instead of averaging, as if one worker had
-    taken all steps, so it needs a learning rate n times smaller. It is included for comparison.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        codec: how the changes in x since the last round are coded: a name such as ``"int8"`` or
-            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
-
-    Examples:
-        >>> sync = laconic.attach(model, optimizer, laconic.downpour(16))
-    """
-    return (Round(every(period), Downpour(), mean_over_workers(codec, sharded=True)),)
 
 
 @named

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from inspect import iscoroutinefunction
-from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +42,8 @@ class Arrival(NamedTuple):
 class Exchange:
     """With whom a message is exchanged, and how it is encoded.
 
-    An exchange may also have the methods of `Gossip`, `Scored`, `Rebase` and `Collect`; the engine
-    calls those that are there.
+    `out_degree`, `rebase` and `collect` are methods that an exchange may have, and are None where
+    it has not.
 
     Examples:
         >>> laconic.exchanges.Mean().cost(length=1000, itemsize=4, n=4).bytes  # 2(n-1)/n of 4 kB
@@ -58,21 +57,24 @@ class Exchange:
     agrees: ClassVar[bool] = False
     """Whether all workers hold the same result afterward."""
     whole: ClassVar[bool] = False
-    """Whether a bucket must hold whole tensors, which `shaped` then describes."""
+    """Whether a bucket must hold whole tensors, which `shaped` then describes. Such an exchange is
+    for rounds on gradients."""
     keeps_message: ClassVar[bool] = False
     """Whether `run` leaves the message as it is. Otherwise a message that may have to be exchanged
     again is copied first."""
     carries_weight: ClassVar[bool] = False
     """Whether it sends `Update.weight` with each message, and brings the sum of those received."""
-    for_gradients: ClassVar[bool] = False
-    """Whether it is for gradients only: its messages do not build on earlier ones."""
 
-    def __init_subclass__(cls) -> None:
-        if not iscoroutinefunction(cls.run):
-            raise ValueError(
-                f"{cls.__name__}.run must be a coroutine that awaits the link's collectives: "
-                "async def run(...), with await link.mean(message)"
-            )
+    out_degree: Callable[[Clock], int] | None = None
+    """``out_degree(clock)``: how many peers a message goes to, if it goes to some peers only
+    (gossip). Module buffers then travel the same way."""
+    rebase: Callable[[Tensor, State], None] | None = None
+    """``rebase(x, state)``: all workers hold ``x`` now, received otherwise. Messages are relative
+    to it from now on, and nothing of what they agreed on before is still to be sent."""
+    collect: Callable[[State, slice, int], None] | None = None
+    """``collect(state, owned, n)`` moves what this rank keeps as the owner of the slice ``owned``,
+    one of ``n`` ranks, into state as long as the message, which alone is copied into other
+    buckets."""
 
     @property
     def identical(self) -> bool:
@@ -84,6 +86,11 @@ class Exchange:
         """Whether every rank sends to every other rank, rather than partial sums traveling. Coded
         messages do, and those exchanges keep state."""
         return bool(self.slots)
+
+    @property
+    def score_window(self) -> int:
+        """Over how many losses it wants the workers' scores, to choose a leader; 0: none."""
+        return 0
 
     @property
     def averages(self) -> bool:
@@ -155,38 +162,3 @@ class Exchange:
         Collectives are awaited. While one waits for other ranks, other buckets' messages can be
         under way, so every rank must await the same collectives, in the same order."""
         raise NotImplementedError
-
-
-@runtime_checkable
-class Gossip(Protocol):
-    """An exchange that sends to some peers only. Module buffers then travel the same way."""
-
-    def out_degree(self, clock: Clock) -> int:
-        """How many peers a message goes to."""
-
-
-@runtime_checkable
-class Scored(Protocol):
-    """An exchange that needs the workers' scores, to choose a leader."""
-
-    @property
-    def score_window(self) -> int:
-        """How many losses a score is the mean of."""
-
-
-@runtime_checkable
-class Rebase(Protocol):
-    """An exchange whose messages are relative to an x that all workers know."""
-
-    def rebase(self, x: Tensor, state: State) -> None:
-        """All workers hold ``x`` now, received otherwise: messages are relative to it from now on,
-        and nothing of what they agreed on before is still to be sent."""
-
-
-@runtime_checkable
-class Collect(Protocol):
-    """An exchange with state that lives with an owner but must survive a new cut into buckets."""
-
-    def collect(self, state: State, owned: slice, n: int) -> None:
-        """Move what this rank keeps as the owner of the slice ``owned``, one of ``n`` ranks, into
-        state as long as the message, which alone is copied into other buckets."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -70,12 +70,9 @@ def _call(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
     options: dict[str, Any] = {}
     for keyword in call.keywords:
         if keyword.arg is None:
-            choices = ", ".join(inspect.signature(function).parameters) or "none"
-            raise ValueError(f"{name} has no options after **: its options are {choices}")
+            raise ValueError(no_option(name, "**", function))
         if keyword.arg in options:
             raise ValueError(f"{name}: option {keyword.arg!r} is given twice, in {text!r}")
-        if keyword.arg not in inspect.signature(function).parameters:
-            raise ValueError(no_option(name, keyword.arg, function))
         options[keyword.arg] = _value(keyword.value, text, functions, noun)
     try:
         given = bind(name, function, arguments, options)
@@ -103,23 +100,7 @@ def _value(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
 
 
 def qualified(text: str) -> str:
-    """Return a recipe's text as a program that imports only ``laconic`` would write it."""
-    return ast.unparse(_Qualify().visit(ast.parse(text.strip(), mode="eval")))
-
-
-class _Qualify(ast.NodeTransformer):
-    """Replaces a recipe's name by a call without arguments, and prefixes ``laconic.``"""
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        arguments = [self.visit(a) for a in node.args]
-        options = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
-        named = isinstance(node.func, ast.Name) and node.func.id in RECIPES
-        return ast.Call(_of_laconic(node.func) if named else node.func, arguments, options)
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Call(_of_laconic(node), [], []) if node.id in RECIPES else node
-
-
-def _of_laconic(name: ast.expr) -> ast.expr:
-    assert isinstance(name, ast.Name)
-    return ast.Attribute(ast.Name("laconic", ast.Load()), name.id, ast.Load())
+    """Return a recipe's text as a program that imports only ``laconic`` would write it: a recipe's
+    name alone becomes a call."""
+    names = re.compile(rf"\b({'|'.join(RECIPES)})\b(\s*\()?")
+    return names.sub(lambda found: f"laconic.{found[1]}{found[2] or '()'}", text.strip())

@@ -12,35 +12,27 @@ from laconic.algorithms.exchanges import (
     Identical,
     Mean,
     QuorumMean,
-    RadialMean,
-    RadialQuorumMean,
     ShardedMean,
     coded,
 )
-from laconic.algorithms.exchanges.quorum import Pace, Weigh
+from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.round import (
     AnyRound,
     GradientRound,
     OptimizerState,
-    Recipe,
     Round,
     is_recipe,
 )
-from laconic.algorithms.schedules import After, Every, Unless, every
+from laconic.algorithms.schedules import After, Every, Unless
 from laconic.algorithms.update import Update
-from laconic.algorithms.updates import DelayedNesterov, Eager, MuonStep, OuterStep
+from laconic.algorithms.updates import DelayedNesterov, MuonStep, OuterStep
 from laconic.algorithms.updates.outer_step import Merge, OuterFactory
 from laconic.codecs import Codec, codec_of
-from laconic.errors import check_bool, check_choice, check_float, check_int
+from laconic.errors import check_bool, check_choice, check_float
 
 CodecOption = Codec | str | None
 """How messages are coded: a codec, the name of one in `laconic.codecs.CODECS`, or None for no
 coding. The next message sends what a code leaves out (error feedback)."""
-
-
-Averaging = Literal["mean", "rda"]
-"""How pseudo-gradients are averaged: by their mean, or by their radial-directional average
-(`RadialMean`), which is as long as they are on average."""
 MIX = 0.5
 """The fraction of x that remains with ``merge="mix"``, by default."""
 Outer = OuterFactory | Literal["muon"]
@@ -53,11 +45,8 @@ def mean_over_workers(
     *,
     relative: bool = True,
     sharded: bool = False,
-    average: Averaging = "mean",
 ) -> Exchange:
     """Return the average over workers, coded or not."""
-    if check_choice("average", average, get_args(Averaging)) == "rda":
-        return RadialMean(None if codec is None else codec_of(codec), relative)
     if codec is not None:
         return coded(codec, relative=relative)
     return ShardedMean() if sharded else Mean()
@@ -75,44 +64,28 @@ def quorum_mean(
     quorum: int | None,
     grace: float,
     pace: Pace,
-    weigh: Weigh,
     codec: CodecOption,
     delay: int,
-    optimizer_state: str = "keep",
-    average: Averaging = "mean",
-    outer: Outer | None = None,
+    outer: Outer | None,
 ) -> QuorumMean | None:
     """Return the average over the workers that have arrived, or None if a round waits for all."""
-    exchange = QuorumMean(quorum, grace, pace, weigh)  # checks them
+    exchange = QuorumMean(quorum, grace, pace)  # checks them
     if quorum is None and pace == "equal":
-        if grace or weigh != "alike":
+        if grace:
             raise ValueError(
-                "grace= and weigh= are for rounds that do not wait for all workers at equal pace: "
-                "give quorum= or pace='own'"
+                "grace= is for rounds that do not wait for all workers at equal pace: give quorum= "
+                "or pace='own'"
             )
         return None
-    refused = {"delay=0": bool(delay)}
-    refused["optimizer_state='keep' or 'reset'"] = optimizer_state == "average"
-    needed = [option for option, given in refused.items() if given]
-    if needed:
-        raise ValueError(
-            "rounds with quorum= or pace='own' fold results at once, and average parameters only: "
-            f"use {', '.join(needed)}"
-        )
+    if delay:
+        raise ValueError("rounds with quorum= or pace='own' fold results at once: use delay=0")
     if outer == "muon":
         raise ValueError(
             "outer='muon' waits for all workers: leave out quorum= and pace=, or use another outer="
         )
-    if check_choice("average", average, get_args(Averaging)) == "rda":
-        if codec is not None:
-            raise ValueError(
-                "rounds with quorum= or pace='own' send radial-directional averages as they are: "
-                "use codec=None, or average='mean'"
-            )
-        return RadialQuorumMean(quorum, grace, pace, weigh)
     if codec is None:
         return exchange
-    return CodedQuorumMean(quorum, grace, pace, weigh, codec=codec_of(codec))
+    return CodedQuorumMean(quorum, grace, pace, codec=codec_of(codec))
 
 
 def outer_update(
@@ -149,13 +122,11 @@ def check_sharded(sharded: bool, **others: bool) -> None:
 
 
 def pseudo_gradients(
-    update: OuterStep | DelayedNesterov, codec: CodecOption, average: Averaging, *, sharded: bool
+    update: OuterStep | DelayedNesterov, codec: CodecOption, *, sharded: bool
 ) -> Exchange:
     """Return the exchange for the pseudo-gradients of ``update``."""
     relative = not update.sends_changes
-    return mean_over_workers(
-        codec, relative=relative, sharded=sharded and relative, average=average
-    )
+    return mean_over_workers(codec, relative=relative, sharded=sharded and relative)
 
 
 def identical(
@@ -175,27 +146,6 @@ def outermost(
     sent and every rank takes the whole step itself: the ranks of a worker do not divide it."""
     over = "world" if exchange.identical else "workers"
     return Round(when, update, exchange, over=over, optimizer_state=optimizer_state)
-
-
-def eager(
-    period: int,
-    lr: float,
-    momentum: float,
-    outer: Outer | None,
-    delay: int,
-    codec: CodecOption,
-    average: Averaging,
-) -> Recipe:
-    check_float("momentum", momentum, 0.0, 1.0)
-    check_float("lr", lr, 0.0, strict=True)
-    if outer is not None:
-        raise ValueError("merge='eager' supports only Nesterov SGD as outer optimizer: omit outer=")
-    if average != "mean":
-        raise ValueError("merge='eager' supports only the mean of pseudo-gradients: omit average=")
-    if check_int("delay", delay, 1) > period:
-        raise ValueError(f"delay must be at most the period, {period}, not {delay}")
-    mean = mean_over_workers(codec, relative=False)
-    return (Round(every(period), Eager(lr, momentum), mean, delay=delay),)
 
 
 def check_delay(delay: int, period: int) -> None:

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.identity import plain
 from laconic.algorithms.schedules import Schedule, always_due, every
-from laconic.algorithms.update import Update, abilities
+from laconic.algorithms.update import Update
 from laconic.errors import check_choice, check_int
 from laconic.parts import Fragment, Selector, is_of_optimizer, parameters
 
@@ -56,7 +56,7 @@ class Round:
         check_choice("optimizer_state", self.optimizer_state, ("keep", "average", "reset"))
         check_choice("over", self.over, SETS)
         update, exchange = type(self.update).__name__, type(self.exchange).__name__
-        if self.exchange.for_gradients:
+        if self.exchange.whole:
             raise ValueError(f"{exchange} is for rounds on gradients: use GradientRound")
         if self.update.models > 1 and self.exchange.slots:
             raise ValueError(
@@ -89,10 +89,14 @@ class Round:
                 "steps since: give it a `fold` for rounds with a delay, such as "
                 "x.sub_(sent).add_(received) with keeps_sent = True, or use delay=0"
             )
-        whole = [part for part in (self.update, self.exchange) if part.whole]
-        if whole and isinstance(self.part, Fragment) and self.part.by == "bytes":
+        if self.update.whole and self.update.in_every_step:
             raise ValueError(
-                f"{type(whole[0]).__name__} needs whole tensors, and a fragment by bytes may "
+                f"{update} is about whole tensors, and changes x in every step, which is done "
+                "tensor by tensor: leave out `before_step` and `after_step`, or `whole`"
+            )
+        if self.update.whole and isinstance(self.part, Fragment) and self.part.by == "bytes":
+            raise ValueError(
+                f"{update} needs whole tensors, and a fragment by bytes may "
                 'cut one: use Fragment(..., by="layers")'
             )
         if is_of_optimizer(self.part) and (self.exchange.slots or self.update.slots):
@@ -138,7 +142,7 @@ class GradientRound:
     def __post_init__(self) -> None:
         check_choice("over", self.over, SETS)
         update = self.update
-        combines_only = update.replaces and not update.slots and not abilities(update)
+        combines_only = update.combines_only and not update.slots
         if update.whole:
             raise ValueError(
                 f"{type(update).__name__} needs whole tensors, which rounds on gradients do not "
@@ -212,11 +216,6 @@ class NamedRecipe(tuple[AnyRound, ...]):
 def renamed(recipe: Recipe, rounds: Iterable[AnyRound]) -> Recipe:
     """``rounds``, which were made of those of ``recipe``, under its text."""
     return NamedRecipe(rounds, recipe.text if isinstance(recipe, NamedRecipe) else None)
-
-
-def unchanged(recipe: Recipe) -> Recipe:
-    """``recipe`` itself."""
-    return recipe
 
 
 def is_recipe(value: object) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -42,10 +42,6 @@ class Tensors:
 
     def __init__(self, shapes: Sequence[torch.Size] = ()) -> None:
         self.shapes = tuple(shapes)
-
-    def only(self, index: int) -> Tensors:
-        """That tensor alone."""
-        return Tensors(self.shapes[index : index + 1])
 
     def map(
         self,
@@ -107,13 +103,15 @@ class Clock:
     arrived: int = 0
 
 
+EveryStep = Callable[[Tensor, State, Clock], None]
+
+
 class Update:
     """The mathematics of a round, for one flat tensor ``x``.
 
     Unless it is `whole`, all methods are elementwise in ``x`` and its state, so the same lines run
-    on a bucket, on the slice that a worker owns, or on one parameter. An update may also have the
-    methods of `BeforeStep`, `AfterStep`, `AfterSend` and `Quiesce`; the engine calls those that are
-    there.
+    on a bucket, on the slice that a worker owns, or on one parameter. `before_step`, `after_step`
+    and `quiesce` are methods that an update may have, and are None where it has not.
 
     Class attributes say what the formula needs. ``slots``: where each state tensor of `init` lives:
 
@@ -196,45 +194,32 @@ class Update:
 
     @property
     def pulls(self) -> bool:
-        """Whether `AfterStep.after_step`, if there is one, changes x: a setting may switch it
-        off."""
+        """Whether `after_step`, if there is one, changes x: a setting may switch it off."""
         return True
 
+    before_step: EveryStep | None = None
+    """``before_step(x, state, clock)`` changes x in place before the user's optimizer does. If the
+    update has a `weight`, its `after_step` undoes that."""
+    after_step: EveryStep | None = None
+    """``after_step(x, state, clock)`` changes x in place after every step of the user's optimizer,
+    before any round. The rounds of a recipe come last to first, so that the innermost has the last
+    word."""
+    quiesce: Callable[[Tensor, State, bool], None] | None = None
+    """``quiesce(x, state, averaged)`` has work to do before x counts as the model, at an outer step
+    above, at a switch, at the end: it resets push weights to 1, or the like. What was in flight has
+    been folded. ``x`` is a whole bucket, changed in place. ``averaged``: the mean of x over workers
+    counts next."""
 
-@runtime_checkable
-class BeforeStep(Protocol):
-    """An update that changes x before the user's optimizer does."""
+    @property
+    def combines_only(self) -> bool:
+        """Whether all that it does is to combine what arrives to the new x."""
+        others = self.before_step or self.after_step or self.quiesce
+        return self.replaces and not self.whole and others is None
 
-    def before_step(self, x: Tensor, state: State, clock: Clock) -> None:
-        """Change ``x`` in place. If the update has a `Update.weight`, its `AfterStep.after_step`
-        undoes that."""
-
-
-@runtime_checkable
-class AfterStep(Protocol):
-    """An update that changes x after every step of the user's optimizer."""
-
-    def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
-        """Change ``x`` in place, before any round. The rounds of a recipe come last to first, so
-        that the innermost has the last word."""
-
-
-@runtime_checkable
-class AfterSend(Protocol):
-    """An update that changes x right after a delayed message was sent."""
-
-    def after_send(self, x: Tensor, state: State, clock: Clock) -> None:
-        """Change ``x`` in place: a whole bucket. Rounds without a delay do not call it."""
-
-
-@runtime_checkable
-class Quiesce(Protocol):
-    """An update with work to do before x counts as the model: at an outer step above, at a switch,
-    at the end."""
-
-    def quiesce(self, x: Tensor, state: State, averaged: bool) -> None:
-        """Reset push weights to 1, or the like; what was in flight has been folded. ``x`` is a
-        whole bucket, changed in place. ``averaged``: the mean of x over workers counts next."""
+    @property
+    def in_every_step(self) -> bool:
+        """Whether every step of training uses the state, and not only a round."""
+        return self.before_step is not None or (self.after_step is not None and self.pulls)
 
 
 def returned(update: Update, method: str, value: object, state: State) -> Tensor:
@@ -249,13 +234,3 @@ def returned(update: Update, method: str, value: object, state: State) -> Tensor
             f"exchange overwrites the message: return state[{name!r}].clone()"
         )
     return value
-
-
-def in_every_step(update: Update) -> bool:
-    """Whether every step of training uses the update's state, and not only a round."""
-    return isinstance(update, BeforeStep) or (isinstance(update, AfterStep) and update.pulls)
-
-
-def abilities(update: Update) -> bool:
-    """Whether ``update`` has any of the optional methods."""
-    return isinstance(update, (BeforeStep, AfterStep, AfterSend, Quiesce))

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from laconic.checkpoints.all_ranks import AllRanks, rank_list
@@ -45,20 +45,18 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     try:
         saved = json.loads(text)
-        kind = saved["format"], saved["version"]
-        readable = kind == (_FORMAT, _VERSION)
-        known = {f.name: saved[f.name] for f in fields(Manifest)} if readable else {}
-    except (ValueError, LookupError, TypeError) as error:
+        kind = saved.pop("format"), saved.pop("version")
+        manifest = Manifest(**saved) if kind == (_FORMAT, _VERSION) else None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from error
-    if not known:
+    if manifest is None:
         raise ValueError(
             f"{MANIFEST} has format and version {kind}, not {(_FORMAT, _VERSION)}: load it with "
             "the version of laconic that saved it"
         )
-    manifest = Manifest(**known)
     numbers = (manifest.serial, manifest.ranks, manifest.workers, manifest.step)
     if any(type(number) is not int or number < 0 for number in numbers) or 0 in numbers[1:3]:
-        raise ValueError(f"{MANIFEST} is damaged: {known}")
+        raise ValueError(f"{MANIFEST} is damaged: {saved}")
     return manifest
 
 

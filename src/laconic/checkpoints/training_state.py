@@ -207,24 +207,15 @@ def parameters(value: object) -> list[nn.Parameter]:
 
 
 def _check_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    here = model.state_dict()
-    only_saved, only_here = sorted(saved.keys() - here.keys()), sorted(here.keys() - saved.keys())
-    if only_saved or only_here:
+    here = {key: _kind(value) for key, value in model.state_dict().items()}
+    there = {key: _kind(value) for key, value in saved.items()}
+    differ = [k for k in {**here, **there} if here.get(k) != there.get(k)]
+    if differ:
+        first, more = differ[0], f" and {len(differ) - 1} more" if len(differ) > 1 else ""
         raise ValueError(
-            f"the model differs: the checkpoint alone has {_names(only_saved)}, "
-            f"this model alone has {_names(only_here)}"
+            f"the model differs in {first!r}{more}: {there.get(first, 'nothing')} in the "
+            f"checkpoint, {here.get(first, 'nothing')} here"
         )
-    for key, value in here.items():
-        if isinstance(value, Tensor) and _kind(value) != _kind(saved[key]):
-            raise ValueError(
-                f"the model differs: {key!r} is {_kind(saved[key])} in the "
-                f"checkpoint and {_kind(value)} here"
-            )
-
-
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:3])) or "nothing"
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _kind(value: Any) -> str:

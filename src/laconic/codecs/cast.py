@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.codecs.codec import PIECE, check_length
-from laconic.codecs.compiled import Compiled, Kernel
+from laconic.codecs.codec import PIECE, Codec, check_length
 from laconic.errors import check_choice
 
 FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Cast(Compiled):
+class Cast(Codec):
     """x rounded to the nearest ``format``, ties to even. float32 leaves x unchanged.
 
     | format   | bytes      | abs(x - Q(x)) at most    | largest abs(x) |
@@ -47,10 +46,6 @@ class Cast(Compiled):
 
     def nbytes(self, length: int) -> int:
         return check_length(length) * self.dtype.itemsize
-
-    @property
-    def kernel(self) -> Kernel | None:
-        return Kernel(16, 256, 0.0, True) if self.format == "bfloat16" else None
 
     def bound(self, x: Tensor) -> Tensor:
         size = x.to(torch.float32).abs()

@@ -50,8 +50,8 @@ class Kernels(Protocol):
         """See `laconic.codecs.kernels.decode_mean`."""
 
 
-def kernels_for(kernel: Kernel, *tensors: Tensor, decodes: bool = False) -> Kernels | None:
-    """The kernels for ``tensors``, or None if there are none. ``decodes``: to decode."""
+def kernels_for(kernel: Kernel, *tensors: Tensor) -> Kernels | None:
+    """The kernels for ``tensors``, or None if there are none."""
     if kernel.block > kernels.MAX_BLOCK or not all(map(_is_plain, tensors)):
         return None
     device = tensors[0].device
@@ -59,8 +59,6 @@ def kernels_for(kernel: Kernel, *tensors: Tensor, decodes: bool = False) -> Kern
         return None
     if device.type == "cpu":
         return kernels if kernels.library() is not None else None
-    if decodes and kernel.bits == 16:
-        return None  # a cast, which torch does as fast
     return gpu_kernels(device) if device.type == "cuda" else None
 
 
@@ -122,7 +120,7 @@ class Compiled(Codec):
 
     def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
         kernel = self.kernel
-        found = kernels_for(kernel, out, decodes=True) if kernel is not None else None
+        found = kernels_for(kernel, out) if kernel is not None else None
         if kernel is None or found is None:
             super().decode_flat(payload, out, add)
         else:
@@ -130,7 +128,7 @@ class Compiled(Codec):
 
     def mean_of_rows(self, rows: Tensor, out: Tensor) -> None:
         kernel = self.kernel
-        found = kernels_for(kernel, out, decodes=True) if kernel is not None else None
+        found = kernels_for(kernel, out) if kernel is not None else None
         if kernel is None or found is None:
             super().mean_of_rows(rows, out)
         else:

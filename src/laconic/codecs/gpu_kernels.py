@@ -178,37 +178,6 @@ def _decode_mean(
     tl.store(out + start[:, None, None] + element, mean, mask=there)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
-def _encode_bfloat16(
-    x,
-    less,
-    plus,
-    code,
-    left,
-    bad,
-    length,
-    LESS: tl.constexpr,
-    PLUS: tl.constexpr,
-    LEFT: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    there = i < length
-    v = tl.load(x + i, mask=there, other=0.0)
-    if LESS:
-        v = v - tl.load(less + i, mask=there, other=0.0)
-    if PLUS:
-        v = v + tl.load(plus + i, mask=there, other=0.0)
-    outside = (v.to(tl.int32, bitcast=True) & 0x7FFFFFFF) > 0x7F7F0000
-    tl.store(bad + tl.zeros_like(i), 1, mask=there & outside)
-    bits = _round_to_bfloat16(v)
-    tl.store(code + 2 * i, ((bits >> 16) & 255).to(tl.uint8), mask=there)
-    tl.store(code + 2 * i + 1, ((bits >> 24) & 255).to(tl.uint8), mask=there)
-    if LEFT:
-        rest = tl.where(outside, v, v - bits.to(tl.float32, bitcast=True))
-        tl.store(left + i, rest, mask=there)
-
-
 def encode(
     bits: int,
     block: int,
@@ -225,11 +194,7 @@ def encode(
     given = (less is not None, plus is not None, residual is not None)
     first, second, rest = (x if t is None else t for t in (less, plus, residual))
     tensors, length = (x, first, second, payload, rest, bad), x.numel()
-    if length and bits == 16:
-        grid = (triton.cdiv(length, ELEMENTS),)
-        with torch.cuda.device_of(x):
-            _encode_bfloat16[grid](*tensors, length, *given, ELEMENTS)
-    elif length:
+    if length:
         shape, grid = _shape(bits, block, length)
         levels = float(2 ** (bits - 1) - 1)
         at = (length, block, levels, max_scale)
@@ -239,7 +204,7 @@ def encode(
 
 
 def decode(bits: int, block: int, payload: Tensor, out: Tensor, add: bool) -> None:
-    """As `laconic.codecs.kernels.decode`, for fewer than 16 bits."""
+    """As `laconic.codecs.kernels.decode`."""
     length = out.numel()
     if length:
         shape, grid = _shape(bits, block, length)
@@ -248,7 +213,7 @@ def decode(bits: int, block: int, payload: Tensor, out: Tensor, add: bool) -> No
 
 
 def decode_mean(bits: int, block: int, rows: Tensor, out: Tensor) -> None:
-    """As `laconic.codecs.kernels.decode_mean`, for fewer than 16 bits."""
+    """As `laconic.codecs.kernels.decode_mean`."""
     length = out.numel()
     if length:
         shape, grid = _shape(bits, block, length)

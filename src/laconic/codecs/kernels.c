@@ -1,11 +1,11 @@
-/* The codecs of integers.py, blocks.py, and cast.py (bfloat16 only) in one pass over memory, for
-   float32 on a CPU. They give the same bits as the Python code, which serves all other cases and
-   installations without a compiler.
+/* The codecs of integers.py and blocks.py in one pass over memory, for float32 on a CPU. They give
+   the same bits as the Python code, which serves all other cases and installations without a
+   compiler.
 
    bits = 2, 4, 8: a block of m elements is a scale of two bytes, a bfloat16, followed by
    w = ceil(m * bits / 8) bytes of codes q + 2^(bits-1). The code of element j is in byte j mod w,
-   at bit bits * floor(j / w). bits = 16: a block is its elements as bfloat16, without a scale. All
-   arithmetic is IEEE float32, in the order of the Python code, compiled without contraction. */
+   at bit bits * floor(j / w). All arithmetic is IEEE float32, in the order of the Python code,
+   compiled without contraction. */
 
 #include <math.h>
 #include <stddef.h>
@@ -63,7 +63,7 @@ INLINE void write_scale(uint8_t *code, float s) {
 INLINE int64_t width_of(int64_t m, int bits) { return (m * bits + 7) / 8; }
 
 /* Return the length in bytes of the code of a block of m elements. */
-INLINE int64_t size_of(int64_t m, int bits) { return width_of(m, bits) + (bits < 16 ? 2 : 0); }
+INLINE int64_t size_of(int64_t m, int bits) { return width_of(m, bits) + 2; }
 
 /* Encode v = x - less + plus of one block into `code`. If `left` is given, left <- v - Q(v).
    Returns whether all of v is in range. If not, left <- v. */
@@ -84,21 +84,9 @@ INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, 
         u &= 0x7fffffffu;
         peak = u > peak ? u : peak;
     }
-    if (peak > (bits < 16 ? 0x7f7fffffu : 0x7f7f0000u)) { /* the largest float32, bfloat16 */
+    if (peak > 0x7f7fffffu) { /* the largest float32 */
         if (left) memcpy(left, v, (size_t)m * 4);
         return 0;
-    }
-    if (bits == 16) {
-        for (int64_t j = 0; j < m; j++) {
-            const float r = to_bfloat16(v[j]);
-            uint32_t u;
-            memcpy(&u, &r, 4);
-            const uint16_t h = (uint16_t)(u >> 16);
-            memcpy(code + 2 * j, &h, 2);
-            v[j] -= r;
-        }
-        if (left) memcpy(left, v, (size_t)m * 4);
-        return 1;
     }
 
     float s;
@@ -138,17 +126,6 @@ INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, 
 
 /* Decode one block into `out`, or add it to `out`. */
 INLINE void decode_block(int bits, int64_t m, const uint8_t *code, float *out, int add) {
-    if (bits == 16) {
-        for (int64_t j = 0; j < m; j++) {
-            uint16_t h;
-            memcpy(&h, code + 2 * j, 2);
-            const uint32_t u = (uint32_t)h << 16;
-            float r;
-            memcpy(&r, &u, 4);
-            out[j] = add ? out[j] + r : r;
-        }
-        return;
-    }
     const int half = 1 << (bits - 1);
     const int64_t w = width_of(m, bits);
     const float s = read_scale(code);
@@ -204,7 +181,6 @@ INLINE void decode_mean(int bits, int64_t block, int64_t length, int64_t n, int6
     else if (bits == 4) then(4, block);                                                            \
     else if (bits == 8 && block == 256) then(8, 256);                                              \
     else if (bits == 8) then(8, block);                                                            \
-    else if (bits == 16) then(16, block);                                                          \
     else then(2, block)
 
 /* Increment this when the arguments or the behavior of the functions below change. */

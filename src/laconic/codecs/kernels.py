@@ -26,17 +26,14 @@ _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernels, or None if there are none that can be used."""
     found = native.load("laconic.codecs._kernels", VERSION)
-    return None if found is None else _declared(found)
-
-
-def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    shape = [_INT, _INT64, _INT64]
-    found.laconic_encode.argtypes = [*shape, *[_POINTER] * 5, ctypes.c_float]
-    found.laconic_encode.restype = _INT
-    found.laconic_decode.argtypes = [*shape, _POINTER, _POINTER, _INT]
-    found.laconic_decode.restype = None
-    found.laconic_decode_mean.argtypes = [*shape, _INT64, _INT64, _POINTER, _POINTER]
-    found.laconic_decode_mean.restype = None
+    if found is not None:
+        shape = [_INT, _INT64, _INT64]
+        found.laconic_encode.argtypes = [*shape, *[_POINTER] * 5, ctypes.c_float]
+        found.laconic_encode.restype = _INT
+        found.laconic_decode.argtypes = [*shape, _POINTER, _POINTER, _INT]
+        found.laconic_decode.restype = None
+        found.laconic_decode_mean.argtypes = [*shape, _INT64, _INT64, _POINTER, _POINTER]
+        found.laconic_decode_mean.restype = None
     return found
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.round import unchanged
 from laconic.compat.gossip_graphs import GraphManager, UniformMixing
 from laconic.compat.slowmo_arguments import LOCAL, SHARDS, SLOW, Arguments, SlowMoBaseAlgorithm
 from laconic.compat.slowmo_binding import FP32, Binding, copy
@@ -150,7 +149,9 @@ class SlowMoDistributedDataParallel(nn.Module):
         vars(self).update({name: getattr(given, name) for name in FIXED})
         vars(self)["slowmo_num_shards"] = given.shards(nodes)
         sets = sets_of(world, layout, None, False, inside_of(world, device, timeout))
-        settings = Settings("average" if broadcast_buffers else "keep", unchanged, hooked=False)
+        settings = Settings(
+            "average" if broadcast_buffers else "keep", lambda recipe: recipe, hooked=False
+        )
         self._driver = Driver(module, None, recipe, sets, device, settings)
         self._sync = Synchronizer(self._driver)
         weakref.finalize(self, self._sync.detach).atexit = False

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from laconic.engine.consensus import Switcher
 from laconic.engine.joint_optimizer import members
-from laconic.engine.switching import Switcher
 from laconic.engine.synchronizer import Synchronizer
 from laconic.links import Link
 from laconic.links.simulated import current_link

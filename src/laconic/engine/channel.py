@@ -1,19 +1,28 @@
-"""A channel: one bucket, the exchange for it, and the state that both keep."""
+"""A channel: one bucket, the exchange for it, and the state that both keep, which may be in host
+memory. The channels of a parameter round: which tensors it is about.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import UserDict
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.update import Clock, State, Update
+from laconic.algorithms.round import Round
+from laconic.algorithms.update import Slot, State, Update
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize
-from laconic.engine.offload import HostState
+from laconic.device import Accelerator, Event, accelerator
+from laconic.engine.session import Session
+from laconic.errors import check_choice
 from laconic.links.link import Link
+from laconic.parts import Fragment, parameters
+from laconic.tensors import state_dtype
 
 
 @dataclass
@@ -78,20 +87,17 @@ def open_channels(
     # buckets span groups, since a few biases by themselves would need as many messages as the rest
     spans = groups if update.uses_lr else [[t for group in groups for t in group]]
     found = []
-    whole = exchange.whole or update.whole
-    for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=whole):
+    for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=update.whole):
         bucket.number, number = number, number + 1
         each = bucket.length // replica.size
         part = slice(replica.rank * each, (replica.rank + 1) * each)
         within = exchange.region(link, each)
         region = slice(part.start + within.start, part.start + within.stop)
-        found.append(Channel(bucket, exchange.shaped(bucket.shapes), part, region))
+        found.append(Channel(bucket, exchange, part, region))
     return found
 
 
-def by_tensor(
-    channel: Channel, update: Update, clock: Clock
-) -> Iterator[tuple[Tensor, State, Clock]]:
+def by_tensor(channel: Channel, update: Update) -> Iterator[tuple[Tensor, State]]:
     """Each tensor of the bucket, with its part of the state that lives on all workers. Changes made
     in place are written back."""
     bucket = channel.bucket
@@ -105,8 +111,7 @@ def by_tensor(
     for index, segment in enumerate(bucket.segments):
         x = segment.view() if views is None else views[index]
         own = {name: split[index] for name, split in pieces.items()}
-        only = replace(clock, tensors=clock.tensors.only(index)) if update.whole else clock
-        yield x, rest | own, only
+        yield x, rest | own
         if views is None:
             segment.write(x)
 
@@ -115,3 +120,242 @@ def is_owned(update: Update, name: str, tensor: Tensor) -> bool:
     """Whether this rank keeps the state tensor ``name`` of ``update`` only for its
     `Channel.region`, rather than for the whole bucket."""
     return tensor.dim() > 0 and update.slots.get(name, "owner") == "owner"
+
+
+Tensors = Sequence[Sequence[Tensor | Segment]]
+"""By parameter group."""
+
+
+class ChannelSet:
+    """The channels of ``round``.
+
+    The tensors that a round is about are fixed, or, where nothing keeps state for them (module
+    buffers, optimizer state), selected again at each round: then they `vary`.
+    """
+
+    def __init__(self, round: Round, link: Link, replica: Link, session: Session) -> None:
+        self._round = round
+        self._link = link
+        self._replica = replica
+        self._session = session
+        self.all: list[Channel] = []
+        self.joined: list[list[Tensor]] = []
+        """The parameters that were taken in together: those share buckets."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the update keeps state for the present tensors."""
+        return any(channel.state for channel in self.all)
+
+    @property
+    def vary(self) -> bool:
+        """Whether the tensors may come and go: they are not parameters, and no state belongs to
+        them."""
+        fixed = self._round.part is parameters or isinstance(self._round.part, Fragment)
+        return not fixed and not self.stateful and not any(c.exchange_state for c in self.all)
+
+    def add(self, params: Sequence[Tensor]) -> None:
+        """Open channels for ``params``, which join x with the same values on all workers: x0."""
+        self._add(self._selected({id(p) for p in params}))
+        self.joined.append(list(params))
+
+    @property
+    def positions(self) -> list[list[int]]:
+        """`joined`, as positions in the optimizer's order."""
+        position = {id(p): k for k, p in enumerate(self._held())}
+        return [[position[id(p)] for p in batch] for batch in self.joined]
+
+    def _held(self) -> list[Tensor]:
+        return [p for group in self._session.held() for p in group]
+
+    def replace(self, tensors: Tensors) -> None:
+        """Open channels for ``tensors``, which vary, in place of those before."""
+        self.all = []
+        self._add(tensors)
+        if not self.vary:
+            raise ValueError(
+                f"{self._round.name}: its update or exchange keeps state, which begins with what "
+                "all workers start with, and its part= had nothing then: use ones without state"
+            )
+
+    def cut(self, tensors: Tensors, number: int = 0) -> list[Channel]:
+        """See `open_channels`."""
+        at = self._round.update, self._round.exchange, self._link, self._replica
+        return open_channels(tensors, *at, number, elastic=self._session.elastic is not None)
+
+    def varying(self) -> Sequence[dict[str, Tensor]]:
+        """The present tensors, by group and name, of a round whose tensors vary."""
+        assert not isinstance(self._round.part, Fragment), "parameters do not vary"
+        return self._round.part(self._session.model, self._session.bound)
+
+    def copies(self) -> list[dict[str, Tensor]]:
+        """Copies of the present tensors, of a round whose tensors vary."""
+        return [{k: t.detach().clone() for k, t in group.items()} for group in self.varying()]
+
+    def copied(self, copies: Sequence[dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """The present tensors of which there are ``copies`` of the same shape, each with its
+        copy."""
+        if not copies:
+            return []
+        pairs = [
+            (group[name].detach(), copy)
+            for group, named in zip(self.varying(), copies, strict=False)  # some groups are new
+            for name, copy in named.items()
+            if name in group
+        ]
+        return [(t, copy) for t, copy in pairs if (t.shape, t.dtype) == (copy.shape, copy.dtype)]
+
+    def _selected(self, joining: set[int]) -> Tensors:
+        """The round's tensors among the parameters whose ids are ``joining``. The first time, also
+        those that are no parameters of the optimizer."""
+        part, session = self._round.part, self._session
+        if isinstance(part, Fragment):
+            groups = [[p for p in g if id(p) in joining] for g in session.held()]
+            return part.segments(session.model, groups)
+        others = set() if self.joined else {id(p) for p in self._held()}
+        return [
+            [t for t in group.values() if id(t) in joining or (others and id(t) not in others)]
+            for group in part(session.model, session.bound)
+        ]
+
+    def _add(self, tensors: Tensors) -> None:
+        new = self.cut(tensors, len(self.all))
+        self.all += new
+        for channel in new:
+            state = self._initial_state(channel)
+            used = self._round.update.in_every_step
+            channel.state = state if used else self._kept(channel, state)
+        for channel in new:
+            state = self._initial_exchange_state(channel)
+            channel.exchange_state = self._kept(channel, state)
+
+    def _kept(self, channel: Channel, state: State) -> State:
+        """``state``, in host memory if it belongs there."""
+        device = channel.bucket.device
+        offload = self._session.settings.offload and self._session.device.type != "cpu"
+        return HostState(state, device) if offload else state
+
+    def _initial_state(self, channel: Channel) -> State:
+        """The update's state on its part of x0. Each state tensor gets a copy of its own."""
+        update, bucket = self._round.update, channel.bucket
+        x = bucket.pack(self._session.memory(bucket))
+        dtype = state_dtype(bucket.dtype)
+        owned = update.init(x[channel.region].to(dtype, copy=True))
+        if missing := sorted(owned.keys() - update.slots.keys()):
+            raise ValueError(
+                f"{type(update).__name__}.init makes state {missing} that its slots do not list: "
+                'say where each lives, "owner", "everywhere", "private" or "pooled"'
+            )
+        for name, slot in update.slots.items():
+            check_choice(f"{type(update).__name__}.slots[{name!r}]", slot, get_args(Slot))
+        if all(t.dim() == 0 or is_owned(update, name, t) for name, t in owned.items()):
+            return owned
+        whole = update.init(x.to(dtype, copy=True))
+        return {name: owned[name] if is_owned(update, name, t) else t for name, t in whole.items()}
+
+    def _initial_exchange_state(self, channel: Channel) -> State:
+        """The exchange's state on the part of x0 that this rank carries."""
+        if not channel.exchange.slots:
+            return {}
+        bucket = channel.bucket
+        x = bucket.pack(self._session.memory(bucket))[channel.part]
+        return channel.exchange.init(x.to(state_dtype(bucket.dtype), copy=True), channel.owned)
+
+
+class HostState(UserDict[str, Tensor]):
+    """A state whose tensors are in pinned host memory. `on_device` gives it to computations on
+    ``device``. Numbers (tensors without dimensions) are as they were made."""
+
+    def __init__(self, state: State, device: torch.device) -> None:
+        kind = accelerator(device)
+        assert kind is not None, "the CPU's state is in host memory"
+        self._kind: Accelerator = kind
+        self._device = device
+        self._copied: dict[str, Event] = {}
+        """By name, the point after the last copies from and to its memory."""
+        super().__init__(state)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor in host memory, once no copy from or to it is under way."""
+        copied = self._copied.pop(name, None)
+        if copied is not None:
+            copied.synchronize()
+        return self.data[name]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if value.dim():
+            value = self._memory(self.get(name), value).copy_(value)
+        self.data[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self[name]  # nothing may be copied to memory that is freed
+        del self.data[name]
+
+    def _memory(self, now: Tensor | None, like: Tensor) -> Tensor:
+        """The memory of ``now``, if a tensor ``like`` this one fits there; else new memory."""
+        if now is not None and (now.shape, now.dtype) == (like.shape, like.dtype):
+            return now
+        return self._kind.pinned(like.nbytes).view(like.dtype).view(like.shape)
+
+    @contextmanager
+    def on_device(self) -> Iterator[State]:
+        """The same state on the device. What is used of it is copied there on the current stream
+        first, and back at the end."""
+        copies = _OnDevice(self)
+        yield copies
+        copies.copy_back()
+
+    def to_device(self, name: str) -> Tensor:
+        """Queue a copy of a tensor to the device."""
+        host = self.data[name]
+        if not host.dim():
+            return host
+        if name in self._copied:  # perhaps on another stream
+            self._copied[name].wait(self._kind.current_stream(self._device))
+        return torch.empty_like(host, device=self._device).copy_(host, non_blocking=True)
+
+    def from_device(self, name: str, value: Tensor) -> None:
+        """Queue a copy of a tensor from the device."""
+        if not value.dim():
+            self[name] = value
+            return
+        memory = self._memory(self.data.get(name), value)
+        self.data[name] = memory.copy_(value, non_blocking=True)
+        self._copied[name] = self._kind.current_stream(self._device).record_event()
+
+
+class _OnDevice(MutableMapping[str, Tensor]):
+    """A `HostState` on its device. A tensor is copied when it is first used."""
+
+    def __init__(self, host: HostState) -> None:
+        self._host = host
+        self._used: dict[str, Tensor] = {}
+        self._names = dict.fromkeys(host)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._used:
+            if name not in self._names:
+                raise KeyError(name)
+            self._used[name] = self._host.to_device(name)
+        return self._used[name]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._used[name] = value
+        self._names[name] = None
+
+    def __delitem__(self, name: str) -> None:
+        del self._names[name]
+        self._used.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def copy_back(self) -> None:
+        """Queue copies to host memory of all that was used, since kernels may have changed it."""
+        for name in [name for name in self._host if name not in self._names]:
+            del self._host[name]
+        for name, value in self._used.items():
+            self._host.from_device(name, value)

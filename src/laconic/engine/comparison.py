@@ -1,17 +1,23 @@
-"""Which tensors all ranks have, and whether their values are the same: by digests, so that equal
-tensors cost no more than a few bytes."""
+"""What ranks compare: which tensors all of them have, and whether the values are the same, by
+digests, so that equal tensors cost no more than a few bytes; whether messages were finite, where a
+worker's model is sharded; and their first gradients, which show identical batches.
+"""
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from laconic.algorithms.exchange import Exchange
+from laconic.errors import NotFiniteError
+from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.frames import crc32
 from laconic.links.link import Link
-from laconic.parts import module_buffers
 from laconic.tensors import as_bytes, describe, local, parts
 
 PIECE = 2**24
@@ -89,28 +95,60 @@ def held_by_all(
     return [{name: t for name, t in group.items() if found(next(keys)[0])} for group in groups]
 
 
-class BufferWatch:
-    """Notes the buffers of ``model`` that rounds average, or with ``every`` all of them, to find
-    out which of them training changes."""
+class NonfiniteCheck:
+    """Raises a `NotFiniteError` on all ranks of a worker, its ``shards``, if any had one."""
 
-    def __init__(self, model: nn.Module, *, every: bool = False) -> None:
-        self._model, self._every = model, every
-        self._before = self._digests()
+    def __init__(self, shards: Link, comm: CommThread) -> None:
+        self._shards = shards
+        self._comm = comm
+        self._error: NotFiniteError | None = None
 
-    def _named(self) -> dict[str, Tensor]:
-        if not self._every:
-            return module_buffers(self._model)[0]
-        return {name: local(b) for name, b in self._model.named_buffers()}
+    def report(self, error: NotFiniteError) -> None:
+        """Raise ``error``, or keep it for `check` if there are other shards. Runs in the
+        communication thread."""
+        if self._shards.size == 1:
+            raise error
+        self._error = self._error or error
 
-    def _digests(self) -> dict[str, int]:
-        return {name: digest(parts(b).values()) for name, b in self._named().items()}
+    def check(self, exchange: Exchange, label: str) -> Pending[None]:
+        """Behind all messages of a round, compare the shards. The result raises if any shard had an
+        error."""
+        needed = self._shards.size > 1 and exchange.slots
+        return self._comm.submit(self._compare, label) if needed else Pending.of(None)
 
-    def sizes(self) -> tuple[tuple[int, ...], int]:
-        """The bytes of each buffer, and of those together that have changed."""
-        sizes = {
-            name: sum(part.numel() * part.element_size() for part in parts(b).values())
-            for name, b in self._named().items()
-        }
-        now = self._digests()
-        changed = sum(size for name, size in sizes.items() if now[name] != self._before.get(name))
-        return tuple(sizes.values()), changed
+    def _compare(self) -> None:
+        failed = self._shards.gather(torch.tensor([float(self._error is not None)]))
+        error, self._error = self._error, None
+        if bool(failed.any()):
+            raise error or NotFiniteError("another shard of this worker's model was not finite")
+
+
+CHUNK = 2**20
+"""Elements summed at a time, so that no copy of a large gradient is made."""
+
+
+def fingerprint(params: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sums of |g|, of g^2 and of 1 over a rank's own gradients, as float64 on ``device``."""
+    total = torch.zeros(3, dtype=torch.float64, device=device)
+    for p in params:
+        if p.grad is not None and not p.grad.is_sparse:
+            for piece in torch.split(local(p.grad).reshape(-1), CHUNK):
+                g = piece.abs().double()  # abs: of complex gradients too
+                total += torch.stack([g.sum(), g.square().sum(), g.new_tensor(g.numel())]).to(
+                    device
+                )
+    return total
+
+
+def check_first_gradients(everyone: Tensor) -> None:
+    """Warn if all ranks' fingerprints are identical, and not zero. With recipes that average
+    gradients, they are taken before any averaging."""
+    squares = float(everyone[0, 1])
+    if len(everyone) > 1 and 0 < squares < math.inf and bool((everyone == everyone[0]).all()):
+        warnings.warn(
+            "the first gradients are identical on all workers. Either they are reading the same "
+            "batches: give each its share of the data (DistributedSampler, ElasticSampler, or seed "
+            "by rank). Or the loop trains through a DistributedDataParallel around the model, "
+            "which averages all gradients at every step: call the plain module (model.module)",
+            stacklevel=2,
+        )

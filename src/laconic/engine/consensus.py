@@ -1,26 +1,34 @@
-"""The consensus: the model that all workers together have trained."""
+"""The consensus: the model that all workers together have trained; and the change to another
+recipe, which goes on from it.
+
+Optimizers may have modes, such as schedule-free ones: ``train()`` puts the weights at which one
+computes gradients into the parameters, and ``eval()`` those that one evaluates.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from laconic.algorithms.compile import check_groups
 from laconic.algorithms.exchanges import Mean
-from laconic.algorithms.round import Round, workers_differ
+from laconic.algorithms.parse import as_recipe
+from laconic.algorithms.round import Recipe, Round, workers_differ
 from laconic.algorithms.schedules import every
 from laconic.algorithms.updates import Average
-from laconic.engine.modes import evaluation, in_training, modal, training_weights
+from laconic.engine.joint_optimizer import forget, members
 from laconic.engine.parameter_rounds import ParameterRunner
-from laconic.engine.recipe_run import RecipeRun
+from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.session import Session
 from laconic.errors import check_bool
 from laconic.parts import optimizer_state
-from laconic.tensors import copies, is_sharded, local, reshard, restore, sums, with_mean
+from laconic.tensors import copies, local, reshard, restore, sums, with_mean
 
 
 @torch.no_grad()
@@ -92,8 +100,8 @@ def _make_equal(run: RecipeRun, saved: list[tuple[Tensor, list[Tensor]]] | None)
         saved += copies(differing)
     shared = buffers if session.settings.buffers == "broadcast" else ()
     means = [t for t in differing if id(t) not in shared and with_mean(local(t)) is not None]
-    for link, sharded in ((session.world, False), (session.workers, True)):
-        numbers = [with_mean(local(t)) for t in means if is_sharded(t) == sharded]
+    for link, named in session.by_link({str(id(t)): t for t in means}):
+        numbers = [with_mean(local(t)) for t in named.values()]
         session.write_mean([[x for x in numbers if x is not None]], link)
     averaged = set(map(id, means))
     session.broadcast([t for t in differing if id(t) not in averaged])
@@ -163,3 +171,186 @@ def state_dict_copy(model: nn.Module) -> dict[str, Any]:
         if isinstance(value, Tensor):
             state[key] = value.detach().clone()
     return state
+
+
+def successor(
+    run: RecipeRun, recipe: Recipe, unsent: Mapping[tuple[str, int], Tensor]
+) -> tuple[RecipeRun, Callable[[], None]]:
+    """Start a run of ``recipe`` on workers that hold the same x. Its gradient rounds send what
+    ``run`` left ``unsent``. Also returns a function that makes ``run`` the one at work again."""
+    session = run.session
+    new = None
+
+    def undo() -> None:
+        if new is not None:
+            new.detach()
+            new.close()
+        for gradients in run.gradients:
+            gradients.listen()
+
+    run.detach()
+    try:
+        new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
+        new.start_gradient_rounds(unsent)
+        new.start()
+    except BaseException:  # out of memory, for instance
+        undo()
+        raise
+    return new, undo
+
+
+class Switcher:
+    """Moves one synchronizer from recipe to recipe. ``scaler``: the GradScaler, None without
+    one."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._scalers_differ = False
+        self.scaler = session.settings.scaler
+        self._scaling = False
+        """Whether the scaler has stepped and was not updated yet, so that its scale is in use."""
+
+    def checked(self, recipe: Recipe | str) -> Recipe:
+        """``recipe``. Raises ``ValueError`` if the run cannot switch to it."""
+        session, given = self._session, as_recipe(recipe)
+        if not isinstance(given, tuple):
+            raise ValueError(f"sync.switch() takes a recipe, and {given!r} is for attach()")
+        session.refuse_in_consensus("sync.switch()")
+        check_groups(given, "group" in session.links)
+        session.settings.arrange(given)
+        return given
+
+    def switch(self, run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
+        """Return a run of ``recipe`` that goes on from ``run``'s consensus; see
+        `Synchronizer.switch`. ``begun``: the call of all ranks has."""
+        session = self._session
+        run.take_in()
+        if not begun:
+            session.call("switch()")
+        with training_weights(session.optimizer):
+            run.finish()
+            write_consensus(run, state=True)
+        if workers_differ(run.recipe):
+            self._align_optimizer_state()
+            self._scalers_differ = True
+        run.rebase()  # its rounds go on if the ranks do not agree
+        new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
+        check_alike(new, module=False, chosen=True)  # so what `successor` raises, all ranks raise
+        return successor(run, recipe, run.unsent())[0]
+
+    def _align_optimizer_state(self) -> None:
+        """Complete the mean of the workers' optimizer states. Its numbers become rank 0's: ranks
+        that skipped steps did not count them. State that some ranks lack, because a parameter had
+        no gradient there, is dropped on all."""
+        session = self._session
+        states, params = session.bound.state, session.params()
+        present = session.gather(torch.tensor([float(bool(states.get(p))) for p in params]))
+        numbers: list[tuple[dict[str, Any], str]] = []
+        for p, everywhere in zip(params, present.amin(0).tolist(), strict=True):
+            if not everywhere:
+                forget(session.bound, p)
+                continue
+            state = states[p]
+            numbers += [(state, name) for name in sorted(state) if _is_number(state[name])]
+        if not numbers:
+            return
+        values = session.from_rank_0([float(state[name]) for state, name in numbers])
+        for (state, name), value in zip(numbers, values, strict=True):
+            if isinstance(state[name], Tensor):
+                state[name].fill_(value)
+            else:
+                state[name] = type(state[name])(value)
+
+    def scaler_steps(self) -> None:
+        """The scaler is about to step."""
+        self._scaling = True
+
+    def scaler_updated(self) -> None:
+        """The scaler was updated."""
+        self._scaling = False
+        self.align_scaler()
+
+    def align_scaler(self) -> None:
+        """Give all ranks rank 0's GradScaler after a switch from workers that differed, each with
+        overflows of its own: gradients that are averaged must be scaled alike. If its scale is in
+        use, that waits until it is updated, between two steps."""
+        session, scaler = self._session, self.scaler
+        if scaler is None or self._scaling or not self._scalers_differ:
+            return
+        self._scalers_differ = False
+        session.call("switch()")
+        state = scaler.state_dict()
+        scale, tracker = session.from_rank_0([state["scale"], float(state["_growth_tracker"])])
+        scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(tracker)})
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@runtime_checkable
+class Modal(Protocol):
+    """An optimizer with modes. Setting a mode twice does nothing the second time."""
+
+    param_groups: list[dict[str, Any]]
+
+    def train(self) -> object:
+        """Put the training weights into the parameters."""
+
+    def eval(self) -> object:
+        """Put the weights to evaluate into the parameters."""
+
+
+def modal(optimizer: Optimizer | None) -> list[Modal]:
+    """The optimizers with modes among ``optimizer``'s members."""
+    every = () if optimizer is None else members(optimizer)
+    return [each for each in every if isinstance(each, Modal)]
+
+
+def in_training(optimizer: Optimizer | None) -> list[Modal]:
+    """Those with modes that are in train mode."""
+    return [each for each in modal(optimizer) if _trains(each)]
+
+
+def _trains(optimizer: Modal) -> bool:
+    """Whether its ``train_mode``, in the groups or its own, is set."""
+    own = vars(optimizer).get("train_mode", True)
+    return any(group.get("train_mode", own) for group in optimizer.param_groups)
+
+
+@contextmanager
+def training_weights(optimizer: Optimizer | None) -> Iterator[None]:
+    """A context in which optimizers with modes are in train mode: rounds are about its weights."""
+    evaluating = [each for each in modal(optimizer) if not _trains(each)]
+    for each in evaluating:
+        each.train()
+    try:
+        yield
+    finally:
+        for each in evaluating:
+            each.eval()
+
+
+@contextmanager
+def evaluation(optimizer: Optimizer | None, params: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which optimizers with modes are in eval mode, and ``params`` may be overwritten.
+    Afterward modes and states are those of before, whatever is called inside, and ``params`` are so
+    up to rounding."""
+    every, training = modal(optimizer), in_training(optimizer)
+    if not every:
+        yield
+        return
+    for each in training:
+        each.eval()
+    evaluated = [local(p).clone() for p in params]
+    try:
+        yield
+    finally:
+        for each in every:
+            each.eval()
+        for p, values in zip(params, evaluated, strict=True):
+            local(p).copy_(values)  # some keep the weights of the other mode in their state
+        for each in training:
+            each.train()

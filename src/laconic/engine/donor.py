@@ -7,14 +7,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from laconic.engine import bequest
+from laconic.engine.channel import Channel
 from laconic.engine.driver import Driver
 from laconic.engine.reports import Reports
 from laconic.engine.saved_state import Stateful, checksum
@@ -167,7 +168,7 @@ class Donor:
             self._leave_run()
         for id, received in self._link.reception.bequests(session.step):
             session.comm.drain()
-            bequest.take_over(self._driver, received.held, received.workers)
+            take_over(self._driver, received.held, received.workers)
             self._link.units.note({"from": id, "step": session.step})
         callers = self._link.reception.callers(session.step)
         snapshot = Snapshot(session.step, self._state()) if callers else None
@@ -182,7 +183,7 @@ class Donor:
         session.comm.drain()
         active, me, step = link.units.active, link.units.me, session.step
         place = active.index(me) if me in active else 0
-        held = bequest.collect(self._driver)
+        held = held_alone(self._driver)
         self._reports.leave()
         link.units.note({"left": step})
         link.members.leave()
@@ -242,11 +243,78 @@ def plain_copy(state: Any) -> Any:
 
 def digest_of(session: Session) -> int:
     """Differs if any bit of the parameters or of the optimizer's state differs; not 0."""
-    states = [session.bound.state.get(p, {}) for p in session.params()]
-    tensors = [t for state in states for _, t in sorted(state.items()) if isinstance(t, Tensor)]
+    states = session.bound.state
+    own = [states.get(p, {}) for p in session.params()]
+    tensors = [t for state in own for _, t in sorted(state.items()) if isinstance(t, Tensor)]
     return 1 + checksum([*session.params(), *tensors])
 
 
 def steps_before(call: Call) -> int:
     """How many steps were complete before the step that ``call`` belongs to."""
     return call.step if call.name == GRADIENTS else call.step - 1
+
+
+LAG, RESIDUAL = "lag", "residual"
+
+
+def _channels(driver: Driver) -> Iterator[tuple[str, Channel, str | None]]:
+    """Every channel with a name, and the name of its push weight."""
+    run = driver.run
+    for running in run.rounds:
+        for index, channel in enumerate(running.channels):
+            yield f"{running.round.name} {index}", channel, running.round.update.weight
+    for number, gradients in enumerate(run.gradients):
+        for index, channel in enumerate(gradients.channels):
+            yield f"gradients {number} {index}", channel, None
+
+
+def held_alone(driver: Driver) -> dict[str, Any]:
+    """What only this worker holds, which another one takes over when it leaves. Nothing may be
+    under way; what is in flight is folded."""
+    for running in driver.run.rounds:
+        if running.round.update.weight is not None:
+            running.fold_due(driver.session.step, early=True)
+    held: dict[str, Any] = {}
+    for name, channel, weight in _channels(driver):
+        slots = channel.exchange.slots
+        own = {
+            k: t.to("cpu", copy=True)
+            for k, t in channel.exchange_state.items()
+            if slots.get(k) == "pooled"
+        }
+        if weight is not None:
+            own["x"] = channel.bucket.pack(channel.bucket.empty()).cpu()
+            own["w"] = channel.state[weight].clone()
+        if own:
+            held[name] = own
+    return held
+
+
+@torch.no_grad()
+def take_over(driver: Driver, held: dict[str, Any], workers: int) -> None:
+    """Add what a worker ``held`` that has left; there were so many ``workers`` before. Nothing may
+    be under way.
+
+    With n workers before, a residual e counts as e/n in the mean; with the n - 1 workers after, as
+    e/(n - 1). So the other worker adds e*(n - 1)/n to its own. What the leaving worker has kept of
+    the mean's coding error (``lag``) counts fully: the other one adds it times n - 1. With push
+    weights it takes over all of x and w: z = (w*z + w'*z')/(w + w'), so the mean over workers
+    stays."""
+    for name, channel, weight in _channels(driver):
+        other = {slot: _on_device(t, channel) for slot, t in held.get(name, {}).items()}
+        with channel.states() as (own, state):
+            for slot, tensor in other.items():
+                if slot == LAG and RESIDUAL in state:
+                    state[RESIDUAL].add_(tensor, alpha=workers - 1)
+                elif slot in state and state[slot].shape == tensor.shape:
+                    state[slot].add_(tensor, alpha=(workers - 1) / workers)
+            if weight is not None and "x" in other:
+                w, more = float(own[weight]), float(other["w"])
+                x = channel.bucket.pack(channel.bucket.empty())
+                x.mul_(w / (w + more)).add_(other["x"], alpha=more / (w + more))
+                channel.bucket.unpack(x)
+                own[weight].fill_(w + more)
+
+
+def _on_device(t: Tensor, channel: Channel) -> Tensor:
+    return t.to(channel.bucket.device) if t.dim() else t

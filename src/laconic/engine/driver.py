@@ -14,16 +14,22 @@ from torch.optim import Optimizer
 from laconic.algorithms.round import Recipe
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
+from laconic.engine.consensus import Switcher, training_weights
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
-from laconic.engine.joint_optimizer import JointOptimizer, class_names, listen, members
+from laconic.engine.joint_optimizer import (
+    Events,
+    JointOptimizer,
+    StepHooks,
+    class_names,
+    listen,
+    members,
+    warn_of_unseen_steps,
+)
 from laconic.engine.loading import Loading, LoadModel
-from laconic.engine.modes import training_weights
 from laconic.engine.recipe_run import RecipeRun, check_alike
-from laconic.engine.saved_pieces import Saved, States
+from laconic.engine.saved_state import Saved, States
 from laconic.engine.session import Session, Settings
-from laconic.engine.steps import Events, StepHooks, UnseenSteps
-from laconic.engine.switching import Switcher
 from laconic.errors import check_bool
 from laconic.links.calls import FINISH
 from laconic.links.comm_thread import EXIT_SECONDS
@@ -79,7 +85,8 @@ class Driver:
         self.events = Events()
         self._closure = False
         """Whether a closure computes this step's gradients."""
-        self._unseen = UnseenSteps((), "")
+        self._end_watch: Callable[[], None] = lambda: None
+        """Ends the watch for steps of other optimizers."""
         if optimizer is not None:
             session.bind(optimizer)
         drift = DriftCheck(session)
@@ -126,7 +133,8 @@ class Driver:
         after = self._after_step if self.hooked else lambda *_: None
         self._handles = listen(optimizer, self._before_optimizer, after)
         if self.hooked:
-            self._unseen = UnseenSteps(self.session.params(), class_names(members(optimizer)))
+            names = class_names(members(optimizer))
+            self._end_watch = warn_of_unseen_steps(self.session.params(), names)
 
     # -- one step ----
 
@@ -139,7 +147,7 @@ class Driver:
     def begin_step(self, closure: bool) -> None:
         """Prepare a step of the optimizer. With a ``closure`` its gradients are still to come."""
         session = self.session
-        self._unseen.end()
+        self._end_watch()
         refuse_capture(session.device, "optimizer.step()")
         session.refuse_in_consensus("optimizer.step()")
         session.check_complete()
@@ -241,6 +249,8 @@ class Driver:
         start = time.thread_time()
         with self._rounds_of(self.session.step):
             self.rounds_done += self.run.communicate(now=now)
+        if self.run.leaves_equal(self.session.step):
+            self.ending.complete = self.session.step
         self.session.round_seconds += time.thread_time() - start
 
     # -- the recipe ----
@@ -297,7 +307,7 @@ class Driver:
     def detach(self) -> None:
         """See `Synchronizer.detach`."""
         self.ending.complete = self.ending.step  # the user keeps this worker's own model
-        self._unseen.end()
+        self._end_watch()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -336,13 +346,11 @@ class Driver:
         return saved
 
     @torch.no_grad()
-    def load_on_all(
-        self, parts: Callable[[], dict[int, Saved]], load_model: LoadModel | None
-    ) -> None:
-        """Load ``parts()`` on every rank, or raise on every rank; see `Loading.prepare`."""
+    def load_on_all(self, state: States, load_model: LoadModel | None = None) -> None:
+        """Load ``state`` on every rank, or raise on every rank; see `Loading.prepare`."""
         session = self.session
         session.call("load_state_dict()", 0)  # the ranks' present steps may differ
-        loaded = Loading.prepare(self.run, parts, load_model)
+        loaded = Loading.prepare(self.run, state, load_model)
         loaded.agree(session)
         self._take(loaded)
         if self.run.quorum is not None:
@@ -352,7 +360,7 @@ class Driver:
     def load_here(self, state: States) -> str | None:
         """As `load_state_dict`, without communication. Returns what is wrong, if anything is; then
         nothing has changed."""
-        loaded = Loading.prepare(self.run, lambda: loading.parts_of(state, self.run), None)
+        loaded = Loading.prepare(self.run, state, None)
         if loaded.problem is None:
             self._take(loaded)
         else:
@@ -361,7 +369,6 @@ class Driver:
 
     def _take(self, loaded: Loading) -> None:
         self.run = loaded.run
-        self.run.forget_digests()
         loaded.complete(self.session)
         self.session.in_step = loaded.in_step
         self.ending.follow(self.run.recipe)

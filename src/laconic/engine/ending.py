@@ -9,13 +9,10 @@ import sys
 import weakref
 from collections.abc import Sequence
 
-from laconic.algorithms.exchanges import QuorumMean
-from laconic.algorithms.round import Recipe, Round, workers_differ
-from laconic.algorithms.schedules import Schedule
+from laconic.algorithms.round import Recipe, workers_differ
 from laconic.links import forks
 from laconic.links.comm_thread import CommThread
 from laconic.links.simulation import at_end
-from laconic.parts import is_of_optimizer, parameters
 
 log = logging.getLogger("laconic")
 
@@ -30,21 +27,18 @@ class Ending:
     model, and so can outlive it.
 
     ``step``: the optimizer steps taken. ``complete``: after which of them the program last had the
-    consensus, or the state to save. No `Synchronizer.finish` is missing after that step.
+    consensus, or the state to save, or the rounds left all workers with the same parameters. No
+    `Synchronizer.finish` is missing after that step.
     """
 
     def __init__(self, recipe: Recipe, comm: CommThread) -> None:
         self.step = self.complete = 0
         self._comm = weakref.ref(comm)
-        self._schedules: Sequence[tuple[Schedule, bool]] = ()
         self.follow(recipe)
 
     def follow(self, recipe: Recipe) -> None:
         """``recipe`` is in force from now on; all workers begin it with the same model."""
-        rounds = [r for r in recipe if isinstance(r, Round) and not is_of_optimizer(r.part)]
-        self._schedules = [(r.when, _equalizes(r)) for r in rounds]
         self._differ = workers_differ(recipe)
-        self._late = any(r.delay for r in recipe)
         self.complete = self.step
 
     def restart(self, step: int) -> None:
@@ -56,18 +50,8 @@ class Ending:
         """Whether the ranks hold different models that nobody has averaged or saved since the last
         step. False after an error of the link."""
         comm = self._comm()
-        if self.step == self.complete or not self._differ or (comm is not None and comm.failed):
-            return False
-        due = [equalizes for when, equalizes in self._schedules if when(self.step)]
-        return self._late or not due or not due[-1]
-
-
-def _equalizes(r: Round) -> bool:
-    """Whether all workers have the same parameters right after ``r``."""
-    exchange = r.exchange
-    agrees = exchange.agrees and not isinstance(exchange, QuorumMean)  # which some may miss
-    everyone = agrees and r.over in ("world", "workers")
-    return everyone and r.update.replaces and r.part is parameters and not r.delay
+        alive = comm is None or not comm.failed
+        return self.step != self.complete and self._differ and alive
 
 
 _endings: list[Ending] = []

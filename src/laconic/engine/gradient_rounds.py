@@ -13,8 +13,8 @@ trips (`turns_at_once`). The results are the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,20 +22,18 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from laconic.algorithms.exchange import Arrival, Collect, Combine, Exchange
-from laconic.algorithms.exchanges.mean import Mean
+from laconic.algorithms.exchange import Exchange
+from laconic.algorithms.exchanges.coded import LastMean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.schedules import ends
 from laconic.algorithms.update import Clock, State
-from laconic.buckets import RESHAPED, bucketize
+from laconic.buckets import RESHAPED
 from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.channel import Channel
-from laconic.engine.flat_gradients import FlatGradients, nonzero
-from laconic.engine.gradient_channels import GradientChannels
-from laconic.engine.overlap import Overlapping, Result, collectives, turns_at_once
+from laconic.engine.gradient_channels import FlatGradients, GradientChannels, nonzero
+from laconic.engine.overlap import Overlapping, Result, turns_at_once
 from laconic.engine.session import Session
 from laconic.errors import LinkError, NotFiniteError
-from laconic.links.comm_thread import coroutine
 from laconic.links.link import AsyncLink
 from laconic.tensors import local
 
@@ -45,27 +43,10 @@ REENTRANT = (
 )
 
 
-@dataclass(frozen=True)
-class LastMean(Mean):
-    """The uncoded mean of messages and of all that the rounds of ``coded`` before have not sent: of
-    the residuals e and the owner's o, which counts n times, since the mean divides it by n.
-    ``owned``: the owner's slice."""
-
-    coded: Exchange
-    owned: slice
-
-    async def run(
-        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
-    ) -> Arrival:
-        if isinstance(self.coded, Collect):
-            self.coded.collect(state, self.owned, link.size)
-        total = message + state["residual"]
-        if "lag" in state and len(state["lag"]) == len(total):
-            total.add_(state["lag"], alpha=link.size)
-        arrival = await super().run(link, total, combine, clock, {})
-        for name in state.keys() & {"residual", "lag"}:
-            state[name].zero_()
-        return arrival
+JOINED = (
+    "parameters were added to the optimizer, or thawed, after backward() had averaged the "
+    "gradients of the others in codes, which is not done twice: do that before backward()"
+)
 
 
 class GradientRunner:
@@ -263,19 +244,18 @@ class GradientRunner:
         exchange = channel.exchange
         if "residual" in channel.exchange_state and ends(self.round.when, now.step):
             exchange = LastMean(exchange, channel.owned)
-        at = exchange, flat.whole, channel.exchange_state, now, self._overlap.used
-        average = partial(self._average, *at)
+        average = partial(self._average, exchange, flat.whole, channel.exchange_state, now)
         turns = turns_at_once(self.set.largest)
         self._pending.append(self._overlap.begin(average, self._label, turns=turns))
         if len(self._pending) == len(self.channels):
             self._overlap.complete(self._label)
 
     async def _average(
-        self, exchange: Exchange, flat: Tensor, state: State, clock: Clock, overlap: bool
+        self, exchange: Exchange, flat: Tensor, state: State, clock: Clock, link: AsyncLink
     ) -> None:
         """``flat`` <- combine(mean over the ranks of ``flat``). It becomes NaN if it is not finite
-        on some rank. ``overlap``: whether other buckets are under way meanwhile."""
-        message, link = flat, collectives(self._link, overlap)
+        on some rank."""
+        message = flat
         if self._elastic:
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
             if exchange.slots and not exchange.keeps_message:
@@ -309,7 +289,6 @@ class GradientRunner:
     def before_step(self) -> None:
         """Average now if no backward pass did: this rank had no gradient, all its backward passes
         were under ``no_sync()``, or parameters were added later."""
-        before, params = {id(p) for p in self._params}, self._params
         # parameters frozen since their gradients arrived are averaged too
         joined = self.refresh(keep=self._due() and not self._averaged)
         if not (self._due() and self.channels) or (self._averaged and not joined):
@@ -321,34 +300,10 @@ class GradientRunner:
                 "parameters, such as laconic.local_sgd(1)"
             )
         if self._averaged and self.exchange.slots:
-            self._average_dense([p for p in self._params if id(p) not in before], joined=True)
-            self._average_dense(params, joined=False)
-            return
+            raise ValueError(JOINED)
         self._begin(-1)
         self._end()
         self.refresh()
-
-    @torch.no_grad()
-    def _average_dense(self, params: Sequence[Tensor], joined: bool) -> None:
-        """Average ``params`` by plain means, after some of the parameters have ``joined`` late.
-        Those that joined are averaged for the first time. The others are averaged again, since
-        clipping may have scaled them by each rank's own gradients of those that joined; the round's
-        exchange would send their residuals twice."""
-        if not params:
-            return
-        label, clock = self._announce(), self._clock()
-        had = torch.tensor([float(p.grad is not None) for p in params])
-        had = had.to(self.channels[0].bucket.device)
-        self._comm.call(partial(self._link.mean, had), label)
-        used = [p for p, share in zip(params, had.tolist(), strict=True) if share > 0]
-        multiple = 1 if self._elastic else self._link.size
-        for bucket in bucketize([used], multiple):
-            flat = FlatGradients(bucket)
-            flat.gather()
-            again = partial(self._link.mean, flat.whole)
-            first = partial(self._average, Mean(), flat.whole, {}, clock, False)
-            self._comm.call(coroutine(first) if joined else again, label)
-            flat.scatter(set())
 
     def after_step(self) -> None:
         """Prepare for the next step; free the memory if that step averages nothing."""

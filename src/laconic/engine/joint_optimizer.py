@@ -1,15 +1,22 @@
-"""Several optimizers as one, such as Muon for the matrices beside AdamW for the rest."""
+"""The steps of optimizers: hooks around each, and a warning where parameters move without one; and
+several optimizers as one, such as Muon for the matrices beside AdamW for the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
-from laconic.engine.steps import Hook, StepHooks
+from laconic.device import not_compiled
 
 
 class JointOptimizer(Optimizer):
@@ -46,9 +53,9 @@ class JointOptimizer(Optimizer):
         return order
 
     @property
-    def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
-        """The state of each parameter, in its optimizer."""
-        return _JointState(self.optimizers)
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+        """The state of each parameter, to be read, or changed inside: see `forget`."""
+        return {p: state for each in self.optimizers for p, state in each.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Every optimizer's."""
@@ -112,34 +119,6 @@ def listen(optimizer: Optimizer, before: Hook, after: Hook) -> list[StepHooks]:
     return [StepHooks(each, before, after) for each in members(optimizer)]
 
 
-class _JointState(MutableMapping[Tensor, Any]):
-    """The states of several optimizers, by parameter."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-
-    def __getitem__(self, p: Tensor) -> Any:
-        return self._with(p).state[p]
-
-    def __setitem__(self, p: Tensor, state: Any) -> None:
-        self._with(p).state[p] = state
-
-    def __delitem__(self, p: Tensor) -> None:
-        del self._with(p).state[p]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (p for optimizer in self._optimizers for p in optimizer.state)
-
-    def __len__(self) -> int:
-        return sum(len(optimizer.state) for optimizer in self._optimizers)
-
-    def _with(self, p: Tensor) -> Optimizer:
-        for optimizer in self._optimizers:
-            if p in optimizer.state:
-                return optimizer
-        raise KeyError(p)
-
-
 def class_names(optimizers: Sequence[Optimizer]) -> str:
     """The classes' names, such as ``Muon, AdamW``."""
     return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
@@ -148,6 +127,12 @@ def class_names(optimizers: Sequence[Optimizer]) -> str:
 def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """The optimizers that the user's loop calls."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
+
+
+def forget(optimizer: Optimizer, p: Tensor) -> None:
+    """Clear the state of this parameter."""
+    for each in members(optimizer):
+        each.state.pop(p, None)
 
 
 def as_one(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
@@ -164,3 +149,130 @@ def as_one(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
             f"a parameter is in two of the optimizers ({class_names(optimizer)}): give each its own"
         )
     return optimizer[0] if len(optimizer) == 1 else JointOptimizer(optimizer)
+
+
+Hook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
+WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
+"""The code of torch's wrapper around each class's ``step``, which calls the hooks."""
+MOVES = 3
+"""After how many steps of other optimizers there is a warning."""
+
+
+Event = Literal["step begins", "step ended", "finish", "switch", "failure"]
+"""Before the optimizer's step; after all of its rounds; after `Synchronizer.finish`, with ``mean``;
+after a change of recipe; and, with the error that has ended the training, before the other ranks
+hear of it."""
+
+
+class Events:
+    """What is called at each `Event` of one driver."""
+
+    def __init__(self) -> None:
+        self._listeners: list[tuple[Event, Callable[..., None]]] = []
+
+    def on(self, event: Event, listener: Callable[..., None]) -> None:
+        """Call ``listener`` at each ``event``, from now on."""
+        self._listeners.append((event, listener))
+
+    def tell(self, event: Event, *about: Any) -> None:
+        """Call those of ``event``."""
+        for listener in [each for kind, each in self._listeners if kind == event]:
+            listener(*about)
+
+
+class StepHooks(RemovableHandle):
+    """Calls ``before`` and ``after`` around each step of ``optimizer``.
+
+    A `step` that calls the parent class's is one step, although torch calls hooks in both: it wraps
+    the ``step`` of every class that was instantiated.
+    """
+
+    def __init__(self, optimizer: Optimizer, before: Hook, after: Hook) -> None:
+        optimizer._patch_step_function()  # a wrapper class may have skipped Optimizer.__init__
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            if type(hooks := getattr(optimizer, name)) is dict:  # it has no weak references
+                setattr(optimizer, name, OrderedDict(hooks))
+        self._before, self._after = before, after
+        self._base: int | None = None
+        """How many of torch's wrappers were at work when this step began; None outside a step.
+        Wrappers above it may raise, and the step go on. A newcomer takes steps inside ``before``.
+        """
+        self._handles = (
+            optimizer.register_step_pre_hook(not_compiled(self._enter)),
+            optimizer.register_step_post_hook(not_compiled(self._leave)),
+        )
+
+    def _enter(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        at_work = _wrappers_at_work(optimizer)
+        if self._base is not None and at_work > self._base:
+            if any(callable(each) for each in (*args[1:], options.get("closure"))):
+                self._before(optimizer, args, options)  # perhaps the class's own closure
+            return
+        self._base = None
+        self._before(optimizer, args, options)
+        self._base = at_work
+
+    def _leave(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if _wrappers_at_work(optimizer) == self._base:
+            self._base = None
+            self._after(optimizer, args, options)
+
+    def remove(self) -> None:
+        """Call them no more."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _wrappers_at_work(optimizer: Optimizer) -> int:
+    """How many of torch's wrappers around ``optimizer``'s ``step`` are on this thread's stack."""
+    count, frame = 0, sys._getframe()
+    while frame is not None:
+        if frame.f_code is WRAPPER and frame.f_locals.get("self") is optimizer:
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+def warn_of_unseen_steps(params: Sequence[Tensor], name: str) -> Callable[[], None]:
+    """Warn if other optimizers move ``params``, and the attached one, of the class ``name``, never
+    steps. Returns a function that ends this, to be called with the first step."""
+    own, moves = {id(p) for p in params}, 0
+
+    def on_step(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal moves
+        moves += any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        if moves == MOVES:
+            warnings.warn(
+                f"the parameters move, and {name}.step() was never called: laconic communicates "
+                "after each step() of the attached optimizer. Attach the optimizer whose step() "
+                "the loop calls, or the one inside (SAM: base_optimizer)",
+                stacklevel=2,
+            )
+
+    return register_optimizer_step_post_hook(not_compiled(on_step)).remove
+
+
+def check_steps(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` if ``optimizer`` is none that laconic can follow."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}: attach "
+            "the optimizer inside it"
+        )
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # made by torch's __init__
+        raise ValueError(
+            f"{type(optimizer).__name__} has no hooks of torch's Optimizer, which run the rounds: "
+            "attach the optimizer inside it, or have it call super().__init__(...)"
+        )
+    step = type(optimizer).step
+    if getattr(step, "__wrapped__", step) is _abstract_step():
+        raise ValueError(
+            f"{type(optimizer).__name__} has no step() of its own, after which laconic could "
+            "communicate: attach the optimizer inside it, whose step() it calls"
+        )
+
+
+def _abstract_step() -> Any:
+    """`Optimizer.step`, which raises, without the wrapper that an instance may have put on it."""
+    step = Optimizer.step
+    return getattr(step, "__wrapped__", step)

@@ -1,4 +1,17 @@
-"""Saving and loading a synchronizer's state: this rank's own, or other ranks'."""
+"""Saving and loading a synchronizer's state: this rank's own, or that of other workers, whose
+number has changed, or of which some are lost.
+
+Every saved worker first comes to rest as in `Synchronizer.finish`, which folds its rounds in
+flight. What a worker then continues with depends on the state's slot
+(`laconic.algorithms.update.Slot`):
+
+    x           the mean over the saved workers: their consensus
+    owner       divided again; elements that no worker has any more start again from this x
+    everywhere  unchanged
+    private     the mean over the saved workers
+    pooled      unchanged where the same worker saved it, else the mean over the saved workers; a
+                common correction keeps the mean over workers when there are fewer
+"""
 
 from __future__ import annotations
 
@@ -11,18 +24,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.engine import regroup, saved_state
+from laconic.engine import saved_state
+from laconic.engine.consensus import successor
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.joint_optimizer import JointOptimizer
+from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.recipe_run import RecipeRun
-from laconic.engine.saved_pieces import Others, Saved, Source
-from laconic.engine.session import Policy, Session
-from laconic.engine.switching import successor
+from laconic.engine.saved_state import (
+    Others,
+    Saved,
+    Source,
+    States,
+    channel_states,
+    difference,
+    load_channels,
+    load_round,
+    round_state,
+    wide,
+)
+from laconic.engine.session import Session
 from laconic.links.agreement import agree
+from laconic.links.simulated import idle_link
 from laconic.parts import module_buffers
 from laconic.tensors import copies, local, overwrite, restore
 
-State = Mapping[str, Any]
 LoadModel = Callable[[int | None], None]
 _DIFFERENT_WEIGHTS = (
     "this state comes from other ranks, so every rank must load the same weights before it, such "
@@ -39,14 +64,15 @@ def _stateful(run: RecipeRun) -> list[GradientRunner]:
 def header(run: RecipeRun) -> Saved:
     """What tells whether a saved state belongs to this run and rank."""
     session = run.session
-    return saved_state.header(
-        run.describe(),
-        run.text(),
-        session.world.size,
-        session.workers.size,
-        session.world.rank,
-        [p for group in session.held() for p in group],
-    )
+    return {
+        "version": saved_state.VERSION,
+        **run.describe(),
+        "text": run.text(),
+        "ranks": session.world.size,
+        "workers": session.workers.size,
+        "rank": session.world.rank,
+        "parameters": saved_state.checksum([p for group in session.held() for p in group]),
+    }
 
 
 @torch.no_grad()
@@ -55,30 +81,18 @@ def state_dict(run: RecipeRun) -> Saved:
     policy = run.session.policy
     if run.quorum is not None:
         run.quorum.settle(failed=True)
-    run.session.comm.drain()  # what checks of delayed rounds have found is a part of the state
+    run.session.comm.drain()
     with nullcontext() if run.quorum is None else run.quorum.port.quiet():
-        return _state_dict(run, policy)
-
-
-def _state_dict(run: RecipeRun, policy: Policy | None) -> Saved:
-    return {
-        **header(run),
-        "step": run.session.step,
-        "in_step": run.session.in_step,
-        "rounds": [saved_state.round_state(running) for running in run.rounds],
-        "gradients": [
-            {**saved_state.exchange_state(g), "scale": g.set.scale} for g in _stateful(run)
-        ],
-        "auto": None if policy is None else policy.state_dict(),
-        "scores": None if run.scores is None else run.scores.state_dict(),
-        "quorum": None if run.quorum is None else run.quorum.state_dict(),
-        "drift": run.drift_state(),
-    }
-
-
-def parts_of(state: State | Sequence[State | None], run: RecipeRun) -> dict[int, Saved]:
-    """The ``state`` that a user passes, by the rank that saved it."""
-    return saved_state.parts_of(state, header(run))
+        return {
+            **header(run),
+            "step": run.session.step,
+            "in_step": run.session.in_step,
+            "rounds": [saved_state.round_state(running) for running in run.rounds],
+            "gradients": [{**channel_states(g), "scale": g.set.scale} for g in _stateful(run)],
+            "auto": None if policy is None else policy.state_dict(),
+            "scores": None if run.scores is None else run.scores.state_dict(),
+            "quorum": None if run.quorum is None else run.quorum.state_dict(),
+        }
 
 
 @dataclass
@@ -99,14 +113,13 @@ class Loading:
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
-    def prepare(
-        cls, run: RecipeRun, parts: Callable[[], dict[int, Saved]], load_model: LoadModel | None
-    ) -> Loading:
-        """Read ``parts()``, saved states by rank. ``load_model(rank)`` loads that rank's model
-        into this one, and ``load_model(None)`` the one that this rank goes on with."""
+    def prepare(cls, run: RecipeRun, state: States, load_model: LoadModel | None) -> Loading:
+        """Read ``state``, as the user passes it, or, with ``load_model``, saved states by rank.
+        ``load_model(rank)`` loads that rank's model into this one, and ``load_model(None)`` the one
+        that this rank goes on with."""
         loading = cls(run)
         try:
-            loading._read(parts(), load_model)
+            loading._read(state, load_model)
         except ValueError as error:
             loading.problem = str(error)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
@@ -114,12 +127,13 @@ class Loading:
             loading.problem = f"this is not what sync.state_dict() returned: {kind}: {error}"
         return loading
 
-    def _read(self, parts: dict[int, Saved], load_model: LoadModel | None) -> None:
+    def _read(self, state: States, load_model: LoadModel | None) -> None:
+        here = header(self.run)
+        parts: Any = saved_state.parts_of(state, here) if load_model is None else state
         policy = self.run.session.policy
         if policy is not None:
             self._undo.append(policy.undo())
-        parts = saved_state.upgraded(parts, self.run.session.held())
-        mine = saved_state.own_part(parts, header(self.run), regroup=load_model is not None)
+        mine = saved_state.own_part(parts, here, regroup=load_model is not None)
         if mine is None and self.run.quorum is not None:
             raise ValueError(
                 "rounds with a quorum are resumed by the same ranks, each from its own state: to "
@@ -139,7 +153,6 @@ class Loading:
             self.run, undo = successor(self.run, policy.recipe, {})
             self._undo.append(undo)
         run = self.run
-        parts = saved_state.completed(parts, len(run.rounds))
         saved = [parts[rank] for rank in ranks]
         rounds = [[part["rounds"][i] for part in saved] for i in range(len(run.rounds))]
         if mine is None:
@@ -150,12 +163,10 @@ class Loading:
             self._load.append(saved_state.load_round(running, states, source))
         for index, gradients in enumerate(_stateful(run)):
             states = [part["gradients"][index] for part in saved]
-            self._load.append(saved_state.load_exchange_state(gradients, states, source))
+            self._load.append(load_channels(gradients, states, source))
             self._load.append(partial(setattr, gradients.set, "scale", float(states[0]["scale"])))
         if run.scores is not None and mine is not None:
             self._load.append(run.scores.loader(first["scores"]))
-        if mine is not None and "drift" in first:  # older versions did not save it
-            self._load.append(partial(run.load_drift_state, first["drift"]))
         self.step, self.in_step = int(first["step"]), bool(first["in_step"])
         if run.quorum is not None:
             self._load.append(partial(run.quorum.load, first["quorum"], self.step))
@@ -229,13 +240,6 @@ def _consensus_of(
     """What other ranks' rounds keep at rest, by round and rank. With ``load_model`` their consensus
     is written into the model, which otherwise stays as it is."""
     session = run.session
-    first = parts[min(parts)]
-    former = regroup.Former(
-        first["ranks"],
-        first["workers"],
-        saved_state.group_size_of(first["recipe"]),
-        session.sharded,
-    )
     params = {id(p): p for p in session.params()}
     tensors = {id(t): t for t in (*session.model.parameters(), *session.model.buffers())} | params
     before = [] if load_model else copies(tensors.values())
@@ -243,8 +247,8 @@ def _consensus_of(
     averaged = {} if kept else module_buffers(session.model)[0]
     buffers = {id(b): b for b in averaged.values()}
     try:
-        found, mean = regroup.come_to_rest(
-            run.rounds, parts, former, list(params.values()), list(buffers.values()), load_model
+        found, mean = _come_to_rest(
+            run, parts, list(params.values()), list(buffers.values()), load_model
         )
     finally:
         restore(before)
@@ -253,3 +257,91 @@ def _consensus_of(
         for tensor, values in zip((*params.values(), *buffers.values()), mean, strict=True):
             overwrite(local(tensor), values)
     return found
+
+
+def _places(saved: Saved, sharded: bool) -> dict[str, tuple[int, int]]:
+    """The size of each named set of ranks in the run that ``saved``, and this rank's place there:
+    ranks are in workers of consecutive ones, and those in groups. ``sharded``: each rank of a
+    worker had a shard of the model."""
+    ranks, workers, group = saved["ranks"], saved["workers"], saved["group_size"] or 1
+    worker, within = divmod(saved["rank"], ranks // workers)
+    return {
+        "world": (ranks, saved["rank"]),
+        "workers": (workers, worker),
+        "group": (group, worker % group),
+        "replica": (1, 0) if sharded else (ranks // workers, within),
+    }
+
+
+@torch.no_grad()
+def _come_to_rest(
+    run: RecipeRun,
+    parts: Mapping[int, Saved],
+    params: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    load: LoadModel | None,
+) -> tuple[list[list[Saved]], list[Tensor]]:
+    """Bring the saved ranks (``parts``, by rank) to rest. Return the state of their rounds then, by
+    round and rank, and float64 means as in `Synchronizer.finish`: of ``params`` over the saved
+    workers, then of ``buffers`` over the saved ranks.
+
+    ``load(rank)`` loads a saved rank's model into this one. None: that model is unknown, and there
+    are no means.
+    """
+    at_rest: list[list[Saved]] = [[] for _ in run.rounds]
+    means = [_Mean() for _ in (*params, *buffers)]
+    seen: set[int] = set()  # workers, whose ranks all have the same x
+    for rank, part in sorted(parts.items()):
+        if load is not None:
+            load(rank)
+        places, weights = _places(part, run.session.sharded), dict[int, float]()
+        for index, running in enumerate(run.rounds):
+            saved, of_round = _at_rest(running, part["rounds"][index], part, places)
+            at_rest[index].append(saved)
+            weights.update(of_round)
+        worker = places["workers"][1]
+        if load is not None:
+            for k, t in enumerate((*params, *buffers)):
+                if k >= len(params) or worker not in seen:
+                    means[k].add(local(t), weights.get(id(t), 1.0))
+        seen.add(worker)
+    return at_rest, [mean.value for mean in means if mean.value is not None]
+
+
+class _Mean:
+    """A running weighted mean of tensors, exact if they are equal."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self._total = 0.0
+
+    def add(self, x: Tensor, weight: float) -> None:
+        """Add ``x`` to the mean."""
+        self._total += weight
+        if self.value is None:
+            self.value = wide(x)
+        else:
+            self.value.add_(difference(x, self.value), alpha=weight / self._total)
+
+
+def _at_rest(
+    running: ParameterRunner, saved: Saved, part: Saved, places: Mapping[str, tuple[int, int]]
+) -> tuple[Saved, dict[int, float]]:
+    """Return a rank's `round_state` after ``finish()``, from its state ``saved``, of its ``part``.
+    The parameters are that rank's, and come to rest too. Also return their push weights, by tensor
+    id, if gossip has given them some. Lost workers' weights are missing, so that the sum need not
+    be the number of workers."""
+    update = running.round.update
+    if running.set.vary:  # tensors that come and go are averaged as they were at the save
+        return {**saved, "flights": []}, {}
+    if not saved["flights"] and update.quiesce is None:
+        return saved, {}
+    step, over, replica = part["step"], places[running.round.over], places["replica"]
+    former = running.fresh(saved["joined"], idle_link(*over), idle_link(*replica))
+    load_round(former, [saved], None)()
+    if part["in_step"]:
+        former.undo_before_step(step + 1)
+    former.fold_at_end(step)
+    weights = former.push_weights()
+    former.finish(step, weighted=bool(weights))
+    return round_state(former), weights

@@ -1,42 +1,29 @@
-"""Messages of a parameter round: made from x, exchanged with the other workers."""
+"""Messages of a parameter round: made from x, exchanged with the other workers, and in flight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from laconic.algorithms.exchange import Arrival, Gossip, Scored
+from laconic.algorithms.exchange import Arrival
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores, of_worker
-from laconic.algorithms.update import Clock, State, Tensors, Update, returned
+from laconic.algorithms.update import Clock, State, Tensors, returned
 from laconic.buckets import Bucket
 from laconic.engine.channel import Channel, is_owned
-from laconic.engine.overlap import collectives
+from laconic.engine.overlap import Result
 from laconic.engine.session import Session
-from laconic.engine.sharded_tensors import ShardedTensors
 from laconic.errors import NotFiniteError
-from laconic.links.link import Link
+from laconic.links.comm_thread import CommThread, Pending
+from laconic.links.link import AsyncLink, Link
 from laconic.tensors import is_sharded, state_dtype
-
-
-def has_lr(group: Mapping[str, Any]) -> bool:
-    """Whether a parameter group has a learning rate."""
-    return group.get("lr") is not None
-
-
-def no_lr(update: Update, optimizer: Optimizer) -> str:
-    """The error message if a group has none, and ``update`` uses it."""
-    return (
-        f"{type(update).__name__} needs a learning rate, and a parameter group of "
-        f"{type(optimizer).__name__} has no 'lr': use an optimizer whose groups have one, or "
-        "another recipe"
-    )
 
 
 class Messenger:
@@ -50,24 +37,19 @@ class Messenger:
         self._link = link
         self._replica = replica
         self._session, self._scores = session, scores
-        exchange = round.exchange
-        self._gossip = exchange if isinstance(exchange, Gossip) else None
-        self._scored = exchange if isinstance(exchange, Scored) else None
 
-    def clock(
-        self, bucket: Bucket, step: int, executed: int, present: tuple[int, int] | None = None
-    ) -> Clock:
+    def clock(self, bucket: Bucket, step: int, executed: int, present: tuple[int, int]) -> Clock:
         """What the update and the exchange know at ``step``, after ``executed`` rounds.
-        ``present``: how many workers there are, and the rank of this one; None: as on the link."""
+        ``present``: how many workers there are, and the rank of this one."""
         update = self._round.update
         lr = self.learning_rate(bucket)
-        at = present or (self._link.size, self._link.rank)
         seed, delay = self._session.settings.seed, self._round.delay
-        clock = Clock(step, lr, executed, delay, *at, seed=seed, bucket=bucket.number)
+        clock = Clock(step, lr, executed, delay, *present, seed=seed, bucket=bucket.number)
         if update.whole:
             clock = replace(clock, tensors=self._tensors(bucket))
-        if self._gossip is not None:
-            clock = replace(clock, out_degree=self._gossip.out_degree(clock))
+        out_degree = self._round.exchange.out_degree
+        if out_degree is not None:
+            clock = replace(clock, out_degree=out_degree(clock))
         return clock
 
     def learning_rate(self, bucket: Bucket) -> float:
@@ -80,8 +62,6 @@ class Messenger:
         groups = optimizer.param_groups
         own = (group for group in groups if any(each is p for each in group["params"]))
         group = next(own, None) or groups[bucket.group]  # p may be no parameter
-        if not has_lr(group):
-            raise ValueError(no_lr(update, optimizer))
         return float(group["lr"])
 
     def _tensors(self, bucket: Bucket) -> Tensors:
@@ -94,8 +74,9 @@ class Messenger:
         weight = self._round.update.weight
         if weight is not None:
             clock = replace(clock, weight=float(state[weight]))
-        if self._scored is not None and self._scores is not None:
-            clock = replace(clock, score=self._scores.now(self._scored.score_window))
+        window = self._round.exchange.score_window
+        if window and self._scores is not None:
+            clock = replace(clock, score=self._scores.now(window))
         return clock
 
     def message(
@@ -119,12 +100,12 @@ class Messenger:
         return message, y
 
     async def carry(
-        self, channel: Channel, message: Tensor, clock: Clock, overlap: bool = False
+        self, channel: Channel, message: Tensor, clock: Clock, link: AsyncLink
     ) -> Arrival:
-        """Exchange the message with the other workers, with the outer step in between. The ranks of
-        one worker hold the same message: each carries its part across, then they share.
-        ``overlap``: whether other buckets are under way meanwhile."""
-        update, link = self._round.update, collectives(self._link, overlap)
+        """Exchange the message with the other workers, over the collectives of their ``link``, with
+        the outer step in between. The ranks of one worker hold the same message: each carries its
+        part across, then they share."""
+        update = self._round.update
         elastic = self._session.elastic is not None
         if elastic:  # another attempt may be among others, and needs the message
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
@@ -143,7 +124,7 @@ class Messenger:
 
         replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]
-        if self._scored is not None and replica.size > 1:
+        if channel.exchange.score_window and replica.size > 1:
             ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
             clock = replace(clock, score=of_worker(ranks))
         error: NotFiniteError | None = None
@@ -186,3 +167,116 @@ class Messenger:
                 owned = gathered
         assert owned.numel() == length
         return owned
+
+
+class Difference(NamedTuple):
+    """The ranks ``others`` differ from the rank ``root``, the first of the largest group."""
+
+    root: int
+    others: list[int]
+
+    @classmethod
+    def of(cls, digests: Sequence[int]) -> Difference | None:
+        """The difference between the ranks' ``digests``; None if there is none. A rank with 0 has
+        nothing to compare."""
+        counts = Counter(value for value in digests if value)
+        if len(counts) < 2:
+            return None
+        ((most, _),) = counts.most_common(1)
+        others = [r for r, value in enumerate(digests) if value not in (0, most)]
+        return cls(digests.index(most), others)
+
+
+class InFlightBucket(NamedTuple):
+    """One bucket's message in flight. ``sent``: y, where the update needs it."""
+
+    channel: Channel
+    sent: Tensor | None
+    pending: Result[Arrival]
+
+
+@dataclass
+class InFlightRound:
+    """One delayed round in flight, to be folded after step ``due``. ``executed``: how many were
+    started before it. ``copies``: what was sent of tensors that come and go, by group and name.
+    ``checked``: raises if a message was not finite. ``apart``: how workers differed before it.
+    """
+
+    due: int
+    executed: int
+    sent: Pending[list[InFlightBucket]]
+    copies: Sequence[dict[str, Tensor]] = ()
+    checked: Pending[None] = field(default_factory=lambda: Pending.of(None))
+    apart: Pending[Difference | None] = field(default_factory=lambda: Pending.of(None))
+
+    @property
+    def buckets(self) -> list[InFlightBucket]:
+        """Wait until it is known which buckets there are, and return them."""
+        self.checked.wait()
+        return self.sent.wait()
+
+
+class ShardedTensors(Tensors):
+    """Those of ``bucket``, of which every rank of ``inside`` has a shard.
+
+    `map` sends each chosen tensor's shards to one rank, which computes, and returns the results:
+    twice (r-1)/r of the tensors' bytes for each of r ranks. The ranks share the tensors by size.
+    """
+
+    def __init__(self, bucket: Bucket, inside: Link, comm: CommThread) -> None:
+        super().__init__([s.tensor.shape for s in bucket.segments])
+        self._axes = [s.tensor.placements[0].dim for s in bucket.segments]  # type: ignore[attr-defined]
+        self._sizes = bucket.sizes
+        self._inside, self._comm = inside, comm
+
+    def map(
+        self,
+        flat: Tensor,
+        function: Callable[[Tensor], Tensor],
+        where: Callable[[torch.Size], bool] = lambda shape: True,
+    ) -> None:
+        self._comm.call(partial(self._map, flat, function, where), "matrices of a worker")
+
+    def _map(
+        self,
+        flat: Tensor,
+        function: Callable[[Tensor], Tensor],
+        where: Callable[[torch.Size], bool],
+    ) -> None:
+        ranks, own = self._inside.size, self._inside.rank
+        pieces = torch.split(flat[: sum(self._sizes)], self._sizes)
+        chosen = [k for k, shape in enumerate(self.shapes) if where(shape)]
+        if not chosen:
+            return
+        ends = [0] * ranks  # of the row for each rank
+        places: dict[int, tuple[int, int]] = {}  # the rank that computes, and where its row begins
+        for k in sorted(chosen, key=lambda k: -self.shapes[k].numel()):
+            rank = ends.index(min(ends))
+            places[k] = rank, ends[rank]
+            ends[rank] += self._shard(k, 0).numel()  # the first shard is the largest
+        rows, came = (flat.new_zeros(ranks, max(ends)) for _ in range(2))
+        for k, (rank, start) in places.items():
+            rows[rank, start : start + self._sizes[k]] = pieces[k]
+        self._inside.all_to_all(rows, came)
+        for k, (rank, start) in places.items():
+            if rank == own:
+                shapes = [self._shard(k, r) for r in range(ranks)]
+                shards = [
+                    row[start : start + shape.numel()].view(shape)
+                    for row, shape in zip(came, shapes, strict=True)
+                ]
+                axis = self._axes[k]
+                result = function(torch.cat(shards, axis))
+                parts = torch.split(result, [shape[axis] for shape in shapes], axis)
+                for shard, part in zip(shards, parts, strict=True):
+                    shard.copy_(part)
+        self._inside.all_to_all(came, rows)
+        for k, (rank, start) in places.items():
+            pieces[k].copy_(rows[rank, start : start + self._sizes[k]])
+
+    def _shard(self, k: int, rank: int) -> torch.Size:
+        """The shape of the shard of tensor ``k`` on a rank, as FSDP cuts it."""
+        shape, axis = list(self.shapes[k]), self._axes[k]
+        each = -(-shape[axis] // self._inside.size)
+        shape[axis] = min(max(shape[axis] - rank * each, 0), each)
+        return torch.Size(shape)

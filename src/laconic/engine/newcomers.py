@@ -26,7 +26,6 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from laconic.algorithms.exchange import Gossip
 from laconic.engine.donor import RESIDUALS, digest_of, steps_before
 from laconic.engine.driver import Driver
 from laconic.engine.joint_optimizer import members
@@ -224,7 +223,7 @@ class Newcomer:
         if problem is not None:
             raise LinkError(f"the state of another worker cannot be loaded: {problem}")
         for running in driver.run.rounds:
-            if isinstance(running.round.exchange, Gossip):
+            if running.round.exchange.out_degree is not None:
                 running.in_flight.clear()
         for name, own_state in state["others"].items():
             self._others[name].load_state_dict(own_state)

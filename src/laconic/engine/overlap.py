@@ -99,12 +99,6 @@ class UnderWay(Generic[T]):
         return self._results[0]
 
 
-def collectives(link: Link, overlap: bool) -> AsyncLink:
-    """Those of ``link`` for a bucket that others ``overlap``, or for one alone."""
-    far = link.overlapping if overlap else None
-    return one_by_one(link) if far is None else far
-
-
 Result = Pending[T] | UnderWay[T]
 
 
@@ -120,25 +114,21 @@ class Overlapping:
         """Return whether so many ``buckets`` overlap, which begin now. One by itself is faster
         alone: its parts are then sent on as they arrive."""
         self._overlap = Overlap() if buckets > 1 and self._link.overlapping is not None else None
-        return self.used
-
-    @property
-    def used(self) -> bool:
-        """Whether the present buckets overlap."""
         return self._overlap is not None
 
     def begin(
-        self, job: Callable[[], Job[T]], label: str, *, now: bool = False, turns: int = 1
+        self, work: Callable[[AsyncLink], Job[T]], label: str, *, now: bool = False, turns: int = 1
     ) -> Result[T]:
-        """Run ``job()``; if ``now``, its result is waited for next. Where buckets overlap, it goes
-        on when others begin, each time ``turns`` times, when they are waited for, and when
-        `complete` is called; all of that in the same order on all ranks."""
-        overlap, comm = self._overlap, self._comm
-        if overlap is None:
-            alone = coroutine(job)
+        """Run ``work`` with the link's collectives; if ``now``, its result is waited for next.
+        Where buckets overlap, it goes on when others begin, each time ``turns`` times, when they
+        are waited for, and when `complete` is called; all of that in the same order on all ranks.
+        """
+        overlap, comm, far = self._overlap, self._comm, self._link.overlapping
+        if overlap is None or far is None:
+            alone = coroutine(lambda: work(one_by_one(self._link)))
             return Pending.of(comm.call(alone, label)) if now else comm.submit(alone, label)
         under_way: UnderWay[T] = UnderWay(overlap, comm, label)
-        comm.submit(lambda: overlap.begin(under_way.run(job()), turns), label)
+        comm.submit(lambda: overlap.begin(under_way.run(work(far)), turns), label)
         return under_way
 
     def complete(self, label: str) -> Pending[None]:

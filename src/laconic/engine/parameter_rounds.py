@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from laconic.algorithms.exchange import Exchange, Rebase, Scored
+from laconic.algorithms.exchange import Exchange
+from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
-from laconic.algorithms.update import (
-    AfterSend,
-    AfterStep,
-    BeforeStep,
-    Clock,
-    Quiesce,
-    State,
-    returned,
-)
+from laconic.algorithms.update import Clock, EveryStep, State, returned
 from laconic.buckets import Bucket, bucketize
-from laconic.engine.channel import Channel, by_tensor, is_owned
-from laconic.engine.channel_set import ChannelSet
+from laconic.engine.channel import Channel, ChannelSet, by_tensor, is_owned
 from laconic.engine.comparison import held_by_all
-from laconic.engine.in_flight import InFlightBucket, InFlightRound
-from laconic.engine.messages import Messenger
+from laconic.engine.joint_optimizer import forget
+from laconic.engine.messages import InFlightBucket, InFlightRound, Messenger
 from laconic.engine.overlap import AHEAD, Overlapping
 from laconic.engine.session import Session
 from laconic.errors import after_step
 from laconic.links.comm_thread import Pending, coroutine
-from laconic.links.link import Link
+from laconic.links.link import Link, one_by_one
 from laconic.links.simulated import single_link
-from laconic.parts import Fragment, module_buffers
+from laconic.parts import Fragment, module_buffers, parameters
 from laconic.tensors import overwrite
 
 X = -1
@@ -65,17 +57,15 @@ class ParameterRunner:
         self._session, self._scores = session, scores
         self.set = ChannelSet(round, link, self._replica, session)
         self._messenger = Messenger(round, link, self._replica, session, scores)
-        # looked up once, since isinstance with a protocol takes longer than a short update
-        update = round.update
-        self._before = update if isinstance(update, BeforeStep) else None
-        self._after = update if isinstance(update, AfterStep) else None
-        self._after_send = update if isinstance(update, AfterSend) else None
-        self._quiescing = update if isinstance(update, Quiesce) else None
         self._overlap = Overlapping(link, session.comm)
-        self._sends_part_of_x = update.weight is not None
+        self._sends_part_of_x = round.update.weight is not None
         """Whether what is in flight is missing from x."""
         self.executed = 0
         self.in_flight: list[InFlightRound] = []
+        self.x_digest = 0
+        """Of x right after the last round, where x is what workers have alike (`DriftCheck`)."""
+        self._keeps = False
+        """Whether what is folded is still needed: see `_kept`."""
         self.present = link.size, link.rank
         """How many workers took part in the round that was folded last, and the rank of this one
         there. What is sent depends on it, and not on the link: in an elastic run workers come and
@@ -99,26 +89,36 @@ class ParameterRunner:
         empty = isinstance(self.round.part, Fragment) and not self.channels
         return not empty and (across or self._replica.size > 1)
 
+    @property
+    def equalizes(self) -> bool:
+        """Whether all workers have the same parameters right after it."""
+        r = self.round
+        agrees = r.exchange.agrees and not isinstance(r.exchange, QuorumMean)  # some may miss it
+        everyone = agrees and r.over in ("world", "workers")
+        return everyone and r.update.replaces and r.part is parameters and not r.delay
+
     def label(self, step: int) -> str:
         """What messages to the user call it."""
         return f"{self.round.name} {after_step(step)}"
 
-    def like(self, positions: Sequence[Sequence[int]]) -> ParameterRunner:
-        """A new runner, as if parameters had joined at these `ChannelSet.positions`."""
-        fresh = ParameterRunner(self.round, self.link, self._session, self._scores)
-        fresh.set.add_at(positions)
-        return fresh
-
-    def elsewhere(self, link: Link, replica: Link) -> ParameterRunner:
-        """A new runner, as if on the rank of another run: over ``link``, in a worker of the ranks
-        of ``replica``."""
-        fresh = ParameterRunner(self.round, link, self._session, self._scores, replica)
-        fresh.set.add([p for batch in self.set.joined for p in batch])
-        return fresh
+    def fresh(
+        self,
+        positions: Sequence[Sequence[int]],
+        link: Link | None = None,
+        replica: Link | None = None,
+    ) -> ParameterRunner:
+        """A new runner, as if parameters had joined at these `ChannelSet.positions`; perhaps on the
+        rank of another run: over ``link``, in a worker of the ranks of ``replica``."""
+        made = ParameterRunner(self.round, link or self.link, self._session, self._scores, replica)
+        held = [p for group in self._session.held() for p in group]
+        for batch in positions:
+            made.set.add([held[k] for k in batch])
+        return made
 
     def become(self, other: ParameterRunner) -> None:
-        """Take over the channels of ``other``, made by `like`, and what it has in flight."""
+        """Take over the channels of ``other``, made by `fresh`, and what it has in flight."""
         self.set, self.in_flight, self.executed = other.set, other.in_flight, other.executed
+        self.x_digest = other.x_digest
 
     def learning_rate(self, bucket: Bucket) -> float:
         """See `Messenger.learning_rate`."""
@@ -126,8 +126,7 @@ class ParameterRunner:
 
     def clock(self, bucket: Bucket, step: int) -> Clock:
         """See `Messenger.clock`."""
-        present = None if self._session.elastic is None else self.present
-        return self._messenger.clock(bucket, step, self.executed, present)
+        return self._messenger.clock(bucket, step, self.executed, self.present)
 
     # -- one round ----
 
@@ -139,7 +138,8 @@ class ParameterRunner:
         if self.round.delay:
             self.in_flight.append(self._launch(step))
         else:
-            self._exchange_now(step)
+            for bucket in self._sent_now(step):
+                self._fold_bucket(bucket, step, self.executed)
             self._session.nonfinite.check(self.exchange, self.label(step)).wait()
         self.complete()
 
@@ -147,7 +147,9 @@ class ParameterRunner:
         """A round has started, or, with a quorum (`laconic.engine.quorum_rounds`), ended."""
         self.executed += 1
         if self.round.optimizer_state == "reset":
-            _forget(self.channels, self._session.bound)
+            for channel in self.channels:
+                for segment in channel.bucket.segments:
+                    forget(self._session.bound, segment.tensor)
 
     def _to_send(self, groups: Sequence[dict[str, Tensor]]) -> list[list[Tensor]]:
         """Of tensors that come and go, those that all ranks have; of buffers, whose mean this is
@@ -172,20 +174,19 @@ class ParameterRunner:
         agree on them while training goes on."""
         update, exchange = self.round.update, self.exchange
         stateless = not exchange.slots and not update.slots
-        special = update.uses_lr or self._after_send or isinstance(exchange, Scored)
-        return stateless and not special
+        return stateless and not (update.uses_lr or exchange.score_window)
 
-    def _exchange_now(self, step: int) -> None:
-        """Send and fold one bucket after the other. Where they overlap, some are under way."""
+    def _sent_now(self, step: int) -> Iterator[InFlightBucket]:
+        """Send one bucket when the one before it is folded. Where they overlap, some are under
+        way."""
         ahead = AHEAD if self._overlap.use(len(self.channels)) else 0
         sent: deque[InFlightBucket] = deque()
         for number, channel in enumerate(self.channels):
             memory = self._session.memory(channel.bucket, number % (ahead + 1))
             sent.append(self._send(channel, step, memory))
             if len(sent) > ahead:
-                self._fold_bucket(sent.popleft(), step, self.executed)
-        while sent:
-            self._fold_bucket(sent.popleft(), step, self.executed)
+                yield sent.popleft()
+        yield from sent
 
     def _launch(self, step: int) -> InFlightRound:
         """Send a delayed round's messages."""
@@ -204,13 +205,8 @@ class ParameterRunner:
         clock = self.clock(bucket, step)
         message, sent = self._messenger.message(channel, clock, memory)
         clock = self._messenger.stamped(clock, channel.state)
-        job = partial(self._messenger.carry, channel, message, clock, self._overlap.used)
+        job = partial(self._messenger.carry, channel, message, clock)
         pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
-        if self.round.delay and self._after_send is not None:
-            x = bucket.pack(self._session.memory(bucket))
-            with channel.states() as (state, _):
-                self._after_send.after_send(x, state, clock)
-            bucket.unpack(x)
         return InFlightBucket(channel, sent, pending)
 
     def _launch_varying(self, step: int) -> InFlightRound:
@@ -221,9 +217,10 @@ class ParameterRunner:
         async def send() -> list[InFlightBucket]:
             found = []
             for channel in self.set.cut(self._to_send(copies)):
-                clock = messenger.clock(channel.bucket, step, executed)
+                at_work = self.link.size, self.link.rank
+                clock = messenger.clock(channel.bucket, step, executed, at_work)
                 message, sent = messenger.message(channel, clock, channel.bucket.empty())
-                arrival = await messenger.carry(channel, message, clock)
+                arrival = await messenger.carry(channel, message, clock, one_by_one(self.link))
                 found.append(InFlightBucket(channel, sent, Pending.of(arrival)))
             return found
 
@@ -232,53 +229,39 @@ class ParameterRunner:
 
     # -- folding ----
 
-    def fold_due(self, step: int, *, early: bool = False) -> None:
-        """Fold what is due after ``step``; ``early``: everything in flight."""
+    def fold_due(self, step: int, *, early: bool = False) -> list[InFlightRound]:
+        """Fold what is due after ``step``; ``early``: everything in flight. Returns what was."""
+        folded = []
         while self.in_flight and (early or self.in_flight[0].due <= step):
-            self._fold(self.in_flight.pop(0), step)
+            folded.append(self.in_flight.pop(0))
+            self._fold(folded[-1], step)
+        return folded
 
-    def _fold(
-        self,
-        flight: InFlightRound,
-        step: int,
-        copies: Mapping[int, State] | None = None,
-        *,
-        write: bool = True,
-    ) -> None:
-        """Fold what ``flight`` brings. With ``copies`` of the channels' states, by the channel's
-        id, those change in place of the states, and the flight can be folded again. Without
-        ``write`` x stays."""
+    def _fold(self, flight: InFlightRound, step: int, *, write: bool = True) -> None:
+        """Fold what ``flight`` brings. Without ``write`` x stays."""
         buckets, copied = flight.buckets, self.set.copied(flight.copies) if write else []
         for tensor, copy in copied:
             overwrite(copy, tensor)
         for bucket in buckets:
-            self._fold_bucket(bucket, step, flight.executed, copies, write=write)
+            self._fold_bucket(bucket, step, flight.executed, write=write)
         for tensor, copy in copied:
             overwrite(tensor, copy)
 
     def _fold_bucket(
-        self,
-        sent: InFlightBucket,
-        step: int,
-        executed: int,
-        copies: Mapping[int, State] | None = None,
-        *,
-        write: bool = True,
+        self, sent: InFlightBucket, step: int, executed: int, *, write: bool = True
     ) -> None:
         """Fold one bucket of a round before which ``executed`` were started: see `_fold`."""
         channel, y, pending = sent
         bucket, update = channel.bucket, self.round.update
         arrival = pending.wait()
-        present = arrival.present or self.present
-        x = arrival.flat if copies is None else arrival.flat.clone()
-        if copies is None:
-            self.present = present
+        self.present = arrival.present or self.present
+        x = arrival.flat.clone() if self._keeps else arrival.flat
         if self.round.delay or not update.replaces:
             at = self.clock(bucket, step)
-            clock = replace(at, executed=executed, weight=arrival.weight, workers=present[0])
+            workers = self.present[0]
+            clock = replace(at, executed=executed, weight=arrival.weight, workers=workers)
             received, x = x, bucket.pack(self._session.memory(bucket, X))
-            with channel.states() as (own, _):
-                state = own if copies is None else copies[id(channel)]
+            with channel.states() as (state, _):
                 x = returned(update, "fold", update.fold(x, received, y, state, clock), state)
         if write:
             bucket.unpack(x)
@@ -289,47 +272,43 @@ class ParameterRunner:
         self.fold_due(step, early=True)
         self._quiesce(averaged)
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, *, weighted: bool = False) -> None:
         """Quiesce where the mean of x over workers counts next. With push weights, a part of x is
         in flight and is folded. Other messages are copies of an x that has moved on since: only
-        the state takes them in."""
-        self._fold_at_end(step)
-        self._quiesce(averaged=True)
+        the state takes them in. ``weighted``: x is left de-biased, for a mean that `push_weights`
+        weigh."""
+        self.fold_at_end(step)
+        self._quiesce(averaged=not weighted)
 
-    def finish_weighted(self, step: int) -> dict[int, float]:
-        """As `finish`, but leave x de-biased, and return the push weight of each tensor by its id.
-        The caller takes the weighted mean over the workers that are left."""
-        self._fold_at_end(step)
+    def fold_at_end(self, step: int) -> None:
+        """The first part of `finish`."""
+        while self.in_flight:
+            self._fold(self.in_flight.pop(0), step, write=self._sends_part_of_x)
+
+    def push_weights(self) -> dict[int, float]:
+        """The push weight of each tensor by its id; empty where the update has none."""
         name = self.round.update.weight
-        weights = {
+        return {
             id(segment.tensor): float(channel.state[name])
             for channel in self.channels
             for segment in channel.bucket.segments
             if name is not None
         }
-        self._quiesce(averaged=not weights)
-        return weights
 
-    def _fold_at_end(self, step: int) -> None:
-        while self.in_flight:
-            self._fold(self.in_flight.pop(0), step, write=self._sends_part_of_x)
-
-    def _quiesce(self, averaged: bool, copies: Mapping[int, State] | None = None) -> None:
-        """``copies``: as in `_fold`."""
-        if self._quiescing is not None:
+    def _quiesce(self, averaged: bool) -> None:
+        quiesce = self.round.update.quiesce
+        if quiesce is not None:
             for channel in self.channels:
                 x = channel.bucket.pack(self._session.memory(channel.bucket))
-                with channel.states() as (own, _):
-                    state = own if copies is None else copies[id(channel)]
-                    self._quiescing.quiesce(x, state, averaged)
+                with channel.states() as (state, _):
+                    quiesce(x, state, averaged)
                 channel.bucket.unpack(x)
 
     # -- every step ----
 
     def before_step(self, step: int) -> None:
         """The update's `before_step` on every parameter. ``step``: the one about to be taken."""
-        if self._before is not None:
-            _on_every_tensor(self, self._before.before_step, step)
+        self._on_every_tensor(self.round.update.before_step, step)
 
     def undo_before_step(self, step: int) -> None:
         """Divide by the push weights again, by which `before_step` has multiplied."""
@@ -338,38 +317,58 @@ class ParameterRunner:
 
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
-        if self._after is not None and self.round.update.pulls:
-            _on_every_tensor(self, self._after.after_step, step)
+        if self.round.update.pulls:
+            self._on_every_tensor(self.round.update.after_step, step)
+
+    def _on_every_tensor(self, method: EveryStep | None, step: int) -> None:
+        if method is None:
+            return
+        for channel in self.channels:
+            clock = self.clock(channel.bucket, step)
+            for x, state in by_tensor(channel, self.round.update):
+                method(x, state, clock)
 
     # -- what the workers agree on ----
 
     def write_finished(self, step: int) -> None:
         """Write into x what `finish` would leave there. The round itself does not change."""
-        if self._quiescing is None:
-            return
-        copies = _copies(self.channels)
-        for flight in self.in_flight:
-            self._fold(flight, step, copies, write=self._sends_part_of_x)
-        self._quiesce(averaged=True, copies=copies)
+        if self.round.update.quiesce is not None:
+            with self._kept():
+                self.finish(step)
 
     def write_anchor(self, step: int) -> None:
-        """Write the anchor into x, gathered from its owners where it is sharded. The round itself
-        does not change: what is in flight and moves the anchor only when it is folded is folded
-        into a copy."""
+        """Write the anchor into x, gathered from its owners where it is sharded, with what is in
+        flight and moves the anchor only when it is folded. The round itself does not change."""
         name = self.round.update.anchor
         assert name is not None
-        copies: dict[int, State] = {}
-        if self.in_flight and not self.round.update.replaces:
-            copies = _copies(self.channels)
-            for flight in self.in_flight:
-                self._fold(flight, step, copies, write=False)
-        for channel in self.channels:
+        with self._kept():
+            for flight in [] if self.round.update.replaces else self.in_flight:
+                self._fold(flight, step, write=False)
+            for channel in self.channels:
+                with channel.states() as (state, _):
+                    anchor = state[name]
+                if is_owned(self.round.update, name, anchor):
+                    job = partial(self._messenger.gather_owned, anchor, channel)
+                    anchor = self._session.comm.call(job, "consensus")
+                channel.bucket.unpack(anchor)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """A context that ends with the update's state, and what is in flight, as they were at its
+        beginning."""
+        states: list[tuple[Channel, State]] = []
+        for channel in self.channels if self.round.update.quiesce or self.in_flight else ():
             with channel.states() as (state, _):
-                anchor = copies.get(id(channel), state)[name]
-            if is_owned(self.round.update, name, anchor):
-                job = partial(self._messenger.gather_owned, anchor, channel)
-                anchor = self._session.comm.call(job, "consensus")
-            channel.bucket.unpack(anchor)
+                states.append((channel, {name: t.clone() for name, t in state.items()}))
+        before = self.in_flight, self.present
+        self.in_flight, self._keeps = [*self.in_flight], True
+        try:
+            yield
+        finally:
+            self.in_flight, self.present = before
+            self._keeps = False
+            for channel, state in states:
+                channel.state.update(state)
 
     @property
     def starts_relative(self) -> bool:
@@ -393,32 +392,7 @@ class ParameterRunner:
 
 
 def _rebase(channel: Channel, x: Tensor) -> None:
-    if isinstance(channel.exchange, Rebase):
+    rebase = channel.exchange.rebase
+    if rebase is not None:
         with channel.states() as (_, exchange_state):
-            channel.exchange.rebase(x, exchange_state)
-
-
-def _on_every_tensor(
-    runner: ParameterRunner, method: Callable[[Tensor, State, Clock], None], step: int
-) -> None:
-    """Call the update's ``method`` on every parameter."""
-    for channel in runner.channels:
-        clock = runner.clock(channel.bucket, step)
-        for each in by_tensor(channel, runner.round.update, clock):
-            method(*each)
-
-
-def _copies(channels: Sequence[Channel]) -> dict[int, State]:
-    """Copies of the channels' states, by the channel's id."""
-    copies: dict[int, State] = {}
-    for channel in channels:
-        with channel.states() as (state, _):
-            copies[id(channel)] = {name: t.clone() for name, t in state.items()}
-    return copies
-
-
-def _forget(channels: Sequence[Channel], optimizer: Optimizer) -> None:
-    """Clear the optimizer's state of these parameters."""
-    for channel in channels:
-        for segment in channel.bucket.segments:
-            optimizer.state.pop(segment.tensor, None)
+            rebase(x, exchange_state)

@@ -60,13 +60,19 @@ class Kind:
 
     runners: list[ParameterRunner]
     schedule: Every
-    exchange: QuorumMean
     base: int = 0
     since: int = 0
     began: float = 0.0
     pace: int = 0
     known: bool = True
     sent: Sent | None = None
+
+    @property
+    def exchange(self) -> QuorumMean:
+        """That of its rounds, which have the same rules."""
+        exchange = self.runners[0].exchange
+        assert isinstance(exchange, QuorumMean), "`check_quorum` has seen to it"
+        return exchange
 
     @property
     def channels(self) -> list[Channel]:
@@ -353,7 +359,7 @@ class Merger:
             base, begun = None, self._held[closing.kind][rank]
             if kind.exchange.needs_bases and begun != closing.number - 1:
                 base = (bases or self._earlier[closing.kind][begun])[at]
-            arrived.append(Contribution(tensors[at], base, deliveries[rank].announcement.steps))
+            arrived.append(Contribution(tensors[at], base))
         anchor = self._anchor(running, channel)
         mean = exchange.mean(arrived, anchor, self._workers)
         first = deliveries[closing.roster[0]].announcement
@@ -413,9 +419,4 @@ def _kinds(rounds: Sequence[ParameterRunner]) -> list[Kind]:
         schedule = running.round.when
         assert isinstance(schedule, Every), "`check_quorum` has seen to it"
         found.setdefault(schedule, []).append(running)
-    kinds = []
-    for schedule, runners in found.items():
-        exchange = runners[0].exchange
-        assert isinstance(exchange, QuorumMean), "`check_quorum` has seen to it"
-        kinds.append(Kind(runners, schedule, exchange))
-    return kinds
+    return [Kind(runners, schedule) for schedule, runners in found.items()]

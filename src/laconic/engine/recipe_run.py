@@ -22,17 +22,16 @@ from laconic.algorithms.round import (
     workers_differ,
 )
 from laconic.algorithms.scores import Scores
-from laconic.engine.drift import DriftCheck, RoundCheck
+from laconic.engine.drift import DriftCheck
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.joint_optimizer import JointOptimizer
-from laconic.engine.messages import has_lr, no_lr
 from laconic.engine.model_checks import check_tensors, shared_memory
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.quorum_rounds import QuorumRounds
 from laconic.engine.session import Session
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.link import Link
-from laconic.parts import module_buffers
+from laconic.parts import is_of_optimizer, module_buffers
 from laconic.tensors import describe as describe_tensor
 from laconic.tensors import is_sharded
 
@@ -55,8 +54,6 @@ class RecipeRun:
         self.rounds: list[ParameterRunner] = []
         self.gradients: list[GradientRunner] = []
         self._differ = workers_differ(recipe)
-        self._checks: dict[int, RoundCheck] = {}
-        """By the id of the runner."""
         self.quorum: QuorumRounds | None = None
         self._announced = -1
         """The step in which a round was announced last."""
@@ -72,7 +69,6 @@ class RecipeRun:
         self.rounds = [self._runner(r) for r in self._planned]
         for running in self.rounds:
             running.set.add(session.params())
-        self._checks = {id(r): RoundCheck(session, self.drift, r) for r in self.rounds}
         if any(isinstance(r.exchange, QuorumMean) for r in self._planned):
             self.quorum = QuorumRounds(session, self.rounds)
 
@@ -144,22 +140,6 @@ class RecipeRun:
         if self.quorum is not None:
             self.quorum.rebase()
 
-    def forget_digests(self) -> None:
-        """x is another one now: what rounds have noted of it does not count."""
-        for check in self._checks.values():
-            check.forget()
-
-    def drift_state(self) -> dict[str, Any]:
-        """What the next comparisons depend on, as plain data."""
-        rounds = [check.state_dict() for check in self._checks.values()]
-        return {"compared": self.drift.compared, "rounds": rounds}
-
-    def load_drift_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `drift_state` that this rank has saved."""
-        self.drift.compared = bool(state.get("compared"))
-        for check, saved in zip(self._checks.values(), state.get("rounds", ()), strict=False):
-            check.load_state_dict(saved)
-
     def close(self) -> None:
         """End what the rounds have opened. They do not run again."""
         if self.quorum is not None:
@@ -167,16 +147,18 @@ class RecipeRun:
 
     # -- what it is ----
 
-    def describe(self, *, chosen: bool = False) -> str:
+    def describe(self, *, chosen: bool = False) -> dict[str, Any]:
         """What decides which rounds there are, except the number of ranks. ``chosen``: the recipe
         in force even where a policy changes it."""
         settings = self.session.settings
         own = tuple(r for r in self.recipe if r.over != "replica")
         policy = None if chosen else self.session.policy
-        recipe = describe(own) if policy is None else policy.description
         links = self.session.links
-        groups = f", group_size={links['group'].size}" if "group" in links else ""
-        return f"{recipe}, buffers={settings.buffers}, seed={settings.seed}{groups}"
+        return {
+            "recipe": describe(own) if policy is None else policy.text,
+            "options": f"buffers={settings.buffers}, seed={settings.seed}",
+            "group_size": links["group"].size if "group" in links else 0,
+        }
 
     def text(self, *, chosen: bool = False) -> str:
         """The recipe as a user wrote it; ``chosen`` as for `describe`."""
@@ -190,20 +172,20 @@ class RecipeRun:
         if optimizer is None or update is None:
             return None
         x = set(map(id, self.session.params()))
-        groups = [group["params"] for group in optimizer.param_groups if not has_lr(group)]
-        lacking = any(p.requires_grad or id(p) in x for group in groups for p in group)
-        return no_lr(update, optimizer) if lacking else None
+        groups = [g["params"] for g in optimizer.param_groups if g.get("lr") is None]
+        if not any(p.requires_grad or id(p) in x for group in groups for p in group):
+            return None
+        return (
+            f"{type(update).__name__} needs a learning rate, and a parameter group of "
+            f"{type(optimizer).__name__} has no 'lr': use an optimizer whose groups have one, or "
+            "another recipe"
+        )
 
     @property
     def reweighted(self) -> bool:
         """Whether a push weight differs from 1, so that x is not the model."""
-        weights = [
-            float(channel.state[running.round.update.weight])
-            for running in self.rounds
-            if running.round.update.weight is not None
-            for channel in running.channels
-        ]
-        return any(weight != 1.0 for weight in weights)
+        weights = (w for running in self.rounds for w in running.push_weights().values())
+        return any(w != 1.0 for w in weights)
 
     def settle(self) -> None:
         """As `GradientRunner.settle`."""
@@ -282,13 +264,12 @@ class RecipeRun:
         if self.quorum is not None:
             return self.quorum.communicate(step, now=now)
         for running in self.rounds:
-            check = self._checks[id(running)]
-            check.report_due(step)
-            running.fold_due(step)
+            for flight in running.fold_due(step):
+                self.drift.report_round(running, flight.apart.wait())
             if now or running.round.when(step):
-                self._prepare(running, check)
+                self._prepare(running)
                 running.start(step)
-                check.after_start(step)
+                self.drift.after_start(running, step)
                 self.session.status("computing")
                 ran += 1
         if self._averaging_ends():
@@ -298,7 +279,13 @@ class RecipeRun:
                     running.start_here(step)
         return ran
 
-    def _prepare(self, running: ParameterRunner, check: RoundCheck) -> None:
+    def leaves_equal(self, step: int) -> bool:
+        """Whether all workers have the same parameters after the rounds of ``step``."""
+        due = [r for r in self.rounds if r.round.when(step) and not is_of_optimizer(r.round.part)]
+        last = next((r for r in reversed(due) if r.round.part is not module_buffers), None)
+        return last is not None and last.equalizes and not any(r.delay for r in self.recipe)
+
+    def _prepare(self, running: ParameterRunner) -> None:
         """Quiesce the other rounds where ``running`` asks for it, and announce it."""
         step = self.session.step
         if running.round.update.quiesces_others:
@@ -306,7 +293,7 @@ class RecipeRun:
                 if other is not running:
                     other.quiesce(step, averaged=running.round.exchange.agrees)
         self.session.status(running.label(step))
-        self._announce_round(running, check.digest(step))
+        self._announce_round(running, self.drift.digest_of(running))
 
     def _announce_round(self, running: ParameterRunner, digest: int = 0) -> None:
         if running.communicates:

@@ -3,39 +3,35 @@
 State is shared by all workers, divided into one slice per owner, or private to a worker. Each rank
 saves its own part. A run with another number of workers loads the parts of all ranks, and divides
 them again.
+
+A piece of state has an address: who has saved it, and where it begins in a bucket of this run. So a
+rank's own state, that of all ranks, and that of another number of workers are restored by one
+function.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival
-from laconic.algorithms.update import State
-from laconic.engine.channel import is_owned
-from laconic.engine.in_flight import InFlightBucket, InFlightRound
+from laconic.algorithms.round import AnyRound
+from laconic.algorithms.update import Slot, State
+from laconic.buckets import Bucket
+from laconic.engine.channel import Channel
+from laconic.engine.messages import Difference, InFlightBucket, InFlightRound
 from laconic.engine.parameter_rounds import ParameterRunner
-from laconic.engine.saved_pieces import (
-    Runner,
-    Saved,
-    Source,
-    States,
-    buckets_at,
-    pieces_of,
-    restored,
-)
 from laconic.links.comm_thread import Pending
 from laconic.tensors import as_bytes, local
 from laconic.tensors import parts as plain_parts
 
-VERSION, OLDER = 4, 3
-"""States of version 3 count the parameter groups that joined; see `upgraded`."""
+VERSION = 5
 WRAPPER = "SlowMoDistributedDataParallel("
 """Begins the text of a recipe that a wrapped module has, and cannot switch."""
 _CHUNK = 2**20
@@ -64,81 +60,29 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     return total % 2**61
 
 
-def header(
-    recipe: str, text: str, ranks: int, workers: int, rank: int, params: Sequence[Tensor]
-) -> Saved:
-    """Identify the recipe, rank and parameters of a state. ``recipe`` has all rounds and options,
-    and is compared; ``text`` names it in messages."""
-    return {
-        "version": VERSION,
-        "recipe": recipe,
-        "text": text,
-        "ranks": ranks,
-        "workers": workers,
-        "rank": rank,
-        "parameters": checksum(params),
-    }
-
-
-def upgraded(parts: Mapping[int, Saved], groups: Sequence[Sequence[Tensor]]) -> dict[int, Saved]:
-    """``parts`` with what `round_state` returns now. ``groups``: the optimizer's parameters. Raises
-    ``ValueError`` if they are of a version that cannot be read."""
-    version = parts[min(parts)]["version"]
-    if version == VERSION:
-        return dict(parts)
-    if version != OLDER:
-        raise ValueError(
-            f"the state has version {version}, not {VERSION} or {OLDER}: load it with the version "
-            "of laconic that saved it"
-        )
-    starts = list(accumulate(map(len, groups), initial=0))
-
-    def positions(counts: Sequence[int]) -> list[list[int]]:
-        ends = list(accumulate(counts, initial=0))
-        if ends[-1] > len(groups):
-            raise ValueError(
-                f"the state was saved with {ends[-1]} parameter groups, and the optimizer has "
-                f"{len(groups)}: add the same groups before loading it"
-            )
-        return [list(range(starts[a], starts[b])) for a, b in pairwise(ends)]
-
-    return {
-        rank: {
-            **part,
-            "version": VERSION,
-            "rounds": [{**r, "joined": positions(r["joined"])} for r in part["rounds"]],
-        }
-        for rank, part in parts.items()
-    }
-
-
-def completed(parts: Mapping[int, Saved], rounds: int) -> dict[int, Saved]:
-    """``parts`` with the states of so many ``rounds``. Older versions had none for the buffers of
-    groups, which they averaged among all; the last ones are about buffers, and like each other."""
-
-    def more(saved: Sequence[Saved]) -> list[Saved]:
-        return [*saved, *({**saved[-1], "flights": []} for _ in range(rounds - len(saved)))]
-
-    return {rank: {**part, "rounds": more(part["rounds"])} for rank, part in parts.items()}
-
-
 def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int | None:
     """Return the key (the saved rank) of the part that this rank, with `header` ``here``, loads
-    unchanged. None if it combines all ``parts`` (`laconic.engine.regroup`): the number of ranks or
+    unchanged. None if it combines all ``parts`` (`laconic.engine.loading`): the number of ranks or
     workers has changed, parts are lost, or the ranks have decided to ``regroup``. Raises
     ``ValueError`` if the parts do not fit this run."""
     first = parts[min(parts)]
+    if first["version"] != VERSION:
+        raise ValueError(
+            f"the state has version {first['version']}, not {VERSION}: load it with the version of "
+            "laconic that saved it"
+        )
     same = all(first[key] == here[key] for key in ("ranks", "workers"))
-    saved, now = (_AUTO.sub("Auto()", header["recipe"]) for header in (first, here))
-    if not same:
-        saved, now = without_group_size(saved), without_group_size(now)
-    if saved != now:
-        raise ValueError(_another_recipe(first, here))
+    # options of auto() are those of later choices: the recipe in force is saved, too
+    alike = all(header["recipe"].startswith("auto(") for header in (first, here))
+    keys = ["options"] if alike else ["options", "recipe"]
+    keys += ["group_size"] if same else []
+    if any(first[key] != here[key] for key in keys):
+        raise ValueError(_another_recipe(first, here, keys))
     for rank, part in parts.items():
         if part["rank"] != rank or any(
             part[key] != first[key]
-            for key in ("version", "recipe", "ranks", "workers", "step")
-            if key != "step" or part.get("quorum") is None  # then workers take different ones
+            for key in ("version", "recipe", "options", "ranks", "workers", "step")
+            if key != "step" or part["quorum"] is None  # then workers take different ones
         ):
             raise ValueError(
                 f"the states must be those of all {first['ranks']} ranks of one run at one step, "
@@ -189,37 +133,19 @@ def digest(parts: Mapping[int, Saved]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-_AUTO = re.compile(r"^Auto\([^)]*\)")
-"""Its options are those of later choices: the recipe in force is saved, too."""
-_GROUP_SIZE = re.compile(r", group_size=(\d+)$")
-
-
-def without_group_size(recipe: str) -> str:
-    """Remove the group size, which depends on the number of workers, from a recipe's text."""
-    return _GROUP_SIZE.sub("", recipe)
-
-
-def group_size_of(recipe: str) -> int:
-    """The group size in a recipe's text; 0 without groups."""
-    match = _GROUP_SIZE.search(recipe)
-    return int(match[1]) if match else 0
-
-
-def _another_recipe(saved: Mapping[str, Any], here: Saved) -> str:
-    """The error message for a state with another recipe or other options."""
-    rounds, options = _split(saved["recipe"])
-    rounds_now, options_now = _split(here["recipe"])
-    # older versions saved no text
-    name, name_now = saved.get("text", rounds), here["text"]
-    if rounds == rounds_now:
+def _another_recipe(saved: Saved, here: Saved, keys: Sequence[str]) -> str:
+    """The error message for a state that differs in one of ``keys``."""
+    if "recipe" not in keys or saved["recipe"] == here["recipe"]:
+        before, now = (f"{s['options']}, group_size={s['group_size']}" for s in (saved, here))
         return (
-            f"the state was saved by a run with {options}, and this run has {options_now}: use "
-            "the same options, and load again"
+            f"the state was saved by a run with {before}, and this run has {now}: use the same "
+            "options, and load again"
         )
+    name, name_now = saved["text"], here["text"]
     if name == name_now:
         return (
             f"the state was saved by another recipe with the same text, {name}: its rounds were "
-            f"{rounds}, and in this run they are {rounds_now}"
+            f"{saved['recipe']}, and in this run they are {here['recipe']}"
         )
     texts = f"the state was saved under {name}, and this run follows {name_now}"
     if name_now.startswith(WRAPPER):
@@ -230,81 +156,20 @@ def _another_recipe(saved: Mapping[str, Any], here: Saved) -> str:
     )
 
 
-def _split(recipe: str) -> tuple[str, str]:
-    """Split a header's ``recipe`` into its rounds and the options of `laconic.attach`."""
-    rounds, separator, options = recipe.rpartition(", buffers=")
-    return (rounds, f"buffers={options}") if separator else (recipe, "other options")
-
-
 def round_state(running: ParameterRunner) -> Saved:
     """The state of ``running``. Waits for its rounds in flight; sends nothing."""
     flights = [_flight_state(f) for f in running.in_flight]  # first: arrivals may change the state
     return {
-        **exchange_state(running),
+        **channel_states(running),
         "joined": running.set.positions,
         "executed": running.executed,
-        "state": [{k: t.clone() for k, t in c.state.items()} for c in running.channels],
+        "digest": running.x_digest,
         "flights": flights,
     }
 
 
-def exchange_state(runner: Runner) -> Saved:
-    """The state of a round's exchange, and its position in the buckets."""
-    channels = runner.channels
-    return {
-        "sizes": [c.bucket.numel for c in channels],
-        "starts": [c.region.start for c in channels],
-        "parts": [c.part.start for c in channels],
-        "carried": [{k: t.clone() for k, t in c.exchange_state.items()} for c in channels],
-    }
-
-
-def load_exchange_state(
-    runner: Runner, parts: Sequence[Saved], source: Source
-) -> Callable[[], None]:
-    """Return a function that loads results of `exchange_state` from ``source``. Elements that no
-    rank has saved stay as they are."""
-    slots = runner.exchange.slots
-    for part in parts if slots else ():
-        _check_sizes(part, runner, source)
-    states: list[State] = []
-    for index, channel in enumerate(runner.channels):
-        loaded = {}
-        for name, now in channel.exchange_state.items():
-            owned = slots[name] == "owner"
-            where = channel.region if owned else channel.part
-            keys = "carried", name, "starts" if owned else "parts"
-            pieces = pieces_of(runner, index, parts, source, keys)
-            value = restored(name, pieces, channel.bucket, where, now, slots[name], source)
-            if not bool(value.isfinite().all()):
-                raise ValueError(
-                    f"{name!r} is not finite: the state was saved after a round that failed "
-                    "halfway, and cannot be used; load an earlier one"
-                )
-            loaded[name] = value.to(channel.home(channel.exchange_state), copy=True)
-        states.append(loaded)
-
-    def load() -> None:
-        for channel, loaded in zip(runner.channels, states, strict=True):
-            channel.exchange_state.update(loaded)
-
-    return load
-
-
-def _check_sizes(saved: Saved, runner: Runner, source: Source) -> None:
-    """Raise ``ValueError`` if ``saved`` has other elements than ``runner``. `Others` may have cut
-    them into other buckets."""
-    before = saved["sizes"]
-    sizes = [channel.bucket.numel for channel in runner.channels]
-    if before != sizes and (source is None or sum(before) != sum(sizes)):
-        raise ValueError(
-            f"the state was saved for other parameters: {sum(before)} elements in {len(before)} "
-            f"buckets, and this run has {sum(sizes)} in {len(sizes)}"
-        )
-
-
 def _flight_state(flight: InFlightRound) -> Saved:
-    arrivals = [b.pending.wait() for b in flight.buckets]
+    arrivals, apart = [b.pending.wait() for b in flight.buckets], flight.apart.wait()
     sent = {id(s.tensor) for b in flight.buckets for s in b.channel.bucket.segments}
     return {
         "due": flight.due,
@@ -314,6 +179,7 @@ def _flight_state(flight: InFlightRound) -> Saved:
         "received": [arrival.flat.clone() for arrival in arrivals],
         "weights": [arrival.weight for arrival in arrivals],
         "workers": [None if a.present is None else a.present[0] for a in arrivals],
+        "apart": None if apart is None else tuple(apart),
     }
 
 
@@ -321,73 +187,38 @@ def load_round(
     running: ParameterRunner, parts: Sequence[Saved], source: Source
 ) -> Callable[[], None]:
     """Return a function that loads results of `round_state` from ``source``. Those of `Others` are
-    at rest (`laconic.engine.regroup`), and this rank already has their x. Nothing changes before
+    at rest (`laconic.engine.loading`), and this rank already has their x. Nothing changes before
     it is called.
 
     Raises ``ValueError`` if the parts do not fit the model.
     """
     own, target = parts[0], running
-    if not running.set.vary and own["joined"] != running.set.positions:
-        running = running.like(own["joined"])
-    stateful, slots = running.set.stateful, running.exchange.slots
-    if stateful or slots or (own["flights"] and not running.set.vary):
-        _check_sizes(own, running, source)
-        if source is not None:
-            running = running.like(own["joined"])  # begins at this x: lost state starts from it
     assert source is None or not any(part["flights"] for part in parts), "they are at rest"
+    load_states = None
+    if not running.set.vary:
+        if source is not None or own["joined"] != running.set.positions:
+            running = running.fresh(own["joined"])  # begins at this x: lost state starts from it
+        load_states = load_channels(running, parts, source)
     executed = int(own["executed"])
-    load_exchange = load_exchange_state(running, parts, source)
-    states = [
-        _load_state(running, index, parts, source) if stateful else {}
-        for index in range(len(running.channels))
-    ]
     first = executed - len(own["flights"])
     flights = [_load_flight(running, f, first + k) for k, f in enumerate(own["flights"])]
 
     def load() -> None:
-        load_exchange()
+        if load_states is not None:
+            load_states()
         running.executed, running.in_flight = executed, flights
-        for channel, loaded in zip(running.channels, states, strict=True):
-            channel.state.clear()
-            channel.state.update(loaded)
-        if target is not running:
-            target.become(running)
+        running.x_digest = own["digest"] if source is None else 0
+        target.become(running)
 
     return load
-
-
-def _load_state(
-    running: ParameterRunner, index: int, parts: Sequence[Saved], source: Source
-) -> State:
-    """The update's state on bucket ``index``."""
-    channel, update, state = running.channels[index], running.round.update, {}
-    firsts, everywhere = parts, source
-    if source is not None:  # a worker's ranks all have the same of what no owner has
-        everywhere = source._replace(saved=sorted({*source.saved}))
-        firsts = [parts[source.saved.index(worker)] for worker in everywhere.saved]
-    bucket, _ = buckets_at(running, index, parts[0])[0]
-    for name, first in parts[0]["state"][bucket].items():
-        if is_owned(update, name, first):
-            where, whose = channel.region, source
-            pieces = pieces_of(running, index, parts, whose, ("state", name, "starts"))
-        else:
-            where, whose = slice(0, channel.bucket.length), everywhere
-            pieces = pieces_of(running, index, firsts, whose, ("state", name))
-        slot = update.slots.get(name, "owner")  # an outer optimizer names its own
-        at = channel.bucket, where, channel.state.get(name)
-        value = restored(name, pieces, *at, slot, whose)
-        state[name] = value.to(channel.home(channel.state) if value.dim() else "cpu", copy=True)
-    return state
 
 
 def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFlightRound:
     channels, copies = running.channels, []
     if running.set.vary:
         copies = running.set.copies()
-        names = saved.get("names", copies)  # older versions did not save them: all
-        sent = [
-            [group[k] for k in own if k in group] for group, own in zip(copies, names, strict=False)
-        ]
+        groups = zip(copies, saved["names"], strict=False)
+        sent = [[group[k] for k in own if k in group] for group, own in groups]
         channels = running.set.cut(sent)
     sizes = [channel.bucket.numel for channel in channels]
     fewer = not running.set.vary and saved["sizes"] == sizes[: len(saved["sizes"])]
@@ -397,13 +228,216 @@ def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFli
             "run: load the model and the optimizer first, or save after sync.finish()"
         )
     buckets = []
-    workers = saved.get("workers", [None] * len(channels))  # older versions did not save them
-    for channel, sent, flat, weight, n in zip(
-        channels, saved["sent"], saved["received"], saved["weights"], workers, strict=False
-    ):
+    each = zip(saved["sent"], saved["received"], saved["weights"], saved["workers"], strict=True)
+    for channel, (sent, flat, weight, n) in zip(channels, each, strict=False):
         device = channel.bucket.device
         present = None if n is None else (n, running.present[1])
         arrived = Arrival(flat.to(device, copy=True), weight, present=present)
         y = None if sent is None else sent.to(device, copy=True)
         buckets.append(InFlightBucket(channel, y, Pending.of(arrived)))
-    return InFlightRound(saved["due"], executed, Pending.of(buckets), copies)
+    flight = InFlightRound(saved["due"], executed, Pending.of(buckets), copies)
+    if saved["apart"] is not None:
+        flight.apart = Pending.of(Difference(*saved["apart"]))
+    return flight
+
+
+Saved = dict[str, Any]
+States = Mapping[Any, Any] | Sequence[Mapping[str, Any] | None]
+"""What `Synchronizer.state_dict` has returned: a rank's own, or that of all ranks, by rank."""
+
+
+class Runner(Protocol):
+    """A running round, whose update and exchange may have state."""
+
+    @property
+    def round(self) -> AnyRound:
+        """The round."""
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """One for each bucket."""
+
+
+class Others(NamedTuple):
+    """The saved parts are those of all workers: ``saved`` is the worker that saved each. This rank
+    belongs to worker ``worker`` of ``workers``."""
+
+    saved: Sequence[int]
+    worker: int
+    workers: int
+
+
+Source = Others | None
+"""Whose parts a rank loads: those of all ranks, combined; None: the only part is its own."""
+
+
+class Piece(NamedTuple):
+    """``values`` of a saved state tensor that begin at element ``start`` of a bucket of this run,
+    which may be negative. ``worker``: who saved them."""
+
+    worker: int
+    start: int
+    values: Tensor
+
+
+def channel_states(runner: Runner) -> Saved:
+    """The states of a round's channels, and where they begin."""
+    channels = runner.channels
+    return {
+        "sizes": [c.bucket.numel for c in channels],
+        "starts": [c.region.start for c in channels],
+        "parts": [c.part.start for c in channels],
+        "state": [{k: t.clone() for k, t in c.state.items()} for c in channels],
+        "carried": [{k: t.clone() for k, t in c.exchange_state.items()} for c in channels],
+    }
+
+
+def load_channels(runner: Runner, parts: Sequence[Saved], source: Source) -> Callable[[], None]:
+    """Return a function that loads results of `channel_states` from ``source``. Elements that no
+    rank has saved stay as they are. Nothing changes before it is called. Raises ``ValueError`` if
+    the parts do not fit the model."""
+    for part in parts:
+        check_sizes(part, runner, source)
+    loaded = []
+    for index, channel in enumerate(runner.channels):
+        state, carried = (_state_of(runner, index, parts, source, k) for k in ("state", "carried"))
+        if bad := [name for name, value in carried.items() if not bool(value.isfinite().all())]:
+            raise ValueError(
+                f"{bad[0]!r} is not finite: the state was saved after a round that failed "
+                "halfway, and cannot be used; load an earlier one"
+            )
+        loaded.append((channel, state, carried))
+
+    def load() -> None:
+        for channel, state, carried in loaded:
+            channel.state.clear()
+            channel.state.update(state)
+            channel.exchange_state.update(carried)
+
+    return load
+
+
+def check_sizes(saved: Saved, runner: Runner, source: Source) -> None:
+    """Raise ``ValueError`` if ``saved`` has other elements than ``runner``. `Others` may have cut
+    them into other buckets."""
+    before, sizes = saved["sizes"], [channel.bucket.numel for channel in runner.channels]
+    if before != sizes and (source is None or sum(before) != sum(sizes)):
+        raise ValueError(
+            f"the state was saved for other parameters: {sum(before)} elements in {len(before)} "
+            f"buckets, and this run has {sum(sizes)} in {len(sizes)}"
+        )
+
+
+def _state_of(
+    runner: Runner, index: int, parts: Sequence[Saved], source: Source, key: str
+) -> State:
+    """Bucket ``index`` of the update's "state", or of the exchange's, which is "carried"."""
+    channel, of_update, found = runner.channels[index], key == "state", {}
+    slots = runner.round.update.slots if of_update else runner.round.exchange.slots
+    now = channel.state if of_update else channel.exchange_state
+    first, _ = _buckets_at(runner, index, parts[0])[0]
+    for name, t in parts[0][key][first].items():
+        slot = slots.get(name, "owner")  # an outer optimizer names its own
+        if slot == "owner" and t.dim():
+            where, begins = channel.region, "starts"
+        elif of_update:
+            where, begins = slice(0, channel.bucket.length), ""
+        else:
+            where, begins = channel.part, "parts"
+        pieces = _pieces_of(runner, index, parts, source, (key, name, begins))
+        value = _restored(name, pieces, channel.bucket, where, now.get(name), slot, source)
+        found[name] = value.to(channel.home(now) if value.dim() else "cpu", copy=True)
+    return found
+
+
+def _buckets_at(runner: Runner, index: int, saved: Saved) -> list[tuple[int, int]]:
+    """The saved buckets that have elements of bucket ``index``, each with its start there."""
+    before, sizes = saved["sizes"], [channel.bucket.numel for channel in runner.channels]
+    if before == sizes:
+        return [(index, 0)]
+    start, stop = sum(sizes[:index]), sum(sizes[: index + 1])
+    spans = pairwise(accumulate(before, initial=0))
+    return [(k, a - start) for k, (a, b) in enumerate(spans) if a < stop and b > start]
+
+
+def _pieces_of(
+    runner: Runner, index: int, parts: Sequence[Saved], source: Source, keys: tuple[str, str, str]
+) -> list[Piece]:
+    """What ``parts`` have of a state tensor of bucket ``index``. ``keys``: that of the states, the
+    tensor's name, and the key of where the tensor begins in a saved bucket. Without that, it begins
+    at 0, and all ranks of a worker have the same."""
+    key, name, begins = keys
+    if source is None:
+        return [Piece(0, 0, parts[0][key][index][name])]
+    found: list[Piece] = []
+    buckets = _buckets_at(runner, index, parts[0])  # all ranks have the same
+    for worker, part in zip(source.saved, parts, strict=True):
+        if not begins and any(piece.worker == worker for piece in found):
+            continue
+        for k, start in buckets:
+            values, within = part[key][k][name], part[begins][k] if begins else 0
+            if values.dim() == 1:  # without the padding
+                values = values[: max(part["sizes"][k] - within, 0)]
+            found.append(Piece(worker, start + within, values))
+    return found
+
+
+def wide(x: Tensor) -> Tensor:
+    """A copy of ``x`` in float64, or complex128, to take means of."""
+    return x.to(torch.promote_types(x.dtype, torch.float64), copy=True)
+
+
+def difference(x: Tensor, mean: Tensor) -> Tensor:
+    """``x - mean``; 0 where they are equal, also where both are infinite, as in masks."""
+    return (x - mean).masked_fill_(x == mean, 0.0)
+
+
+def _mean_of_pieces(
+    bucket: Bucket, pieces: Iterable[Piece], where: slice, default: Tensor
+) -> Tensor:
+    """Elements ``where`` of a bucket: the mean of the pieces that have them, exact if these are
+    equal; ``default`` for those in no piece."""
+    mean = wide(torch.zeros(bucket.length, dtype=default.dtype))
+    count = torch.zeros(bucket.length)
+    for _, start, values in pieces:
+        first = max(start, 0)
+        at = slice(first, max(min(start + values.numel(), bucket.numel), first))
+        count[at] += 1
+        new = values[at.start - start : at.stop - start].cpu()
+        mean[at] += difference(new, mean[at]) / count[at]
+    return torch.where(count[where] > 0, mean[where].to(default.dtype), default.cpu())
+
+
+def _restored(
+    name: str,
+    pieces: Sequence[Piece],
+    bucket: Bucket,
+    where: slice,
+    now: Tensor | None,
+    slot: Slot,
+    source: Source,
+) -> Tensor:
+    """Elements ``where`` of the state tensor ``name`` in ``slot``, from saved pieces; as ``now``
+    where there are none.
+
+    The mean of the pieces. A worker that has saved a pooled tensor keeps its own, plus what the
+    mean over those that stay lacks of the mean over all: so the mean over workers is unchanged.
+    A tensor with a size of its own is the same everywhere.
+    """
+    first = value = pieces[0].values
+    if source is not None and first.dim() == 0:
+        values = torch.stack([wide(piece.values) for piece in pieces])
+        return first + (values - first).mean().to(first.dtype)
+    if source is not None and first.dim() == 1:
+        if now is None:  # an outer optimizer makes its state in its first step
+            now = first.new_zeros(where.stop - where.start)
+        value = _mean_of_pieces(bucket, pieces, where, now)
+        own = [piece for piece in pieces if piece.worker == source.worker]
+        if slot == "pooled" and own:
+            staying = [piece for piece in pieces if piece.worker < source.workers]
+            lacking = value - _mean_of_pieces(bucket, staying, where, value)
+            value = _mean_of_pieces(bucket, own, where, value - lacking) + lacking
+    expected = now.shape if first.dim() > 1 and now is not None else (where.stop - where.start,)
+    if first.dim() and value.shape != expected:
+        raise ValueError(f"{name!r} has {value.numel()} elements, not {math.prod(expected)}")
+    return value

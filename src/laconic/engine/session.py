@@ -17,10 +17,12 @@ from torch.optim import Optimizer
 
 from laconic.algorithms.round import Recipe
 from laconic.buckets import Bucket, Scratch, bucketize
-from laconic.engine.batch_check import check_first_gradients, fingerprint
-from laconic.engine.comparison import held_by_all
-from laconic.engine.nonfinite import NonfiniteCheck
-from laconic.engine.parties import Choice, Joining
+from laconic.engine.comparison import (
+    NonfiniteCheck,
+    check_first_gradients,
+    fingerprint,
+    held_by_all,
+)
 from laconic.engine.recorder import Recorder
 from laconic.errors import LinkError, after_step, error_text
 from laconic.links.agreement import agree
@@ -30,11 +32,31 @@ from laconic.links.elastic.link import ElasticLink
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
-from laconic.processor import Usage
-from laconic.tensors import as_bytes, is_sharded, itemsize_of, local, parts, read_only, reshard
+from laconic.tensors import as_bytes, is_sharded, local, parts, read_only, reshard
 
 PROBLEM = 2**64 - 1
 """The `Call.digest` of a rank that cannot make the call. Digests of values are smaller."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy's choice after ``step``: the recipe's text, the measured facts (of `auto`,
+    `laconic.policy.facts.Facts`), and the reason."""
+
+    step: int
+    text: str
+    facts: Any
+    reason: str
+
+
+class Joining(Protocol):
+    """A worker that has loaded the state of an elastic run, and has taken no step."""
+
+    def arrive(self) -> None:
+        """Take part from the next step on."""
+
+    def finish(self) -> None:
+        """Load what `Synchronizer.finish` leaves on the others."""
 
 
 class Policy(Protocol):
@@ -42,11 +64,7 @@ class Policy(Protocol):
 
     @property
     def text(self) -> str:
-        """How messages name it, such as ``auto()``."""
-
-    @property
-    def description(self) -> str:
-        """All its options, which must be the same on all ranks and when a run is resumed."""
+        """The call that makes it, such as ``auto()``: the same on all ranks and in saved states."""
 
     @property
     def recipe(self) -> Recipe:
@@ -325,19 +343,15 @@ class Session:
         received: list[float] = flat.tolist()
         return received
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int | Callable[[], int] = 0) -> None:
-        """Copy rank ``root``'s ``tensors`` to all ranks; a shard, rank 0's, to the ranks with the
-        same shard. ``root()``: its rank at the time of sending, where workers come and go."""
-        now = root if callable(root) else partial(int, root)
-        unique = list({id(t): t for t in tensors}.values())
-        shards = [t for t in unique if is_sharded(t)]
-        whole = [t for t in unique if not is_sharded(t)]
-        for link, those in ((self.world, whole), (self.workers, shards)):
-            data = [as_bytes(part) for t in those for part in parts(local(t)).values()]
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Copy rank 0's ``tensors`` to all ranks; a shard, to the ranks with the same shard."""
+        unique = {str(id(t)): t for t in tensors}
+        for link, named in self.by_link(unique):
+            whole = named.values()
+            data = [as_bytes(part) for t in whole for part in parts(local(t)).values()]
             for bucket in bucketize([data], 1):
                 flat = bucket.pack(bucket.empty())
-                job = partial(_broadcast, link, flat, now)
-                self.comm.call(job, "sharing parameters")
+                self.comm.call(partial(link.broadcast, flat), "sharing parameters")
                 bucket.unpack(flat)
 
     def state(self) -> dict[str, Tensor]:
@@ -350,14 +364,19 @@ class Session:
         own = {f"{g} {i}": p for g, group in groups for i, p in enumerate(group)}
         return named | {f"parameter {k}": p for k, p in own.items() if id(p) not in known}
 
+    def by_link(self, tensors: Mapping[str, Tensor]) -> list[tuple[Link, dict[str, Tensor]]]:
+        """``tensors`` by the link to those who have the same: all ranks, or, of shards, those with
+        the same shard."""
+        shards = {name: t for name, t in tensors.items() if is_sharded(t)}
+        whole = {name: t for name, t in tensors.items() if name not in shards}
+        return [(self.world, whole), (self.workers, shards)]
+
     def differing(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of ``tensors`` that all ranks have, but not with the same values; of shards, those
         that differ from the same shard of other workers. Raises ``ValueError``, on all of these
         ranks, if one of them cannot be written."""
-        shards = {name: t for name, t in tensors.items() if is_sharded(t)}
-        whole = {name: t for name, t in tensors.items() if name not in shards}
         found: dict[str, Tensor] = {}
-        for link, those in ((self.world, whole), (self.workers, shards)):
+        for link, those in self.by_link(tensors):
             if those or link is self.world:  # other ranks may have buffers that this one lacks
                 job = partial(held_by_all, link, [those], differing=True)
                 found.update(self.comm.call(job, "comparing the models")[0])
@@ -442,26 +461,8 @@ class Session:
         """The user chooses the recipe from now on."""
         self._past_choices, self.policy = self.choices, None
 
-    def shapes(self) -> tuple[tuple[tuple[int, ...], ...], int]:
-        """The shapes of x, and the bytes of one element, averaged over the elements."""
-        params = [local(p) for p in self.params()]
-        return tuple(tuple(p.shape) for p in params), itemsize_of(params)
-
-    def traffic(self) -> tuple[float, float]:
-        """Bytes sent so far, and the seconds spent in collectives."""
-        calls = list(self.ledger.by_call.values())
-        return float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)
-
-    def usage(self) -> Usage:
-        """What messages have used of the processors so far beside this thread, and this thread."""
-        return Usage.now(self.traffic()[0], self.comm.processor_seconds)
-
 
 def _moved_outside(p: Tensor, own: Collection[int]) -> bool:
     """Whether ``p`` is a copy that an optimizer moves in place of one of the model's parameters,
     whose ids are ``own``: it gets its gradients from a front end."""
     return id(p) not in own and (p.is_floating_point() or p.is_complex())
-
-
-def _broadcast(link: Link, flat: Tensor, root: Callable[[], int]) -> None:
-    link.broadcast(flat, root())

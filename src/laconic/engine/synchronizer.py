@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from laconic.algorithms.round import Recipe
-from laconic.engine import consensus, loading
+from laconic.engine import consensus
 from laconic.engine.driver import Driver
 from laconic.engine.loading import LoadModel
-from laconic.engine.parties import Choice
 from laconic.engine.recorder import Stats
-from laconic.engine.saved_pieces import Saved
+from laconic.engine.saved_state import Saved
+from laconic.engine.session import Choice
 from laconic.errors import WorkersChangedError
 from laconic.links.metered import CallTotals
 from laconic.links.quorum.port import Closing
@@ -194,14 +194,14 @@ class Synchronizer:
 
         Raises ``ValueError`` on every rank where any of them cannot load its part.
         """
-        self.driver.load_on_all(lambda: loading.parts_of(state, self.driver.run), None)
+        self.driver.load_on_all(state)
 
-    def load_parts(self, parts: Mapping[int, Saved], load_model: LoadModel) -> None:
+    def load_parts(self, parts: dict[int, Saved], load_model: LoadModel) -> None:
         """Go on from the consensus of another run's ranks. ``parts`` holds their saved states by
         rank. ``load_model(rank)`` loads that rank's model into this one, and ``load_model(None)``
         the one that this rank goes on with; only what `finish` averages is replaced by the
         consensus."""
-        self.driver.load_on_all(lambda: dict(parts), load_model)
+        self.driver.load_on_all(parts, load_model)
 
     def check_own_weights(self) -> None:
         """Raise ``ValueError`` unless the model holds this worker's own weights."""
@@ -403,11 +403,6 @@ class Synchronizer:
         now = self.stats()
         lost = {"workers_lost": now.workers_lost, "steps_lost": now.steps_lost}
         self._session.recorder.event("view", **about, **lost)
-
-    @property
-    def rounds(self) -> int:
-        """Rounds so far."""
-        return self.driver.rounds_done
 
     def calls(self) -> dict[str, CallTotals]:
         """What went over the links so far, by round and call."""

@@ -60,7 +60,7 @@ def listen(host: str | None = None) -> tuple[socket.socket, str]:
     several = ports()
     for port in several:
         try:
-            return _listening(bound, port), announced
+            return listening(bound, port), announced
         except OSError as error:
             if os.environ.get(BIND) and error.errno == errno.EADDRNOTAVAIL:
                 raise ValueError(
@@ -92,7 +92,8 @@ def ports() -> range:
     return range(first, last + 1)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens at a numeric address; "::" stands for those of IPv4, too."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     with forks.guard:
@@ -102,26 +103,6 @@ def _listening(host: str, port: int) -> socket.socket:
         forks.close_in_child(server)
     watch(server)
     return server
-
-
-def connect(host: str, port: int, seconds: float) -> socket.socket:
-    """Connect to a listener. Connecting, and each later call on the connection, may take this many
-    ``seconds``. Raises `OSError`."""
-    error: OSError | None = None
-    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        with forks.guard:
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            forks.close_in_child(connection)
-        watch(connection)
-        connection.settimeout(seconds)
-        try:
-            connection.connect(address)
-        except OSError as failed:
-            connection.close()
-            error = error or failed
-        else:
-            return connection
-    raise error or OSError(f"{host} has no address")
 
 
 def _numeric(variable: str) -> str | None:
@@ -184,13 +165,14 @@ def _ipv4_of(interface: str) -> str | None:
         return None
 
 
-def own_address() -> str:
+def own_address(toward: str | None = None) -> str:
     """This host's address for other ranks. It is the address of the first interface that
-    GLOO_SOCKET_IFNAME names; else the address of the interface toward MASTER_ADDR; else the address
-    that the host's name resolves to. The last also replaces a loopback address if there are several
-    hosts."""
+    GLOO_SOCKET_IFNAME names; else of the interface ``toward`` that host, or toward MASTER_ADDR;
+    else the address that the host's name resolves to. The last also replaces a loopback address if
+    there are several hosts."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
     named = address_of(interface) if interface else None
+    named = named or (address_toward(toward) if toward else None)
     master = os.environ.get("MASTER_ADDR")
     found = named or (address_toward(master) if master else None)
     world = os.environ.get("WORLD_SIZE")

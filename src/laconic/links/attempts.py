@@ -53,17 +53,22 @@ def _own_store() -> Store | None:
 
 def listen_at(host: str, port: int) -> socket.socket | None:
     """A socket for torch's store that listens at ``host`` only: torch's own listens on every
-    interface. None where that may be too little: ``host`` is a name that means the loopback
-    interface here, and may mean this host's address on other hosts. Raises `OSError` where ``host``
+    interface. None where that may be too little (`is_here_only`). Raises `OSError` where ``host``
     is no address of this host (a NAT's), or the port is in use, as by an earlier process group."""
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
-    address = str(found[4][0])
-    loopback = address.startswith("127.") or address == "::1"
-    if not port or not host or (loopback and host not in (address, "localhost")):
+    if not port or not host or is_here_only(host):
         return None
-    server = socket.create_server((address, port), family=found[0], backlog=socket.SOMAXCONN)
+    family, _, _, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    server = socket.create_server(at[:2], family=family, backlog=socket.SOMAXCONN)
     watch(server)
     return server
+
+
+def is_here_only(host: str) -> bool:
+    """Whether ``host`` is a name that means the loopback interface here, and may mean this host's
+    address on other hosts."""
+    address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    loopback = address.startswith("127.") or address == "::1"
+    return loopback and host not in (address, "localhost")
 
 
 def serve(

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 
@@ -26,7 +26,7 @@ from laconic.links.long_wait import LongWait, Patience
 from laconic.links.rendezvous import ADVICE, UNREACHABLE_SECONDS
 from laconic.links.stalls import Counted, Stalls
 from laconic.links.texts import Gather, exchange_texts
-from laconic.links.wire import ChangedError, LostError, OtherCallError
+from laconic.links.wire import ChangedError, LostError, OtherCallError, Wire
 
 PEERS_SECONDS = 0.5
 """How often `CallGuard.check_peers` looks whether the connections are still open."""
@@ -42,22 +42,6 @@ SWALLOWED = (
 
 Answers = dict[int, Answer]
 """What beacons answered, by rank of the link."""
-
-
-class Transport(Protocol):
-    """What a guard needs of a link's connections. Ranks are those of the link."""
-
-    def closed(self) -> Mapping[int, bool]:
-        """The ranks whose connections are closed, and whether by an error. Does not wait."""
-        ...
-
-    def heard(self, rank: int) -> float:
-        """Seconds since anything came from the host of ``rank``."""
-        ...
-
-    def shutdown(self) -> None:
-        """End all connections, so that a thread that waits for a message returns."""
-        ...
 
 
 class CallSequence:
@@ -111,7 +95,7 @@ class CallGuard:
         self,
         rank: int,
         ranks: Sequence[int],
-        transport: Transport | None,
+        transport: Wire | None,
         sequence: CallSequence | None = None,
         *,
         timeout: float = TIMEOUT,
@@ -142,25 +126,22 @@ class CallGuard:
         """Exchange the addresses of the beacons, and adopt rank 0's secret; or, where all ranks
         have one already, derive this link's from it and rank 0's salt. Returns every rank's
         ``text``, by rank. All ranks must call it."""
-        shared, print_ = job_secret.read(), job_secret.fingerprint()
-        drawn = secrets.token_hex(SECRET_BYTES)
-        own = "/".join([self._sequence.address, print_, drawn, text])
+        own = "/".join([self._sequence.address, secrets.token_hex(SECRET_BYTES), text])
         try:
-            received = [said.split("/", 3) for said in exchange_texts(gather, own)]
+            received = [said.split("/", 2) for said in exchange_texts(gather, own)]
         except LinkError:
             raise
         except RuntimeError as error:
             self.lost(error)
-        _compare_secrets(self.ranks, [said[1] for said in received])
-        secret = bytes.fromhex(received[0][2])
+        secret, shared = bytes.fromhex(received[0][1]), job_secret.read()
         if shared is not None:
             secret = job_secret.derive(shared, "link", salt=secret)
         self._addresses = [said[0] for said in received]
         beacons = dict(zip(self.ranks, self._addresses, strict=True))
         self._sequence.share(secret, self.ranks[self.rank], beacons)
-        return [said[3] for said in received]
+        return [said[2] for said in received]
 
-    def split(self, members: Sequence[int], transport: Transport | None) -> CallGuard:
+    def split(self, members: Sequence[int], transport: Wire | None) -> CallGuard:
         """The guard of a link of some ``members`` of this one, this rank included."""
         ranks = [self.ranks[r] for r in members]
         at = members.index(self.rank), ranks, transport, self._sequence
@@ -293,7 +274,7 @@ class CallGuard:
             self._blame(answers, f"nothing came from it for {UNREACHABLE_SECONDS:g} s", only=lost)
         return answers
 
-    def _check_connections(self, transport: Transport) -> None:
+    def _check_connections(self, transport: Wire) -> None:
         """Raise if a connection is closed that should be open."""
         ended = transport.closed()
         self._closed &= set(ended)  # the others were made again
@@ -437,13 +418,6 @@ class CallGuard:
     def _shutdown(self) -> None:
         if self._transport is not None:
             self._transport.shutdown()
-
-
-def _compare_secrets(ranks: Sequence[int], prints: Sequence[str]) -> None:
-    """Raise, on all ranks, if not all of them have the same secret from a file."""
-    for r, other in zip(ranks, prints, strict=True):
-        if other != prints[0]:
-            raise LinkError(job_secret.difference(f"rank {r}", other, prints[0]), ranks=[r])
 
 
 def _described(name: int, answer: Answer, last: int, mine: int) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from laconic.buckets import Scratch
 from laconic.links.connections import Connections
-from laconic.links.link import AsyncLink, Blocking, Job, Parts, Sent, arrivals, complete, hops, sent
+from laconic.links.link import AsyncLink, Blocking, Job, Parts, Sent, arrivals, hops, sent
 from laconic.links.wire import Transfer
 from laconic.tensors import mean_in_rank_order
 
@@ -60,20 +60,6 @@ class Wire(Protocol):
     @property
     def names(self) -> Sequence[int]:
         """What ranks are called in errors."""
-
-
-class AsyncHostLink(AsyncLink, Protocol):
-    """The collectives of `laconic.links.staged.HostLink`, to be awaited."""
-
-    async def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        """As `HostLink.mean`."""
-        ...
-
-    async def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
-        """As `HostLink.reduce_scatter`."""
-        ...
 
 
 class Collectives(Blocking):
@@ -164,17 +150,13 @@ class Collectives(Blocking):
     # -- collectives ----
 
     @property
-    def awaited(self) -> AsyncHostLink:
-        return cast("AsyncHostLink", _Awaited(self, overlaps=False))
+    def awaited(self) -> AsyncLink:
+        return cast("AsyncLink", _Awaited(self, overlaps=False))
 
     @property
-    def overlapped(self) -> AsyncHostLink:
+    def overlapped(self) -> AsyncLink:
         """As `awaited`, but several can be under way."""
-        return cast("AsyncHostLink", _Awaited(self, overlaps=True))
-
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        """As `laconic.links.staged.HostLink.mean`."""
-        complete(self._mean(x, parts))
+        return cast("AsyncLink", _Awaited(self, overlaps=True))
 
     async def _mean(self, x: Tensor, parts: Parts | None = None, overlaps: bool = False) -> None:
         if self.size == 1 or x.numel() % self.size:
@@ -239,12 +221,6 @@ class Collectives(Blocking):
                 parts.fill(r, part)
                 if r != self.rank:
                     self._send(transfer, r, part.stop * itemsize)
-
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
-        """As `laconic.links.staged.HostLink.reduce_scatter`."""
-        return complete(self._reduce_scatter(x, owners, parts))
 
     async def _reduce_scatter(
         self,

@@ -130,8 +130,8 @@ class Bbr:
     @classmethod
     def of(cls, connection: socket.socket) -> Bbr | None:
         """For a new ``connection``; None if `choose` has not selected BBR for it. Limits how much
-        the system takes in before it can be sent, because `laconic_move` has to know when a message
-        is on its way."""
+        the system takes in before it can be sent, because `Transfer.wait_sent` has to know when a
+        message is on its way."""
         if name_of(connection) != LONG or name_for(round_trip(connection)) != LONG:
             return None
         with contextlib.suppress(OSError):

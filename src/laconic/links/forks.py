@@ -20,7 +20,6 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """Close the descriptors. Closing again does nothing."""
-        ...
 
 
 guard = threading.RLock()

@@ -19,9 +19,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from laconic.links import congestion, forks, handshake, tls
@@ -102,20 +102,18 @@ class Request(NamedTuple):
 
     def pack(self) -> bytes:
         """As bytes, at most `MOST_BYTES` of them."""
-        more = [] if self.again is None else [list(self.again)]
-        return _json([_plain(self.verdict), self.left, *more])
+        return _json([_plain(self.verdict), self.left, self.again])
 
     @classmethod
     def unpack(cls, data: bytes) -> Request:
         """From any bytes; raises ``ValueError``."""
-        match _parse(data):
-            case [verdict, None]:
-                return cls(_verdict_of(verdict))
-            case [verdict, left]:
-                return cls(_verdict_of(verdict), _integer(left))
-            case [None, None, [str(key), received, bool(failed)]]:
-                return cls(again=Again(key, _integer(received), failed))
-        raise ValueError("a request is a list of two, or of three")
+        with _reading():
+            verdict, left, again = json.loads(data)
+            left = None if left is None else int(left)
+            if again is None:
+                return cls(_verdict_of(verdict), left)
+            key, received, failed = again
+            return cls(again=Again(str(key), int(received), bool(failed)))
 
 
 NOTHING = Request()
@@ -135,12 +133,12 @@ def pack_answer(
 
 def unpack_answer(data: bytes) -> Answer:
     """From any bytes; raises ``ValueError``."""
-    match _parse(data):
-        case [str(status), [serial, call, bool(left), bool(broken)], verdict, bool(stalled)]:
-            position = CallPosition(_integer(serial), _call_of(call), left, broken)
-            at = clean(status)[:MOST_STATUS], position, _verdict_of(verdict)
-            return Answer(*at, stalled=stalled)
-    raise ValueError("an answer is a status, a position, a verdict, and whether it is stalled")
+    with _reading():
+        status, (serial, call, left, broken), verdict, stalled = json.loads(data)
+        called = None if call is None else shown(Call(int(call[0]), str(call[1])))
+        position = CallPosition(int(serial), called, bool(left), bool(broken))
+        text = clean(str(status))[:MOST_STATUS]
+        return Answer(text, position, _verdict_of(verdict), stalled=bool(stalled))
 
 
 def pack_verdict(verdict: Verdict) -> bytes:
@@ -148,12 +146,10 @@ def pack_verdict(verdict: Verdict) -> bytes:
     return _json(_plain(verdict))
 
 
-def unpack_verdict(data: bytes) -> Verdict:
+def unpack_verdict(data: bytes) -> Verdict | None:
     """From any bytes; raises ``ValueError``."""
-    verdict = _verdict_of(_parse(data))
-    if verdict is None:
-        raise ValueError("no verdict")
-    return verdict
+    with _reading():
+        return _verdict_of(json.loads(data))
 
 
 def shown(call: Call) -> Call:
@@ -174,39 +170,20 @@ def _plain(verdict: Verdict | None) -> list[object] | None:
     return [text, list(verdict.ranks[:MOST_RANKS]), verdict.finder]
 
 
-def _parse(data: bytes) -> object:
-    if len(data) > MOST_BYTES:
-        raise ValueError("too long")
+def _verdict_of(value: Any) -> Verdict | None:
+    if value is None:
+        return None
+    text, ranks, finder = value
+    return Verdict(clean(str(text))[:MOST_TEXT], tuple(map(int, ranks)), int(finder))
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """A context that raises ``ValueError`` for what another version of laconic has sent."""
     try:
-        value: object = json.loads(data.decode())
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return value
-
-
-def _integer(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
-        raise ValueError("a number is an integer of 64 bits")
-    return value
-
-
-def _verdict_of(value: object) -> Verdict | None:
-    match value:
-        case None:
-            return None
-        case [str(text), [*ranks], finder] if len(ranks) <= MOST_RANKS:
-            text = clean(text)[:MOST_TEXT]
-            return Verdict(text, tuple(_integer(r) for r in ranks), _integer(finder))
-    raise ValueError("a verdict is a text, ranks and a rank")
-
-
-def _call_of(value: object) -> Call | None:
-    match value:
-        case None:
-            return None
-        case [step, str(name)]:
-            return shown(Call(_integer(step), name))
-    raise ValueError("a call is a step and a name")
+        yield
+    except (ArithmeticError, LookupError, RecursionError, TypeError) as error:
+        raise ValueError(f"no message of this version's: {error!r}") from None
 
 
 # -- the beacon ----
@@ -217,11 +194,9 @@ class End(Protocol):
 
     def is_stalled(self, number: int, again: Again) -> bool:
         """Whether the connection to the rank ``number`` is."""
-        ...
 
     def take(self, number: int, connection: socket.socket) -> bool:
         """Take over a new ``connection`` to that rank, if it was stalled."""
-        ...
 
 
 @dataclass

@@ -92,20 +92,18 @@ class AsyncLink(Protocol):
     @property
     def rank(self) -> int:
         """As `Link.rank`."""
-        ...
 
     @property
     def size(self) -> int:
         """As `Link.size`."""
-        ...
 
-    async def mean(self, x: Tensor) -> None:
+    async def mean(self, x: Tensor, parts: Parts | None = None) -> None:
         """As `Link.mean`."""
-        ...
 
-    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    async def reduce_scatter(
+        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
+    ) -> Tensor:
         """As `Link.reduce_scatter`."""
-        ...
 
     async def all_gather(
         self,
@@ -115,25 +113,20 @@ class AsyncLink(Protocol):
         parts: Parts | None = None,
     ) -> None:
         """As `Link.all_gather`."""
-        ...
 
     async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         """As `Link.all_to_all`."""
-        ...
 
     async def broadcast(self, x: Tensor, root: int = 0) -> None:
         """As `Link.broadcast`."""
-        ...
 
     async def swap(
         self, x: Tensor, to: Sequence[int], source: Sequence[int]
     ) -> Sequence[Tensor | None]:
         """As `Link.swap`."""
-        ...
 
     async def gather(self, x: Tensor) -> Tensor:
         """As `Link.gather`."""
-        ...
 
 
 COLLECTIVES = ["mean", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "swap", "gather"]
@@ -170,79 +163,70 @@ class Link(Protocol):
     @property
     def rank(self) -> int:
         """This process's place in the set, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of ranks in the set."""
-        ...
 
     @property
     def threaded(self) -> bool:
         """Whether calls may come from a thread beside the training."""
-        ...
 
     @property
     def queues(self) -> bool:
         """Whether collectives on an accelerator return once they are work of the current stream, as
         NCCL's do, and not when the result is there."""
-        ...
 
     @property
     def joined(self) -> float:
         """When (`time.perf_counter`) the last collective completed, as far as this rank knows."""
-        ...
 
     @property
     def overlapping(self) -> AsyncLink | None:
         """The collectives, of which several can be under way: where a round trip takes long,
         several messages then share it. All ranks must resume them in the same order. None where
         round trips are short, or the link cannot do it; the same on all ranks."""
-        ...
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         """Begin ``call``: the collectives from now on belong to it. Where ranks begin different
         calls, nothing is averaged that does not belong together, and all ranks raise `LinkError`:
         here if ``wait``, else in the call's collectives or in `check`. Returns whether messages
         were sent."""
-        ...
 
     def digests(self) -> Sequence[int]:
         """The ranks' `Call.digest` of the current call, by rank, once every rank has heard from
         every other; empty before that, and where messages carry none."""
-        ...
 
     def sent(self) -> Mapping[int, Sent]:
         """What this rank has sent to each other over the present connections; empty where that is
         not known."""
-        ...
 
     def check(self) -> None:
         """Raise `LinkError` if another rank is known to be in another call, or to have left. For
         threads that wait for a collective which another thread makes."""
-        ...
 
     def check_peers(self) -> None:
         """Raise `LinkError` if another rank is known to be lost. To be called between two calls,
         as often as you like: it is cheap, and sends nothing unless a connection has closed. A rank
         whose program ended in order is not lost."""
-        ...
 
     def leave(self, broken: bool) -> None:
         """Tell the other ranks, when they ask, that this one makes no more calls, and, if
         ``broken``, that it does not complete the last one."""
-        ...
 
-    def mean(self, x: Tensor) -> None:
-        """``x <- mean over ranks of x``, in place; the same bits on every rank."""
-        ...
+    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+        """``x <- mean over ranks of x``, in place; the same bits on every rank. ``parts`` of the n
+        slices of x are filled and used, if n divides its length; else all of x is one part of one
+        row, number 0."""
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
+    ) -> Tensor:
         """Cut ``x`` into ``owners`` slices (None: n), and return the mean over ranks of slice
         ``rank``; an empty tensor on the ranks from ``owners`` on. Sums in float32 at least.
         Overwrites ``x``. The result belongs to the link or is a view of x, and is valid until the
-        next call. The length of x is a multiple of ``owners``, which is at most n."""
-        ...
+        next call. The length of x is a multiple of ``owners``, which is at most n. ``parts`` of
+        the owners' slices are filled."""
 
     def all_gather(
         self,
@@ -254,76 +238,80 @@ class Link(Protocol):
         """``out`` <- the first ``owners`` ranks' ``mine`` one after the other (None: all ranks'),
         cast to ``out``'s dtype. ``mine`` may be its own slice of ``out``. ``parts`` are filled in
         ``mine``, as the row for this rank, and used in the slices of ``out``."""
-        ...
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         """Send row r of ``x``, of shape (n, m), to rank r. ``out``, of the same size, receives the
         rows of all ranks for this one, in the order of their ranks. Nothing is summed, so any dtype
         works. ``parts`` are filled in x and used in ``out``."""
-        ...
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         """``x`` <- rank ``root``'s ``x``, in place."""
-        ...
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Sequence[Tensor | None]:
         """Send ``x`` to each of the ranks ``to``, and return what the ranks ``source`` send to this
         one, in that order: as many elements each, or None if that rank was lost and training goes
         on without it. Valid until the next call."""
-        ...
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, stacked: shape ``(n, *x.shape)``. For small tensors."""
-        ...
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         """The link of the set, among disjoint ``sets`` of ranks, that this rank belongs to."""
-        ...
 
     def status(self, text: str) -> None:
         """Record what this rank is doing, for other ranks' error messages."""
-        ...
 
     def close(self) -> None:
         """Free what belongs to this link alone, such as its connections. To be called on all its
         ranks. A collective that is under way on another rank fails."""
-        ...
+
+
+class Quiet:
+    """What a link does that learns nothing of its ranks but by its collectives."""
+
+    queues = False
+    overlapping = None
+
+    def digests(self) -> Sequence[int]:
+        return []
+
+    def sent(self) -> Mapping[int, Sent]:
+        return {}
+
+    def check(self) -> None:
+        """Does nothing."""
+
+    def check_peers(self) -> None:
+        """Does nothing."""
+
+    def leave(self, broken: bool) -> None:
+        """Does nothing."""
+
+    def status(self, text: str) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def _to_its_end(name: str) -> Callable[..., Any]:
+    def collective(link: Blocking, *args: Any, **options: Any) -> Any:
+        return complete(getattr(link.awaited, name)(*args, **options))
+
+    return collective
 
 
 class Blocking:
     """The collectives of a link, each made of one that is awaited."""
 
+    mean, reduce_scatter, all_gather, all_to_all, broadcast, swap, gather = map(
+        _to_its_end, COLLECTIVES
+    )
+
     @property
     def awaited(self) -> AsyncLink:
         """Those, of which one at a time is under way."""
         raise NotImplementedError
-
-    def mean(self, x: Tensor) -> None:
-        complete(self.awaited.mean(x))
-
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
-        return complete(self.awaited.reduce_scatter(x, owners))
-
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
-        complete(self.awaited.all_gather(mine, out, owners, parts))
-
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        complete(self.awaited.all_to_all(x, out, parts))
-
-    def broadcast(self, x: Tensor, root: int = 0) -> None:
-        complete(self.awaited.broadcast(x, root))
-
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Sequence[Tensor | None]:
-        return complete(self.awaited.swap(x, to, source))
-
-    def gather(self, x: Tensor) -> Tensor:
-        return complete(self.awaited.gather(x))
 
 
 def hops(rank: int, size: int) -> list[int]:

@@ -22,18 +22,17 @@ from torch import Tensor
 from laconic.buckets import Scratch
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
-from laconic.links.link import Link, Parts, Sent, arrivals, hops
+from laconic.links.link import Link, Parts, Quiet, arrivals, hops
 from laconic.links.tcp import gather_over, takes_cpu
 from laconic.tensors import mean_in_rank_order, state_dtype
 
 
-class NcclLink:
+class NcclLink(Quiet):
     """Collectives on CUDA tensors over a process ``group``, and on CPU tensors where it takes them,
     as that of `laconic.init` does. Made by `over`; ``owned``: `close` destroys the group."""
 
     threaded = True
     queues = True
-    overlapping = None
 
     def __init__(
         self,
@@ -83,12 +82,6 @@ class NcclLink:
         self._guard.compare(call, self.gather)
         return True
 
-    def digests(self) -> Sequence[int]:
-        return []  # its messages have no headers
-
-    def sent(self) -> Mapping[int, Sent]:
-        return {}  # NCCL does not report them
-
     def check(self) -> None:
         self._guard.check(self.joined)
 
@@ -132,7 +125,8 @@ class NcclLink:
 
     # -- collectives ----
 
-    def mean(self, x: Tensor) -> None:
+    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+        assert parts is None, "it stages nothing"
         if self.size == 1:
             return
         if self._only_on_device(x, self.mean):
@@ -150,7 +144,10 @@ class NcclLink:
             self._run(dist.all_reduce, x)
             x.div_(self.size)
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
+    ) -> Tensor:
+        assert parts is None, "it stages nothing"
         op, slices = dist.ReduceOp.AVG, x.view(owners or self.size, -1).unbind()
         if state_dtype(x.dtype) != x.dtype:
             if len(slices) == self.size:

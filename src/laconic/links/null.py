@@ -7,23 +7,21 @@ and summed is well-formed.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from laconic.links.calls import Call
-from laconic.links.link import Parts, Sent, arrivals, hops
+from laconic.links.link import Parts, Quiet, arrivals, hops
 
 
-class NullLink:
+class NullLink(Quiet):
     """The link of rank 0 among ``size`` ranks that all have the same tensors. `mean` does nothing:
     a real link's sum is timed with the network."""
 
     rank = 0
     threaded = True
-    queues = False
-    overlapping = None
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -34,21 +32,6 @@ class NullLink:
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         return False
-
-    def digests(self) -> Sequence[int]:
-        return []  # nothing is sent
-
-    def sent(self) -> Mapping[int, Sent]:
-        return {}
-
-    def check(self) -> None:
-        """Does nothing: no rank can be lost."""
-
-    def check_peers(self) -> None:
-        """Does nothing: no rank can be lost."""
-
-    def leave(self, broken: bool) -> None:
-        """Does nothing."""
 
     def mean(self, x: Tensor, parts: Parts | None = None) -> None:
         """Does nothing: all ranks have the same."""
@@ -98,9 +81,3 @@ class NullLink:
 
     def split(self, sets: Sequence[Sequence[int]]) -> NullLink:
         return NullLink(next(len(ranks) for ranks in sets if self.rank in ranks))
-
-    def status(self, text: str) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""

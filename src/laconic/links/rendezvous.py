@@ -216,10 +216,9 @@ class Rendezvous:
         self._refuse(text)
 
     def _verdict(self, text: str) -> Verdict:
-        try:
-            return health.unpack_verdict(text.encode())
-        except ValueError as error:
-            raise LinkError(f"torch's store holds no verdict of laconic's: {error}") from None
+        verdict = health.unpack_verdict(text.encode())
+        assert verdict is not None, "only ranks of the job write it"
+        return verdict
 
     def _refuse(self, text: str) -> NoReturn:
         if self._problem is not None:

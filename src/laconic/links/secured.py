@@ -12,9 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from laconic.links import forks, tls
-from laconic.links.handshake import Exchange
-
 T = TypeVar("T")
 
 _REASONS = {
@@ -118,45 +115,7 @@ class SharedSocket:
 Stream = socket.socket | SharedSocket
 
 
-def converse(connection: Stream, exchange: Exchange, seconds: float) -> bytes:
-    """Carry out a handshake over a blocking connection, in at most so many ``seconds``; returns the
-    other side's text. Raises `OSError` and `laconic.links.handshake.RefusedError`."""
-    end, data = time.monotonic() + seconds, b""
-    try:
-        out, wanted = next(exchange)
-        while True:
-            connection.settimeout(max(end - time.monotonic(), 0.001))
-            connection.sendall(out)
-            data = b""
-            while len(data) < wanted:
-                connection.settimeout(max(end - time.monotonic(), 0.001))
-                piece = connection.recv(wanted - len(data))
-                if not piece:
-                    raise ConnectionResetError("the other side has closed the connection")
-                data += piece
-            out, wanted = exchange.send(data)
-    except StopIteration as stop:
-        connection.settimeout(None)
-        text: bytes = stop.value
-        return text
-
-
-def secure(connection: socket.socket, *, server: bool, seconds: float) -> Stream:
-    """Return ``connection``, with TLS if the job uses it. The handshake may take this many
-    ``seconds``. If it fails, closes the connection and raises `OSError`."""
-    contexts = tls.contexts()
-    if contexts is None:
-        return connection
-    context = contexts.server if server else contexts.client
-    before = connection.gettimeout()
-    connection.settimeout(seconds)
-    with forks.guard:
-        made = context.wrap_socket(connection, server, do_handshake_on_connect=False)
-        forks.close_in_child(made)
-    try:
-        made.do_handshake()
-    except BaseException:
-        made.close()
-        raise
-    made.settimeout(before)
-    return SharedSocket(made)
+def waiting(connection: socket.socket) -> Stream:
+    """``connection``, whose calls wait from now on."""
+    connection.settimeout(None)
+    return SharedSocket(connection) if isinstance(connection, ssl.SSLSocket) else connection

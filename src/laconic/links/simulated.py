@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links.calls import Call
-from laconic.links.link import Link, Parts, Sent, arrivals, hops
+from laconic.links.link import Link, Parts, Quiet, arrivals, hops
 from laconic.tensors import mean_in_rank_order
 
 T = TypeVar("T")
@@ -222,12 +222,11 @@ class Stage:
         return collective.result, collective.joined, digests
 
 
-class SimulatedLink:
-    """The link of one simulated worker to the ``members`` of its set."""
+class SimulatedLink(Quiet):
+    """The link of one simulated worker to the ``members`` of its set. The stage sees workers
+    end."""
 
     threaded = False
-    queues = False
-    overlapping = None
 
     def __init__(self, stage: Stage, me: int, members: Sequence[int]) -> None:
         self.stage = stage
@@ -269,22 +268,14 @@ class SimulatedLink:
     def digests(self) -> Sequence[int]:
         return self._digests
 
-    def sent(self) -> Mapping[int, Sent]:
-        return {}  # there is no network
-
-    def check(self) -> None:
-        """Does nothing: no other thread waits while a call runs."""
-
-    def check_peers(self) -> None:
-        """Does nothing: a worker that fails is an error in the next call."""
-
-    def leave(self, broken: bool) -> None:
-        """Does nothing: the stage sees workers end."""
-
-    def mean(self, x: Tensor) -> None:
+    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+        assert parts is None, "it stages nothing"
         x.copy_(self._join("mean", x, mean_in_rank_order))
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
+    ) -> Tensor:
+        assert parts is None, "it stages nothing"
         mean = self._join("reduce_scatter", x, mean_in_rank_order)
         owners = owners or self.size
         own = mean.view(owners, -1)[self.rank] if self.rank < owners else mean[:0]
@@ -326,12 +317,6 @@ class SimulatedLink:
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         mine = next(ranks for ranks in sets if self.rank in ranks)
         return SimulatedLink(self.stage, self.me, [self._members[r] for r in mine])
-
-    def status(self, text: str) -> None:
-        """Does nothing: errors name the calls in which workers wait."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 def single_link() -> Link:

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from laconic.device import Accelerator, Event, accelerator
-from laconic.links.collectives import AsyncHostLink
 from laconic.links.link import AsyncLink, Blocking, Link, Parts, arrivals, hops, one_by_one
 from laconic.links.wrapped import Around
 
@@ -62,54 +60,29 @@ class HostMemory:
         return memory if memory.numel() >= size else self._kind.pinned(size)
 
 
-class HostLink(Link, Protocol):
-    """A link for CPU tensors, with `Parts` in all collectives of long messages."""
-
-    @property
-    def overlapping(self) -> AsyncHostLink | None:
-        """As `Link.overlapping`."""
-        ...
-
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        """As `Link.mean`. ``parts`` of the n slices of x are filled and used, if n divides its
-        length; else all of x is one part of one row, number 0."""
-        ...
-
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
-        """As `Link.reduce_scatter`. ``parts`` of the owners' slices are filled."""
-        ...
-
-    def split(self, sets: Sequence[Sequence[int]]) -> HostLink:
-        """As `Link.split`."""
-        ...
-
-
 class StagedLink(Blocking, Around):
     """Collectives on tensors of ``device`` over ``link``. Those on CPU tensors are made on ``link``
     itself."""
 
-    def __init__(self, link: HostLink, device: torch.device) -> None:
+    def __init__(self, link: Link, device: torch.device) -> None:
         super().__init__(link)
         kind = accelerator(device)
         assert kind is not None, "CPU tensors need no staging"
         self.device = device
         self._kind = kind
         self.memory = HostMemory(kind, device)
-        self._host = link
 
     @property
     def overlapping(self) -> AsyncLink | None:
-        inner = self._host.overlapping
+        inner = self.link.overlapping
         return None if inner is None else _AsyncStaged(self, inner)
 
     @property
     def awaited(self) -> AsyncLink:
-        return _AsyncStaged(self, cast("AsyncHostLink", one_by_one(self._host)))
+        return _AsyncStaged(self, one_by_one(self.link))
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
-        return StagedLink(self._host.split(sets), self.device)
+        return StagedLink(self.link.split(sets), self.device)
 
     # -- copies ----
 
@@ -166,14 +139,15 @@ class StagedLink(Blocking, Around):
 class _AsyncStaged:
     """The collectives of ``link``, by those of ``inner`` on host memory."""
 
-    def __init__(self, link: StagedLink, inner: AsyncHostLink) -> None:
+    def __init__(self, link: StagedLink, inner: AsyncLink) -> None:
         self._link, self._inner = link, inner
         self.rank, self.size = link.rank, link.size
 
-    async def mean(self, x: Tensor) -> None:
+    async def mean(self, x: Tensor, parts: Parts | None = None) -> None:
         if not self._link.staged(x):
-            await self._inner.mean(x)
+            await self._inner.mean(x, parts)
             return
+        assert parts is None, "only links of the host get them"
         cut = x.numel() % self.size == 0
         order = hops(self.rank, self.size) if cut else [0]
         with self._link.memory.borrow(x.numel(), x.dtype) as host:
@@ -181,16 +155,19 @@ class _AsyncStaged:
             there, back = (rows, copies, order), (copies, rows, order)
             await self._inner.mean(host, self._link.parts(rows.shape[1], x.dtype, there, back))
 
-    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    async def reduce_scatter(
+        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
+    ) -> Tensor:
         link = self._link
         if not link.staged(x):
-            return await self._inner.reduce_scatter(x, owners)
+            return await self._inner.reduce_scatter(x, owners, parts)
+        assert parts is None, "only links of the host get them"
         rows = x.view(owners or self.size, -1)
         with link.memory.borrow(x.numel(), x.dtype) as host:
             order = [r for r in hops(self.rank, self.size) if r < len(rows)]
             there = rows, host.view(rows.shape), order
-            parts = link.parts(rows.shape[1], x.dtype, there)
-            mean = await self._inner.reduce_scatter(host, owners, parts)
+            pieces = link.parts(rows.shape[1], x.dtype, there)
+            mean = await self._inner.reduce_scatter(host, owners, pieces)
             if not mean.numel():
                 return x[:0]
             if mean.dtype != x.dtype:

@@ -13,7 +13,7 @@ import ssl
 import time
 from collections.abc import Callable
 
-from laconic.links import forks, tls
+from laconic.links import forks, secured, tls
 from laconic.links.handshake import Exchange, RefusedError
 from laconic.links.sockets import watch
 from laconic.links.strangers import (
@@ -243,3 +243,42 @@ class Talks:
             talk.connection.close()
         self._talks.clear()
         self._strangers = 0
+
+
+class UnreachableError(OSError):
+    """No connection could be made."""
+
+
+def converse(
+    host: str, port: int, exchange: Callable[[], Exchange], seconds: float
+) -> secured.Stream:
+    """Call a listener. Returns the connection after the handshake of ``exchange()``, whose calls
+    wait. All of that takes at most so many ``seconds``. Raises `UnreachableError`, `OSError` and
+    `RefusedError`."""
+    ends: list[tuple[Talk, Exception | None]] = []
+
+    def ended(talk: Talk, error: Exception | None) -> None:
+        talk.kept = error is None
+        ends.append((talk, error))
+
+    deadline, why = time.monotonic() + seconds, OSError(f"{host} has no address")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UnreachableError(str(error)) from error
+    for *_, address in found:
+        talks = Talks()
+        try:
+            talks.call(str(address[0]), port, exchange(), deadline, ended)
+        except OSError as error:
+            why = error
+            continue
+        while not ends:
+            talks.turn()
+        talk, failed = ends.pop()
+        if failed is None:
+            return secured.waiting(talk.connection)
+        if not (talk.connecting and isinstance(failed, OSError)):
+            raise failed
+        why = failed
+    raise UnreachableError(str(why)) from why

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import tls
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
-from laconic.links.collectives import AsyncHostLink, Collectives
-from laconic.links.link import FAR_SECONDS
+from laconic.links.collectives import Collectives
+from laconic.links.link import FAR_SECONDS, AsyncLink
 from laconic.links.texts import exchange_texts
 from laconic.links.wire import Wire
 
@@ -32,19 +31,6 @@ def gather_over(group: dist.ProcessGroup, device: torch.device, x: Tensor) -> Te
     rows = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(rows, x, group=group)
     return torch.stack(rows)
-
-
-_TLS, _PLAIN = "tls", "tcp"
-
-
-def _check_alike(texts: Sequence[str]) -> None:
-    """Raise ``ValueError``, on every rank alike, where some ranks use TLS and others do not."""
-    plain = [r for r, text in enumerate(texts) if text.startswith(_PLAIN)]
-    if plain and len(plain) < len(texts):
-        raise ValueError(
-            f"ranks {plain} do not use TLS, and the others do: set {tls.SWITCH}=1 and "
-            "the variables of its files on every rank, or on none"
-        )
 
 
 _destroyed: list[dist.ProcessGroup] = []
@@ -81,10 +67,8 @@ class TcpLink(Collectives):
         wire = Wire(group.rank(), None, timeout.total_seconds(), ranks)
         try:
             guard = CallGuard(group.rank(), ranks, wire, timeout=wire.timeout)
-            own = f"{_PLAIN if tls.contexts() is None else _TLS}/{wire.address}"
-            texts = guard.meet(partial(gather_over, group, device), own)
-            _check_alike(texts)
-            link = cls._connected(guard, wire, [text.partition("/")[2] for text in texts])
+            addresses = guard.meet(partial(gather_over, group, device), wire.address)
+            link = cls._connected(guard, wire, addresses)
         except BaseException:
             wire.close()
             raise
@@ -116,7 +100,7 @@ class TcpLink(Collectives):
         return link
 
     @property
-    def overlapping(self) -> AsyncHostLink | None:
+    def overlapping(self) -> AsyncLink | None:
         return self.overlapped if self.far else None
 
     def split(self, sets: Sequence[Sequence[int]]) -> TcpLink:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -43,28 +43,7 @@ FASTER = 0.8
 speed the host's are better: they find lost ranks, encrypt, and sum in one order."""
 
 
-class OwnLink(Link, Protocol):
-    """A link by an accelerator's own collectives."""
-
-    def abort(self) -> None:
-        """Free it, though a collective may be under way that never ends."""
-        ...
-
-
-class Kind(Protocol):
-    """How such a link is made over a process group: see `NcclLink.over`."""
-
-    def __call__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        timeout: timedelta,
-        *,
-        owned: bool = False,
-    ) -> OwnLink: ...
-
-
-OWN: dict[str, Kind] = {"nccl": NcclLink.over}
+OWN: dict[str, Callable[..., NcclLink]] = {"nccl": NcclLink.over}
 """An accelerator's own collectives, by the back end of torch's process groups."""
 
 
@@ -155,7 +134,7 @@ def inner_link(layout: Sequence[Sequence[int]], device: torch.device, timeout: t
     return OWN[backend](mine, device, timeout, owned=True)
 
 
-def _faster(host: Link, own: OwnLink, device: torch.device) -> Link:
+def _faster(host: Link, own: NcclLink, device: torch.device) -> Link:
     """The faster link of the two, the same on all ranks. The other one is closed."""
     if host.overlapping is not None:  # a long way, for which an accelerator's own are not made
         own.close()

@@ -122,13 +122,15 @@ class _WrappedAsync:
         self._inner, self._wrapped = inner, wrapped
         self.rank, self.size = inner.rank, inner.size
 
-    async def mean(self, x: Tensor) -> None:
+    async def mean(self, x: Tensor, parts: Parts | None = None) -> None:
         amount = cost.mean(size_of(x), self.size, x.numel() % self.size == 0)
-        await self._around("mean", amount, amount.bytes, self._inner.mean(x))
+        await self._around("mean", amount, amount.bytes, self._inner.mean(x, parts))
 
-    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    async def reduce_scatter(
+        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
+    ) -> Tensor:
         sends, brings = self._to_and_from(size_of(x), owners)
-        job = self._inner.reduce_scatter(x, owners)
+        job = self._inner.reduce_scatter(x, owners, parts)
         return await self._around("reduce_scatter", sends, brings.bytes, job)
 
     async def all_gather(

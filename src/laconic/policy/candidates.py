@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.parse import parse_recipe
-from laconic.algorithms.round import GradientRound, Recipe, Round, fragments_of
+from laconic.algorithms.round import Recipe, Round, fragments_of
 from laconic.algorithms.updates.muon_step import operations, orthogonal
 from laconic.device import synchronize
 from laconic.parts import Fragment
@@ -192,15 +192,6 @@ def largest_fragment(model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> fl
         for fragment in (Fragment(k, FRAGMENTS, "layers") for k in range(FRAGMENTS))
     ]
     return max(sizes) / max(sum(sizes), 1)
-
-
-def made(recipe: Recipe) -> Candidate | None:
-    """The candidate of `DELAYED` that is ``recipe``, with steps of 1; None if there is none."""
-    if isinstance(recipe[0], GradientRound):
-        return None
-    period, delay = round(1 / often(recipe[0])), recipe[0].delay
-    alike = (make(period, delay, 1.0) for make, steps in DELAYED.items() if period in steps)
-    return next((c for c in alike if c.recipe == recipe), None)
 
 
 def _gradients(codec: str | None, steps: float) -> Candidate:

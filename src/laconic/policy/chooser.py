@@ -25,15 +25,12 @@ from torch import Tensor
 
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, Round, workers_differ
-from laconic.engine.comparison import BufferWatch
-from laconic.engine.parties import Choice
-from laconic.engine.session import Session
+from laconic.engine.session import Choice, Session
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
 from laconic.policy.candidates import (
     candidates,
     largest_fragment,
-    made,
     spelled,
     start,
     takes_muon,
@@ -52,7 +49,7 @@ from laconic.policy.choice import (
 )
 from laconic.policy.facts import Facts
 from laconic.policy.predict import often, travel, undisturbed
-from laconic.policy.probe import Probed, probe, slow_host
+from laconic.policy.probe import BufferWatch, Probed, probe, shapes_of, slow_host, traffic, usage
 from laconic.processor import Usage
 
 log = logging.getLogger("laconic")
@@ -126,13 +123,13 @@ class Chooser:
         All of its ranks choose together. In an elastic run the network is measured later, because
         others may be training already."""
         self._link, self._world, self._comm = session.workers, session.world, session.comm
-        self._session, self._device, self._sent = session, session.device, session.traffic
+        self._session, self._device = session, session.device
         self._alone = session.elastic is None and session.workers.size == 1
         self._ranks = 1 if session.elastic is not None else self._world.size // self._link.size
         if session.elastic is None and not self._alone:
             self._announce(MEASURE)
             self._probed = self._comm.call(self._probe, MEASURE)
-            self._before = session.usage()
+            self._before = usage(session)
             facts, _ = self._measure()
             self.now = start(facts.workers, facts)
             if travel(self.now.recipe[0], facts) >= SLOW_SECONDS:
@@ -142,11 +139,6 @@ class Chooser:
     def text(self) -> str:
         """The call that makes it, such as ``auto()``."""
         return self.auto.text
-
-    @property
-    def description(self) -> str:
-        """The options of `auto`."""
-        return repr(self.auto)
 
     @property
     def recipe(self) -> Recipe:
@@ -168,9 +160,9 @@ class Chooser:
         if self._steps > warmup:
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
         if self._steps == WARMUP:  # without the messages of a change of recipe
-            self._traffic = self._sent()
+            self._traffic = traffic(self._session)
         if self._steps == warmup:
-            self._before = self._session.usage()
+            self._before = usage(self._session)
         before = self.now
         self._review(step)
         self._last = self._now()
@@ -220,17 +212,17 @@ class Chooser:
         """The usual seconds of a step, the seconds per byte on the link (0 if too few were sent),
         and the usual seconds of a step without its waiting: see `usual`."""
         spans, self._spans = self._spans, []
-        traffic, each = self._sent(), 0.0
-        sent, seconds = (now - then for now, then in zip(traffic, self._traffic, strict=True))
+        so_far, each = traffic(self._session), 0.0
+        sent, seconds = (now - then for now, then in zip(so_far, self._traffic, strict=True))
         if sent >= LEAST_TRAFFIC:
-            self._traffic, each = traffic, seconds / sent
+            self._traffic, each = so_far, seconds / sent
         wall, compute = usual(spans, cycle_of(self.now.recipe))
         return [wall, each, compute]
 
     def _used(self, *, again: bool = False) -> tuple[float, float]:
         """What messages take of the processors: `Usage.carry` and `Usage.contention`, or those
         before if too few were sent. ``again``: the next ones are measured from now on."""
-        now = self._session.usage()
+        now = usage(self._session)
         used = now.since(self._before)
         if used.bytes >= LEAST_TRAFFIC:
             self._work = used.carry, used.contention
@@ -306,7 +298,7 @@ class Chooser:
         used = self._used()  # without the probes
         self._announce(MEASURE)
         found = self._probed or self._comm.call(self._probe, MEASURE)
-        shapes, itemsize = self._session.shapes()
+        shapes, itemsize = shapes_of(self._session)
         elements = sum(map(math.prod, shapes))
         muon = muon_costs(self._session, self._ranks) if self.auto.outer else (0.0, 0.0, 0.0)
         sizes, changing = ((), 0) if self._buffers is None else self._buffers.sizes()
@@ -315,8 +307,8 @@ class Chooser:
         own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
-        self._traffic = self._sent()  # without the probes, which wait for nothing else
-        self._before = self._session.usage()
+        self._traffic = traffic(self._session)  # without the probes, which wait for nothing else
+        self._before = usage(self._session)
         self._slow_worker = slow_worker(everyone[:, 0])
         alone = self._ranks == 1  # a rank's row is that of a worker
         self._slow_host = slow_host(everyone[:, 15:]) if alone else ""
@@ -344,10 +336,7 @@ class Chooser:
         machine may be a different one."""
         choices = [Choice(**{**c, "facts": _facts(c["facts"])}) for c in state["choices"]]
         if choices or self._link.size > 1:
-            saved = spelled(state["text"], 1.0)  # older versions saved all arguments
-            self.now = (
-                made(saved.recipe) or saved
-            )  # an unchanged choice is not to look like a change
+            self.now = spelled(state["text"], 1.0)
         self._facts = None if state["facts"] is None else _facts(state["facts"])
         self.choices, self._steps, self._baseline, self._extra = choices, 0, [], {}
         self._paces, self._spans, self._facts_loaded = None, [], True
@@ -369,7 +358,7 @@ class Chooser:
         self.load_state_dict(state)
         for name in _PLACE:
             setattr(self, f"_{name}", state[name])
-        self._traffic, self._before = self._sent(), self._session.usage()
+        self._traffic, self._before = traffic(self._session), usage(self._session)
         if state["comparing"]:
             raw = outputs[PACE].contiguous().view(-1).view(torch.uint8)  # or it is bytes already
             self._paces = Pending.of(raw.view(torch.float64).view(-1, 5))
@@ -438,10 +427,5 @@ def _saved(facts: Facts) -> dict[str, Any]:
 
 
 def _facts(saved: Mapping[str, Any]) -> Facts:
-    shapes = tuple(tuple(shape) for shape in saved["shapes"])
-    names = ("computes", "rates", "receives", "shared", "buffers")
-    alike = {name: tuple(saved.get(name, ())) for name in names}
-    saved = {"one_way" if name == "latency" else name: v for name, v in saved.items()}  # of 0.2.0
-    facts = Facts(**{**saved, **alike, "shapes": shapes, "nets": {}})
-    nets = nets_of(facts.workers, facts.ranks, facts.rate, facts.one_way)
-    return replace(facts, nets=nets)
+    facts = Facts(**saved)
+    return replace(facts, nets=nets_of(facts.workers, facts.ranks, facts.rate, facts.one_way))

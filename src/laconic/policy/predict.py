@@ -77,7 +77,7 @@ from typing import cast
 import torch
 
 from laconic.algorithms.compile import buffer_rounds, with_replicas
-from laconic.algorithms.exchange import Exchange, Gossip
+from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import Mean, QuorumMean
 from laconic.algorithms.round import (
     AnyRound,
@@ -91,7 +91,7 @@ from laconic.algorithms.round import (
 from laconic.algorithms.schedules import After, Every, Schedule, every, own_pace
 from laconic.algorithms.updates import Replace
 from laconic.buckets import BUCKET_BYTES
-from laconic.engine.gradient_channels import bucket_sizes
+from laconic.engine.gradient_channels import bucket_bytes
 from laconic.engine.overlap import AHEAD, turns_at_once
 from laconic.links import cost
 from laconic.links.cost import Cost
@@ -159,7 +159,7 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
         exposed += share * (load.exposed + load.stretch)
         if r.over != "replica":
             meets = r.part is module_buffers if isinstance(r, Round) else False
-            meets |= not isinstance(r.exchange, Gossip)
+            meets |= r.exchange.out_degree is None
             synchronous += share if meets and not r.delay else 0.0
             network += share * load.network
             waited += share * min(load.exposed, load.network)
@@ -324,7 +324,7 @@ def load_of(r: AnyRound, facts: Facts) -> Load:
 def idle(r: AnyRound, load: Load) -> float:
     """Return the seconds for which the network is idle until the last rank joins the round ``r``:
     those of the capacity, see the top of the file."""
-    overlapped = r.delay and not isinstance(r.exchange, Gossip)
+    overlapped = r.delay and r.exchange.out_degree is None
     return (1 / UTILIZATION - 1) * load.sending if overlapped else 0.0
 
 
@@ -357,7 +357,7 @@ def _parameters(r: AnyRound, facts: Facts) -> Load:
         n *= facts.ranks
     length = elements(r, facts, n, share) // share  # each rank of a worker carries one part
     amount = _shaped(r, facts).cost(length, facts.itemsize, n)
-    names = ("peers", "workers") if isinstance(r.exchange, Gossip) else (r.over, "workers")
+    names = ("peers" if r.exchange.out_degree is not None else r.over, "workers")
     size = length * share * facts.itemsize
     buckets = -(-size // BUCKET_BYTES)
     if r.update.weight is not None:  # 8 bytes, to each peer with each bucket
@@ -469,3 +469,13 @@ def elements(r: AnyRound, facts: Facts, n: int, carriers: int = 1) -> int:
     share = fragments_of(r)
     multiple = r.exchange.multiple(n) * carriers
     return -(-facts.elements * r.update.models // share // multiple) * multiple
+
+
+def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
+    """The approximate bytes of each bucket, for ``total`` bytes of gradients, of which the largest
+    tensor has ``largest``."""
+    first, each = bucket_bytes(exchange, total)
+    if exchange.whole:
+        first, each = max(first, largest), max(each, largest)
+    whole, rest = divmod(max(total - first, 0), each)
+    return [min(first, total), *[each] * whole, *([rest] if rest else [])]

@@ -8,11 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laconic.device import synchronize
+from laconic.engine.comparison import digest
+from laconic.engine.session import Session
 from laconic.links import cost
 from laconic.links.link import FAR_SECONDS, Link, Sent
+from laconic.parts import module_buffers
+from laconic.processor import Usage
+from laconic.tensors import itemsize_of, local, parts
 
 LEAST, MOST, LONG = 2**16, 2**26, 0.1
 """Bytes of the first and of the largest probe. Once a probe takes `LONG` seconds, no larger one is
@@ -178,3 +183,47 @@ def slow_host(speeds: Tensor) -> str:
         f"; the network of rank {int(rates.argmin())} is {factor:.2g} times slower than "
         "the median rank's, and the others wait for it"
     )
+
+
+class BufferWatch:
+    """Notes the buffers of ``model`` that rounds average, or with ``every`` all of them, to find
+    out which of them training changes."""
+
+    def __init__(self, model: nn.Module, *, every: bool = False) -> None:
+        self._model, self._every = model, every
+        self._before = self._digests()
+
+    def _named(self) -> dict[str, Tensor]:
+        if not self._every:
+            return module_buffers(self._model)[0]
+        return {name: local(b) for name, b in self._model.named_buffers()}
+
+    def _digests(self) -> dict[str, int]:
+        return {name: digest(parts(b).values()) for name, b in self._named().items()}
+
+    def sizes(self) -> tuple[tuple[int, ...], int]:
+        """The bytes of each buffer, and of those together that have changed."""
+        sizes = {
+            name: sum(part.numel() * part.element_size() for part in parts(b).values())
+            for name, b in self._named().items()
+        }
+        now = self._digests()
+        changed = sum(size for name, size in sizes.items() if now[name] != self._before.get(name))
+        return tuple(sizes.values()), changed
+
+
+def shapes_of(session: Session) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """The shapes of x, and the bytes of one element, averaged over the elements."""
+    params = [local(p) for p in session.params()]
+    return tuple(tuple(p.shape) for p in params), itemsize_of(params)
+
+
+def traffic(session: Session) -> tuple[float, float]:
+    """Bytes sent so far, and the seconds spent in collectives."""
+    calls = list(session.ledger.by_call.values())
+    return float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)
+
+
+def usage(session: Session) -> Usage:
+    """What messages have used of the processors so far beside this thread, and this thread."""
+    return Usage.now(traffic(session)[0], session.comm.processor_seconds)

@@ -7,8 +7,7 @@ from laconic.algorithms.exchanges.leader import Leader
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.exchanges.mean import Mean, ShardedMean
 from laconic.algorithms.exchanges.push import Push
-from laconic.algorithms.exchanges.quorum import CodedQuorumMean, QuorumMean, RadialQuorumMean
-from laconic.algorithms.exchanges.radial import RadialMean
+from laconic.algorithms.exchanges.quorum import CodedQuorumMean, QuorumMean
 
 __all__ = [
     "Alone",
@@ -22,8 +21,6 @@ __all__ = [
     "Mean",
     "Push",
     "QuorumMean",
-    "RadialMean",
-    "RadialQuorumMean",
     "ReplicatedMean",
     "ShardedMean",
     "coded",

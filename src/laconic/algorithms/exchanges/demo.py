@@ -66,7 +66,6 @@ class FastComponents(Exchange):
     agrees = True
     averages = True
     whole = True
-    for_gradients = True
     slots: ClassVar[dict[str, Slot]] = {"momentum": "pooled"}
 
     def __post_init__(self) -> None:

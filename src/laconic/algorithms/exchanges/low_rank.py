@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.algorithms.exchange import Arrival, Collect, Combine, Exchange
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.exchanges.coded import CodedMean
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.update import Clock, Slot, State
@@ -82,7 +82,6 @@ class LowRank(Exchange):
     agrees = True
     averages = True
     whole = True
-    for_gradients = True
     slots: ClassVar[dict[str, Slot]] = {"residual": "pooled", "basis": "everywhere"}
 
     def __post_init__(self) -> None:
@@ -168,7 +167,7 @@ class LowRank(Exchange):
         if not bool(mean.isfinite().all()):
             raise NotFiniteError("some ranks had NaN, infinite, or too large values to send")
         if state:
-            if isinstance(exchange, Collect):
+            if exchange.collect is not None:
                 exchange.collect(state, owned, n)
             padded -= state["residual"]
         sizes = [t.numel() for t in tensors]

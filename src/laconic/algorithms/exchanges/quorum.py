@@ -18,7 +18,6 @@ from laconic.algorithms.exchanges.coding import (
     generator_for,
     nonfinite_rows,
 )
-from laconic.algorithms.exchanges.radial import normalize, stretch
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.codecs import CODECS, Codec, Int8
 from laconic.codecs.codec import check_repr
@@ -29,17 +28,14 @@ from laconic.links.quorum.port import Result
 from laconic.tensors import mean_in_rank_order, state_dtype
 
 Pace = Literal["equal", "own"]
-Weigh = Literal["alike", "steps"]
 
 
 class Contribution(NamedTuple):
-    """What one worker delivers: its ``message``, which is its x or the code of its change; the
-    result from which x started, ``base``, or None if that is the result of the previous round; and
-    the number of ``steps`` from base to x."""
+    """What one worker delivers: its ``message``, which is its x or the code of its change, and the
+    result from which x started, ``base``, or None if that is the result of the previous round."""
 
     message: Tensor
     base: Tensor | None
-    steps: int
 
 
 @dataclass(frozen=True)
@@ -52,14 +48,11 @@ class QuorumMean(Exchange):
     from which worker i started, and ``y_i = a - (b_i - x_i)``, so that ``y_i = x_i`` for a worker
     that is not late. The mean over the set M of workers that have arrived, out of n, is::
 
-        weigh="alike":  a - sum over M of (a - y_i) / n
-        weigh="steps":  sum over M of (s_i * y_i) / sum over M of s_i
+        a - sum over M of (a - y_i) / n
 
-    With ``"alike"``, a step has the same weight in whichever round it is delivered (Liu et al.
-    2024, arXiv 2401.09135, Algorithm 3). If all workers have arrived, the result is the plain mean,
-    bit for bit. ``"steps"`` is the weight of Decoupled DiLoCo (Douillard et al. 2026, arXiv
-    2604.21428), ``tokens**2 / steps`` divided by its sum, for workers whose steps have equally many
-    tokens. ``s_i`` is the number of steps.
+    A step has the same weight in whichever round it is delivered (Liu et al. 2024, arXiv
+    2401.09135, Algorithm 3). If all workers have arrived, the result is the plain mean, bit for
+    bit.
 
     ``pace="own"``: each worker takes as many steps as it can while the fastest worker takes those
     of the period (dynamic local updates). ``anchored=False``: for an update without an anchor, such
@@ -72,7 +65,6 @@ class QuorumMean(Exchange):
     workers: int | None = None
     grace: float = 0.0
     pace: Pace = "equal"
-    weigh: Weigh = "alike"
     anchored: bool = True
 
     slots: ClassVar[dict[str, Slot]] = {"base": "private"}
@@ -85,7 +77,6 @@ class QuorumMean(Exchange):
             check_int("quorum", self.workers, 1)
         check_float("grace", self.grace, 0.0)
         check_choice("pace", self.pace, get_args(Pace))
-        check_choice("weigh", self.weigh, get_args(Weigh))
 
     def owners(self, n: int) -> int | None:
         return 1
@@ -104,7 +95,7 @@ class QuorumMean(Exchange):
         return {"base": x}
 
     def rebase(self, x: Tensor, state: State) -> None:
-        """See `Rebase`."""
+        """See `Exchange.rebase`."""
         state["base"].copy_(x)
 
     async def run(
@@ -114,7 +105,7 @@ class QuorumMean(Exchange):
 
     def unanchored(self) -> QuorumMean:
         """The mean in the same rounds for an update without an anchor."""
-        return QuorumMean(self.workers, self.grace, self.pace, self.weigh, anchored=False)
+        return QuorumMean(self.workers, self.grace, self.pace, anchored=False)
 
     # -- on a worker ----
 
@@ -157,76 +148,21 @@ class QuorumMean(Exchange):
     def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
         """The mean of ``arrived``, in rank order, out of ``n`` workers; in at least float32.
         ``anchor`` is a, None if not `anchored`."""
-        ys = _since(arrived, anchor)
-        weights = self.weights([c.steps for c in arrived])
-        if weights is not None:
-            return _weighted(ys, weights)
-        mean = mean_in_rank_order(ys)
-        if self.weigh == "alike" and anchor is not None and len(arrived) < n:
+        mean = mean_in_rank_order(_since(arrived, anchor))
+        if anchor is not None and len(arrived) < n:
             mean = anchor - (anchor - mean) * (len(arrived) / n)
         return mean
-
-    def weights(self, steps: Sequence[int]) -> list[float] | None:
-        """The weights of contributions of so many ``steps``; None: they all weigh the same."""
-        if self.weigh == "steps" and len({*steps}) > 1:
-            return [s / sum(steps) for s in steps]
-        return None
 
 
 def _since(arrived: Sequence[Contribution], anchor: Tensor | None) -> list[Tensor]:
     """y_i of every contribution: its x, as if it had started from the ``anchor``."""
     dtype, ys = state_dtype(arrived[0].message.dtype), []
-    for message, base, _ in arrived:
+    for message, base in arrived:
         y = message.to(dtype)
         if base is not None and anchor is not None:
             y = anchor - (base.to(dtype) - y)
         ys.append(y)
     return ys
-
-
-def _weighted(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    total = torch.zeros_like(tensors[0])
-    for t, weight in zip(tensors, weights, strict=True):
-        total.add_(t, alpha=weight)
-    return total
-
-
-@dataclass(frozen=True)
-class RadialQuorumMean(QuorumMean):
-    """The radial-directional average (`RadialMean`) of the workers that have arrived::
-
-        d_i = a - y_i ;  l_i = ||d_i|| ;  u_i = d_i / l_i        for each tensor by itself
-        u = mean(u_i) ;  D = mean(l_i) * u / ||u|| ;  the result is a - D
-
-    Both means are over M, and have the weights of `QuorumMean`; with ``"alike"``, D is multiplied
-    by the fraction of the workers that have arrived. Decoupled DiLoCo, Douillard et al. 2026, arXiv
-    2604.21428.
-    """
-
-    shapes: tuple[torch.Size, ...] = ()
-    """Shapes of the tensors in a message."""
-
-    whole = True
-
-    def shaped(self, shapes: Sequence[torch.Size]) -> Exchange:
-        return replace(self, shapes=tuple(shapes))
-
-    def failed(self, message: Tensor) -> bool:
-        return not bool(message.isfinite().all())
-
-    def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
-        assert anchor is not None, "directions are those of changes since the anchor"
-        changes = [anchor - y for y in _since(arrived, anchor)]
-        lengths = [normalize(d, self.shapes) for d in changes]
-        if not all(bool(each.isfinite().all()) for each in lengths):
-            raise NotFiniteError("some ranks had values to send that are too large")
-        weights = self.weights([c.steps for c in arrived])
-        if weights is None:
-            weights = [1 / len(arrived)] * len(arrived)
-        mean = _weighted(changes, weights)
-        fraction = len(arrived) / n if self.weigh == "alike" else 1.0
-        stretch(mean, self.shapes, _weighted(lengths, weights) * fraction)
-        return torch.sub(anchor, mean, out=mean)
 
 
 @dataclass(frozen=True)
@@ -321,8 +257,8 @@ class CodedQuorumMean(QuorumMean):
     def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
         assert anchor is not None, "codes are of changes since the anchor"
         ys = []
-        for code, _, steps in arrived:
+        for code, _ in arrived:
             y = anchor.clone()
             add_decoded(self.codec, code, y)
-            ys.append(Contribution(y, None, steps))
+            ys.append(Contribution(y, None))
         return super().mean(ys, anchor, n)

@@ -1,10 +1,8 @@
 """The mathematics of rounds: one update per file, with the formula on the first line."""
 
-from laconic.algorithms.updates.anchored_average import AnchoredAverage
 from laconic.algorithms.updates.average import Average, Replace, RoundedAverage
 from laconic.algorithms.updates.delayed_nesterov import DelayedNesterov
-from laconic.algorithms.updates.eager import Eager
-from laconic.algorithms.updates.elastic import Downpour, Elastic
+from laconic.algorithms.updates.elastic import Elastic
 from laconic.algorithms.updates.leader_pull import LeaderPull
 from laconic.algorithms.updates.mix import Mix
 from laconic.algorithms.updates.muon_step import MuonStep
@@ -15,11 +13,8 @@ from laconic.algorithms.updates.sign import Sign
 from laconic.algorithms.updates.slow_momentum import SlowMomentum, momentum_for
 
 __all__ = [
-    "AnchoredAverage",
     "Average",
     "DelayedNesterov",
-    "Downpour",
-    "Eager",
     "Elastic",
     "LeaderPull",
     "Mix",

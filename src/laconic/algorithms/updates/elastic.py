@@ -1,7 +1,6 @@
 """x <- x - (beta/n)*(x - a) ;  a <- (1-beta)*a + beta*mean(x before)
 
-EASGD: Zhang, Choromanska, LeCun, NeurIPS 2015, arXiv 1412.6651, equations 5 and 6. DOWNPOUR: as
-in section 5 of the same paper.
+EASGD: Zhang, Choromanska, LeCun, NeurIPS 2015, arXiv 1412.6651, equations 5 and 6.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from laconic.algorithms.update import Clock, Slot, State, Update
-from laconic.algorithms.updates.anchored_average import AnchoredAverage
 
 
 @dataclass(frozen=True)
@@ -49,16 +47,3 @@ class Elastic(Update):
         x = x.lerp_(a.to(x.dtype), self.beta / clock.workers)  # x <- x - (beta/n)*(x - a)
         a.lerp_(received.to(a.dtype), self.beta)  # a <- (1-beta)*a + beta*mean(x)
         return x
-
-
-@dataclass(frozen=True)
-class Downpour(AnchoredAverage):
-    """``a <- a + sum(x_i - a) ;  x <- a``: a sum rather than a mean, as in DOWNPOUR.
-
-    Dean et al., NeurIPS 2012; Zhang et al. 2015, section 5. Has no parameters. ``a`` has the shape
-    and unit of x.
-    """
-
-    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
-        a = state["anchor"]
-        return a.lerp_(mean, clock.workers)  # a + n*(mean(x) - a)

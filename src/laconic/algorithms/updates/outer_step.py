@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from laconic.algorithms.update import Clock, Slot, State, Update
 
 OuterFactory = Callable[[list[Tensor]], Optimizer]
-Merge = Literal["mix", "average", "loscar"]
+Merge = Literal["mix", "loscar"]
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,8 @@ class OuterStep(Update):
     With a delay, the step is computed from y. Because x has moved on since, ``merge`` selects how
     x and the new anchor are combined::
 
-        "mix":      x <- mix*x + (1-mix)*a      (Streaming DiLoCo's alpha)
-        "average":  x <- (x + a)/2
-        "loscar":   x <- a + (x - y)            (keeps the local progress)
+        "mix":     x <- mix*x + (1-mix)*a      (Streaming DiLoCo's alpha)
+        "loscar":  x <- a + (x - y)            (keeps the local progress)
 
     With lr=1 and momentum=0, a is the mean of y and "loscar" is LOSCAR itself (arXiv 2605.20866).
     """
@@ -113,8 +112,7 @@ class OuterStep(Update):
         if self.merge == "loscar":
             assert sent is not None, 'merge="loscar" needs y in a delayed round'
             return x.sub_(sent).add_(received)
-        mix = 0.5 if self.merge == "average" else self.mix
-        return x.mul_(mix).add_(received, alpha=1 - mix)
+        return x.mul_(self.mix).add_(received, alpha=1 - self.mix)
 
 
 def _number_entries(entries: Mapping[Any, object]) -> dict[str, float]:

@@ -29,13 +29,12 @@ from laconic.lab.doctor.network_findings import (
     congestion_findings,
     connection_findings,
     connection_remedy,
-    loss_findings,
     ranks_text,
     rate_findings,
     security_findings,
     version_findings,
 )
-from laconic.lab.doctor.outlook import Task, outlook, outlook_findings
+from laconic.lab.doctor.outlook import outlook, outlook_findings
 from laconic.lab.doctor.probes import CONNECT_SECONDS, HostInfo, Listener, Pair, Rate, ping, reason
 from laconic.lab.doctor.probes import send as send_bulk
 from laconic.links.addresses import address_toward
@@ -100,13 +99,12 @@ def check_network(
     address: str | None = None,
     clock: Callable[[], float] = time.time,
     settings: Mapping[str, str] | None = None,
-    task: Task | None = None,
 ) -> NetworkReport:
     """Check the network together with the other hosts.
 
     Takes at most ``timeout`` seconds plus the time of the tests. Rank 0 also receives the other
-    hosts' ``host_findings``, and predicts the recipe for its ``task``; None is an example.
-    ``known`` (versions), ``address``, ``clock`` and ``settings`` override this host's.
+    hosts' ``host_findings``, and predicts a recipe. ``known`` (versions), ``address``, ``clock``
+    and ``settings`` override this host's.
     """
     report = NetworkReport()
     own = address_toward(rendezvous.host) or "127.0.0.1"
@@ -128,7 +126,7 @@ def check_network(
                 store = _store(rendezvous, end, timeout, report)
                 if store is not None:
                     _Session(
-                        rendezvous, me, host_findings, store, end, timeout, clock, task, report
+                        rendezvous, me, host_findings, store, end, timeout, clock, report
                     ).run()
         except (RuntimeError, OSError) as error:  # the store's host is gone
             text = f"the check was interrupted: {str(error).splitlines()[0]}"
@@ -227,7 +225,6 @@ class _Session:
     end: float
     timeout: float
     clock: Callable[[], float]
-    task: Task | None
     report: NetworkReport
 
     def run(self) -> None:
@@ -279,7 +276,7 @@ class _Session:
             self.report.problem(
                 f"{ranks_text(absent)} of {rendezvous.world} did not join within "
                 f"{self.timeout:g} s",
-                "run laconic doctor there too, with the same --master and --world; it then says "
+                "run laconic doctor there too, with the same --master and --hosts; it then says "
                 f"why it does not reach {rendezvous.host}:{rendezvous.port}",
             )
         return {r: HostInfo(**json.loads(store.get(f"host/{r}"))) for r in present}
@@ -335,7 +332,6 @@ class _Session:
         for findings in (
             connection_findings,
             rate_findings,
-            loss_findings,
             congestion_findings,
             clock_findings,
         ):
@@ -343,6 +339,5 @@ class _Session:
         report.findings += security_findings(report.hosts) + version_findings(report.hosts)
         rate, trip = report.rate, report.round_trip
         if rate and trip is not None:
-            task = self.task or Task()
-            report.outlook = outlook(self.rendezvous.world, rate, trip, task)
-            report.findings += outlook_findings(report.outlook, self.task is not None)
+            report.outlook = outlook(self.rendezvous.world, rate, trip)
+            report.findings += outlook_findings(report.outlook)

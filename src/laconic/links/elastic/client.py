@@ -14,10 +14,10 @@ from typing import Any
 
 from laconic.errors import LinkError
 from laconic.links import handshake, job_secret, secured, tls
-from laconic.links.addresses import connect
 from laconic.links.elastic.coordinator import KEY, MOST_LINE, PURPOSE, secret_of_callers
 from laconic.links.elastic.leases import Beat, Need
 from laconic.links.elastic.view import Member, View
+from laconic.links.talks import UnreachableError, converse
 from laconic.links.texts import clean
 
 log = logging.getLogger("laconic")
@@ -55,7 +55,9 @@ class Client:
         self, host: str, port: int, job: str, member: Member, about: str, need: Need
     ) -> None:
         self.at = f"{host}:{port}"
-        self._host, self._port = host, port
+        self.host, self.port = host, port
+        self.embedded = False
+        """Whether the coordinator was inside a worker."""
         self._said = {
             "job": job,
             "member": member,
@@ -96,10 +98,10 @@ class Client:
             self._stream = None
             raise
         match answer:
-            case {"salt": str(salt), "number": int(number)}:
+            case {"salt": str(salt), "number": int(number), "embedded": bool(embedded)}:
                 if self._salt and salt != self._salt:
                     raise OtherRunError("another run has begun")
-                self._salt, self.number = salt, number
+                self._salt, self.number, self.embedded = salt, number, embedded
                 return ""
             case {"refused": str(), "about": str(about)} if about:
                 self.close()
@@ -113,25 +115,17 @@ class Client:
     def _open(self) -> secured.Stream:
         """A connection, after the handshake."""
         try:
-            plain = connect(self._host, self._port, CALL_SECONDS)
-        except OSError as error:
+            return converse(self.host, self.port, self._exchange, CALL_SECONDS)
+        except UnreachableError as error:
             raise CoordinatorError(
-                f"no coordinator answers at {self.at}: start one by `laconic coordinator --port "
-                f"{self._port}` on that host, or correct the address ({_reason(error)})"
+                f"no coordinator answers at {self.at}: start one by `laconic coordinator "
+                f"--address {self.at}` on that host, or correct the address ({_reason(error)})"
             ) from error
-        try:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream = secured.secure(plain, server=False, seconds=CALL_SECONDS)
-        except OSError as error:
-            plain.close()
-            raise self._untrusted(error) from error
-        try:
-            exchange = handshake.call(self._secret, PURPOSE, KEY, 0, b"")
-            secured.converse(stream, exchange, CALL_SECONDS)
         except (OSError, handshake.RefusedError) as error:
-            stream.close()
             raise self._untrusted(error) from error
-        return stream
+
+    def _exchange(self) -> handshake.Exchange:
+        return handshake.call(self._secret, PURPOSE, KEY, 0, b"")
 
     def _untrusted(self, error: Exception) -> CoordinatorError:
         """What the failure of a handshake means."""
@@ -143,7 +137,7 @@ class Client:
                 f"{who} has another secret in {job_secret.VARIABLE} than this worker, or is "
                 "another program: give both the same file, or none"
             )
-        if self._contexts is None and speaks_tls(self._host, self._port):
+        if self._contexts is None and speaks_tls(self.host, self.port):
             return UntrustedError(
                 f"{who} uses TLS, and this worker does not: set the variables that `laconic keys` "
                 "prints"
@@ -172,10 +166,10 @@ class Client:
 
     def _is_plain(self) -> bool:
         """Whether a coordinator without TLS listens there."""
-        exchange = handshake.call(self._secret, PURPOSE, KEY, 0, b"")
-        out, wanted = next(exchange)
+        out, wanted = next(self._exchange())
+        at = self.host, self.port
         try:
-            with connect(self._host, self._port, LOOK_SECONDS) as connection:
+            with socket.create_connection(at, LOOK_SECONDS) as connection:
                 connection.sendall(out)
                 return len(connection.recv(wanted)) == wanted
         except OSError:

@@ -4,7 +4,8 @@ A worker keeps one connection to it. After the handshake of `laconic.links.hands
 the job uses it) both send lines of JSON:
 
     worker -> coordinator   the job, the worker, what it is about (`Job.join`), once
-    coordinator -> worker   the run's salt, and the worker's number; or why it is refused
+    coordinator -> worker   the run's salt, the worker's number, and whether the coordinator is
+                            inside a worker; or why it is refused
     worker -> coordinator   a `Beat`, whenever something has changed, and every second
     coordinator -> worker   the latest view, and every later one; how many have come, or are left;
                             and an empty answer to each beat
@@ -28,10 +29,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from laconic.links import forks, handshake, job_secret, tls
+from laconic.links import handshake, job_secret, tls
+from laconic.links.addresses import listening
 from laconic.links.elastic.leases import Beat, Job, Need, RefusedError
 from laconic.links.elastic.view import NONCE_BITS, View, unpack_member
-from laconic.links.sockets import watch
 from laconic.links.strangers import (
     AT_ONCE,
     MOST_STRANGERS,
@@ -118,14 +119,16 @@ class _Client:
 
 class Coordinator:
     """A coordinator at ``host`` and ``port``, in a thread of its own, until `close`; with TLS if
-    the variables of `laconic.links.tls` say so. Raises `OSError` where the port is taken, and
-    ``ValueError`` where the settings are wrong."""
+    the variables of `laconic.links.tls` say so. ``embedded``: in a worker's process, with which
+    it ends. Raises `OSError` where the port is taken, and ``ValueError`` where the settings are
+    wrong."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, embedded: bool = False) -> None:
+        self._embedded = embedded
         contexts = tls.contexts()
         self._context = None if contexts is None else contexts.server
         self._secret = secret_of_callers()
-        self._listening = _listen(host, port)
+        self._servers = _listen(host, port)
         self._begun = time.monotonic()
         self._nonce = secrets.randbits(NONCE_BITS)
         self._jobs: dict[str, Job] = {}
@@ -149,19 +152,19 @@ class Coordinator:
         try:
             self._loop.run_until_complete(self._serve())
         finally:
-            for listening in self._listening:
-                listening.close()
+            for server in self._servers:
+                server.close()
             self._loop.close()
 
     async def _serve(self) -> None:
-        for listening in self._listening:
-            self._loop.add_reader(listening, self._accept, listening)
+        for server in self._servers:
+            self._loop.add_reader(server, self._accept, server)
         while not self._ended.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), TICK)
             self._decide()
-        for listening in self._listening:
-            self._loop.remove_reader(listening)
+        for server in self._servers:
+            self._loop.remove_reader(server)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -182,13 +185,13 @@ class Coordinator:
 
     # -- callers ----
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept(self, server: socket.socket) -> None:
         for _ in range(AT_ONCE):
             try:
-                found = accepted(listening)
+                found = accepted(server)
             except OSError:  # no file descriptors are left
-                self._loop.remove_reader(listening)
-                again = partial(self._loop.add_reader, listening, self._accept, listening)
+                self._loop.remove_reader(server)
+                again = partial(self._loop.add_reader, server, self._accept, server)
                 self._loop.call_later(PAUSE, again)
                 return
             if found is None:
@@ -303,28 +306,22 @@ class Coordinator:
         if before is not None:
             before.abort()
         client = self._clients[name, id] = _Client(writer, job, (name, id), known)
-        client.send({"salt": job.salt, "number": worker.number})
+        welcome = {"salt": job.salt, "number": worker.number, "embedded": self._embedded}
+        client.send(welcome)
         self._decide()
         return client
 
 
 def _listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen at all addresses of ``host``; "::" stands for those of IPv4, too."""
-    found, error = list[socket.socket](), None
-    both = host == "::" and socket.has_dualstack_ipv6()
-    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    """Sockets that listen at all addresses of ``host``."""
+    found, error = list[socket.socket](), OSError(f"{host} has no address")
+    for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         try:
-            with forks.guard:
-                listening = socket.create_server(
-                    address[:2], family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both
-                )
-                forks.close_in_child(listening)
+            found.append(listening(str(address[0]), port))
         except OSError as failed:  # such as the IPv6 address of "localhost" on a host without it
-            error = error or failed
-            continue
-        watch(listening)
-        listening.setblocking(False)
-        found.append(listening)
+            error = failed
     if not found:
-        raise error or OSError(f"{host} has no address")
+        raise error
+    for server in found:
+        server.setblocking(False)
     return found

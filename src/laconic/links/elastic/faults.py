@@ -34,15 +34,19 @@ class Plan(Protocol):
 
     def missing(self, worker: int, serial: int) -> Sequence[int]:
         """Those whose messages this worker has not received in that unit."""
+        return ()
 
     def leaves(self, worker: int) -> int | None:
         """After which step it leaves by itself, and hands over what only it holds; None: never."""
+        return None
 
     def bequests(self, worker: int, step: int) -> Sequence[int]:
         """Those whose bequests this worker takes over after ``step``."""
+        return ()
 
     def deals(self, worker: int) -> list[Any] | None:
         """The recorded deals of samples; None: they are dealt when workers come and go."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Recording:
             file.write(json.dumps(event) + "\n")
 
 
-class Trace:
+class Trace(Plan):
     """What the workers of an elastic run have recorded in a directory (``Elastic(trace=)``): who
     took part in what.
 
@@ -168,7 +172,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Faults:
+class Faults(Plan):
     """A plan for `laconic.simulate`, in steps.
 
     Args:
@@ -267,17 +271,3 @@ class Faults:
     def present(self, serial: int, call: Call) -> list[int]:
         """See `Plan.present`."""
         return self._alive(call.step)
-
-    def missing(self, worker: int, serial: int) -> Sequence[int]:
-        """See `Plan.missing`."""
-        return ()
-
-    def leaves(self, worker: int) -> None:
-        """See `Plan.leaves`."""
-
-    def bequests(self, worker: int, step: int) -> Sequence[int]:
-        """See `Plan.bequests`."""
-        return ()
-
-    def deals(self, worker: int) -> None:
-        """See `Plan.deals`."""

@@ -29,7 +29,7 @@ from laconic.links.elastic.replay import Replay, like
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
 from laconic.links.health import shown
-from laconic.links.link import Parts, Sent
+from laconic.links.link import Parts, Quiet, Sent
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
@@ -40,16 +40,14 @@ EXIT_SECONDS = 5.0
 """How long a process that ends waits for its threads."""
 
 
-class ElasticLink:
+class ElasticLink(Quiet):
     """The link of one worker to the others of its run. A newcomer's is a `Replay` until it has
     caught up.
 
     ``wake(task)`` has the communication thread run ``task`` soon. ``settings(call)``: what a
     newcomer needs for the step that begins with ``call``, see `Relay.finish`; set by the engine.
+    A thread of its own looks after the other workers.
     """
-
-    queues = False
-    overlapping = None  # a unit is a few collectives, one after the other
 
     def __init__(
         self,
@@ -215,12 +213,6 @@ class ElasticLink:
 
     def sent(self) -> Mapping[int, Sent]:
         return {} if self.rendezvous.link is None else self.rendezvous.link.sent()
-
-    def check(self) -> None:
-        """Do nothing: a thread of its own looks after the other workers."""
-
-    def check_peers(self) -> None:
-        """Do nothing: a thread of its own looks after the other workers."""
 
     def leave(self, broken: bool) -> None:
         record = self.members.record

@@ -25,6 +25,7 @@ from laconic.links.elastic.client import (
     OtherRunError,
     RemovedError,
 )
+from laconic.links.elastic.embedded import serve
 from laconic.links.elastic.leases import Beat
 from laconic.links.elastic.signs import Signs
 from laconic.links.elastic.view import Member, View
@@ -324,7 +325,8 @@ class Members:
                     log.warning("%s; training goes on with the workers of now", error)
                 self.coordinator_lost = str(error)
                 self.client.close()
-                time.sleep(RETRY_SECONDS)
+                if not (self.client.embedded and serve(self.client.host, self.client.port)):
+                    time.sleep(RETRY_SECONDS)
         self.client.over("has ended")  # it may have connected again meanwhile
         self.client.close()
 

@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import TypeVar
 
+from laconic.links import handshake, secured
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.members import Members
-from laconic.links.elastic.relay import Relay, RelayError, Service, bequeath, call_donor
+from laconic.links.elastic.relay import (
+    BEQUEST,
+    HANDSHAKE_SECONDS,
+    LOOK_SECONDS,
+    PIECE,
+    PURPOSE,
+    READY,
+    Relay,
+    RelayError,
+    Stream,
+    bequeath,
+    call_donor,
+)
 from laconic.links.elastic.relay_frames import Bequest
+from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
+from laconic.links.elastic.view import View
+from laconic.links.talks import Talk, Talks
 
+T = TypeVar("T")
 log = logging.getLogger("laconic")
+
+_NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not on Windows
 
 
 class Reception:
-    """Where newcomers call this worker, at the socket ``service``; and where it calls, if it is a
-    newcomer itself. ``units``: see `laconic.links.elastic.turns.Turns`."""
+    """Where newcomers call this worker, at the socket ``server``, answered by a thread of its own;
+    and where it calls, if it is a newcomer itself. ``units``: see
+    `laconic.links.elastic.turns.Turns`."""
 
-    def __init__(self, members: Members, service: socket.socket, units: Units) -> None:
-        self._members, self._service, self._units = members, service, units
-        self._answering: Service | None = None
+    def __init__(self, members: Members, server: socket.socket, units: Units) -> None:
+        self._members, self._server, self._units = members, server, units
         self._feed: Feed | None = None
         self._waiting: SimpleQueue[Relay] = SimpleQueue()
         self._bequests: SimpleQueue[tuple[str, Bequest]] = SimpleQueue()
+        self._closed = False
+        self._thread: threading.Thread | None = None
 
     def open(self) -> None:
         """Answer newcomers from now on."""
-        members = self._members
-        service = Service(self._service, members.secret, members.add, self._units)
-        self._answering = service
-        self._waiting, self._bequests = service.waiting, service.bequests
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="laconic-service")
+        self._thread.start()
 
     def callers(self, step: int) -> list[Relay]:
         """The newcomers that have called, and get the state after ``step`` steps."""
-        found = []
-        while not self._waiting.empty():
-            found.append(self._waiting.get())
-        return found
+        return _taken(self._waiting)
 
     def leaves(self, step: int) -> bool:
         """Whether this worker is to leave after ``step`` by a plan."""
@@ -47,10 +66,7 @@ class Reception:
 
     def bequests(self, step: int) -> list[tuple[str, Bequest]]:
         """What workers have sent that left, with their ids, to be taken over after ``step``."""
-        found = []
-        while not self._bequests.empty():
-            found.append(self._bequests.get())
-        return found
+        return _taken(self._bequests)
 
     def bequeath(self, bequest: Bequest, heirs: Sequence[str], step: int) -> None:
         """Send ``bequest`` to the first of the ``heirs`` that takes it. This worker has left after
@@ -82,13 +98,70 @@ class Reception:
         """Answer nobody from now on, and ask nobody."""
         if self._feed is not None:
             self._feed.close()
-        if self._answering is None:
-            self._service.close()
-        else:
-            self._answering.close()
+        self._closed = True
+        if self._thread is None:
+            self._server.close()
+            return
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, on most systems
+        self._thread.join()
 
     def end(self, until: float) -> None:
         """As `close`, and wait until the time ``until`` for the thread of a donor's frames."""
         self.close()
         if self._feed is not None:
             self._feed.join(until)
+
+    # -- who calls ----
+
+    def _serve(self) -> None:
+        talks = Talks()
+        talks.serve(self._server, self._exchange, HANDSHAKE_SECONDS, self._answered)
+        while not self._closed:
+            talks.turn(LOOK_SECONDS)
+        talks.close()
+        self._server.close()
+
+    def _exchange(self) -> handshake.Exchange:
+        return handshake.answer(PURPOSE, lambda key: self._members.secret, self._welcome)
+
+    def _welcome(self, hello: handshake.Hello, text: bytes) -> bytes:
+        try:
+            View.unpack(text.decode())
+        except ValueError as error:
+            raise handshake.RefusedError(str(error)) from None
+        return b""
+
+    def _answered(self, talk: Talk, error: Exception | None) -> None:
+        if error is not None:
+            return
+        talk.kept = True
+        stream = Stream(secured.waiting(talk.connection))
+        hello = View.unpack(talk.result[handshake.HELLO_BYTES :].decode())
+        if hello.why == BEQUEST:
+            at = hello.members[0].id, stream
+            threading.Thread(target=self._inherit, args=at, daemon=True).start()
+            return
+        if _NOT_SENT is not None:  # else the kernel takes in MiB, and sends them beside a round
+            with contextlib.suppress(OSError):  # it has ended already
+                talk.connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, PIECE)
+        turns = Turns(self._units)
+        self._waiting.put(Relay(hello.members[0], stream, self._members.add, turns))
+
+    def _inherit(self, id: str, stream: Stream) -> None:
+        try:
+            frame = stream.receive()
+            if isinstance(frame, Bequest):
+                self._bequests.put((id, frame))
+                stream.say(READY)
+        except RelayError as error:
+            log.info("what %s held was not taken over: %s", id, error)
+        finally:
+            stream.close()
+
+
+def _taken(waiting: SimpleQueue[T]) -> list[T]:
+    found = []
+    while not waiting.empty():
+        found.append(waiting.get())
+    return found

@@ -13,12 +13,12 @@ import io
 import logging
 import queue
 import socket
-import ssl
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links import forks, handshake, secured
-from laconic.links.addresses import Address, connect
+from laconic.links.addresses import Address
 from laconic.links.calls import Call
 from laconic.links.elastic.relay_frames import (
     KINDS,
@@ -40,7 +40,7 @@ from laconic.links.elastic.relay_frames import (
 from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
-from laconic.links.talks import Talk, Talks
+from laconic.links.talks import converse
 
 log = logging.getLogger("laconic")
 
@@ -50,7 +50,7 @@ BEQUEST = "bequest"
 KEY = bytes(handshake.KEY_BYTES)
 HANDSHAKE_SECONDS = 5.0
 LOOK_SECONDS = 1.0
-"""How often a service looks whether it was closed, where nothing wakes its thread."""
+"""How often a thread looks whether it is over, where nothing wakes it."""
 MOST_WAITING = 2**26
 """How many bytes more than two snapshots may wait to be sent to a newcomer."""
 MOST_AT_ONCE = 2**24
@@ -63,7 +63,6 @@ CHANGED = "the message was changed in transit: its checksum is wrong"
 READY, STATE = b"ready", b"state"
 PIECE = 2**16
 """How many bytes are sent at a time, and how many more the kernel accepts before it sends them."""
-_NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not on Windows
 
 
 class RelayError(RuntimeError):
@@ -171,20 +170,12 @@ def bequeath(heir: Member, secret: bytes, me: Member, bequest: Bequest) -> None:
 
 
 def _call(worker: Member, secret: bytes, hello: View) -> Stream:
-    address = Address.parse(worker.service)
+    host, port, _ = Address.parse(worker.service)
+    exchange = partial(handshake.call, secret, PURPOSE, KEY, 0, hello.pack().encode())
     try:
-        plain = connect(address.host, address.port, HANDSHAKE_SECONDS)
-        connection = secured.secure(plain, server=False, seconds=HANDSHAKE_SECONDS)
-        stream = Stream(connection)
-    except OSError as error:
-        raise RelayError(str(error)) from error
-    try:
-        exchange = handshake.call(secret, PURPOSE, KEY, 0, hello.pack().encode())
-        secured.converse(connection, exchange, HANDSHAKE_SECONDS)
+        return Stream(converse(host, port, exchange, HANDSHAKE_SECONDS))
     except (OSError, handshake.RefusedError) as error:
-        stream.close()
         raise RelayError(str(error)) from error
-    return stream
 
 
 class Relay:
@@ -308,83 +299,6 @@ def send_record(relays: Sequence[Relay], units: Units) -> list[Relay]:
     for relay in left:
         relay.put(record)
     return left
-
-
-class Service:
-    """Accepts newcomers that know the ``secret``, from a thread of its own, for a worker that does
-    ``units``. ``waiting``: those that wait for a snapshot. ``bequests``: what workers have sent
-    that left, with their ids. `close` closes ``server`` too."""
-
-    def __init__(
-        self,
-        server: socket.socket,
-        secret: bytes,
-        ready: Callable[[Member], None],
-        units: Units,
-    ) -> None:
-        self.waiting: queue.SimpleQueue[Relay] = queue.SimpleQueue()
-        self.bequests: queue.SimpleQueue[tuple[str, Bequest]] = queue.SimpleQueue()
-        self._server, self._secret, self._ready = server, secret, ready
-        self._units = units
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="laconic-service")
-        self._thread.start()
-
-    def _serve(self) -> None:
-        talks = Talks()
-        talks.serve(self._server, self._exchange, HANDSHAKE_SECONDS, self._answered)
-        while not self._closed:
-            talks.turn(LOOK_SECONDS)
-        talks.close()
-        self._server.close()
-
-    def close(self) -> None:
-        """Answer nobody from now on."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, on most systems
-        self._thread.join()
-
-    def _exchange(self) -> handshake.Exchange:
-        return handshake.answer(PURPOSE, lambda key: self._secret, self._welcome)
-
-    def _welcome(self, hello: handshake.Hello, text: bytes) -> bytes:
-        try:
-            View.unpack(text.decode())
-        except ValueError as error:
-            raise handshake.RefusedError(str(error)) from None
-        return b""
-
-    def _answered(self, talk: Talk, error: Exception | None) -> None:
-        if error is not None:
-            return
-        talk.kept = True
-        connection = talk.connection
-        connection.settimeout(None)
-        if isinstance(connection, ssl.SSLSocket):
-            stream = Stream(secured.SharedSocket(connection))
-        else:
-            stream = Stream(connection)
-        hello = View.unpack(talk.result[handshake.HELLO_BYTES :].decode())
-        if hello.why == BEQUEST:
-            at = hello.members[0].id, stream
-            threading.Thread(target=self._inherit, args=at, daemon=True).start()
-            return
-        if _NOT_SENT is not None:  # else the kernel takes in MiB, and sends them beside a round
-            with contextlib.suppress(OSError):  # it has ended already
-                connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, PIECE)
-        self.waiting.put(Relay(hello.members[0], stream, self._ready, Turns(self._units)))
-
-    def _inherit(self, id: str, stream: Stream) -> None:
-        try:
-            frame = stream.receive()
-            if isinstance(frame, Bequest):
-                self.bequests.put((id, frame))
-                stream.say(READY)
-        except RelayError as error:
-            log.info("what %s held was not taken over: %s", id, error)
-        finally:
-            stream.close()
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from laconic.errors import LinkError
-from laconic.links.addresses import Address, address_of, address_toward, listen, own_address
+from laconic.links.addresses import Address, listen, own_address
 from laconic.links.elastic.client import (
     RETRY_SECONDS,
     SAY_SECONDS,
@@ -22,6 +21,7 @@ from laconic.links.elastic.client import (
     UntrustedError,
 )
 from laconic.links.elastic.coordinator import parse_address
+from laconic.links.elastic.embedded import serve
 from laconic.links.elastic.leases import Need
 from laconic.links.elastic.link import ElasticLink, end_at_exit
 from laconic.links.elastic.members import BEAT, Members
@@ -57,7 +57,7 @@ def start(
     host, port = parse_address(address)
     while True:
         with ExitStack() as on_error:
-            own = _host_toward(host)
+            own = own_address(host)
             beacon = Beacon(own)
             on_error.callback(beacon.close)
             health = beacon.enroll()
@@ -137,7 +137,8 @@ def _not_found(members: Members, need: Need) -> LinkError:
 
 
 def _join(client: Client, wait: float) -> str:
-    """Join the job as soon as its coordinator answers; returns what else it is about, if so."""
+    """Join the job as soon as its coordinator answers, or serve its address, if that is this
+    host's. Returns what else the job is about, if so."""
     now = time.monotonic()
     until, say = now + wait, now + SAY_SECONDS
     while True:
@@ -146,6 +147,8 @@ def _join(client: Client, wait: float) -> str:
         except UntrustedError:
             raise
         except CoordinatorError as error:
+            if serve(client.host, client.port):
+                continue
             now = time.monotonic()
             if now >= until:
                 raise
@@ -170,14 +173,6 @@ def _different(said: str, about: dict[str, str], job: str, address: str) -> Exce
                 f"{own}: start the same program everywhere, or give this one another job="
             )
     return LinkError(f"what is at {clean(address)} is no coordinator of laconic's")
-
-
-def _host_toward(coordinator: str) -> str:
-    """This host's address for other workers: that of the interface which GLOO_SOCKET_IFNAME names,
-    else the one toward the coordinator."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
-    named = address_of(interface) if interface else None
-    return named or address_toward(coordinator) or own_address()
 
 
 def _listen(on_error: ExitStack, host: str) -> tuple[socket.socket, str]:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links.collectives import Collectives
 from laconic.links.quorum.port import (
     Announcement,
     Closing,
@@ -32,7 +31,7 @@ from laconic.links.quorum.port import (
 from laconic.links.quorum.syncer import Syncer
 from laconic.links.rendezvous import ADVICE
 from laconic.links.texts import clean
-from laconic.links.wire import LostError, Wire
+from laconic.links.wire import LostError, Transfer, Wire
 
 NEVER = 1e6
 """Seconds that rank 0 waits for a worker to arrive. A worker may take any time."""
@@ -51,44 +50,30 @@ Report = Callable[[str, Sequence[int]], NoReturn]
 """See `CallGuard.report`."""
 
 
-class _Guard:
-    """The call guard that a `Collectives` between two workers needs. ``other``: the world rank of
-    the other worker."""
-
-    size = 2
-    header = _HEADER
-
-    def __init__(self, rank: int, other: int) -> None:
-        self.rank, self._other = rank, other
-
-    @contextmanager
-    def blaming(self) -> Iterator[None]:
-        """A context for messages. If the connection is lost, raises a `LinkError` that names the
-        other worker."""
-        try:
-            yield
-        except LostError as error:
-            text = f"rank {self._other} is lost ({error}). {ADVICE}"
-            raise LinkError(text, ranks=[self._other]) from None
-
-
 class Line:
     """The connection to one other worker. Rank 0 is 0 on it, and the other worker 1."""
 
     def __init__(self, wire: Wire, place: int, other: int, timeout: float) -> None:
-        self._wire, self._place, self._other = wire, place, other
-        wire.timeout = timeout
-        self._collectives = Collectives(_Guard(place, other), wire)
+        self._wire, self._other, self._timeout = wire, other, timeout
+        self._there = 1 - place
 
     def send(self, *tensors: Tensor) -> None:
         """Send these tensors."""
         for tensor in tensors:
-            self._collectives.exchange({1 - self._place: tensor}, {})
+            self._move({self._there: tensor}, {})
 
     def receive(self, *tensors: Tensor) -> None:
         """Receive these tensors, of known length."""
         for tensor in tensors:
-            self._collectives.exchange({}, {1 - self._place: tensor})
+            self._move({}, {self._there: tensor})
+
+    def _move(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+        wire, at = self._wire, (_HEADER, self._timeout, self._wire.names)
+        try:
+            Transfer(wire.connections, sends, receives, *at).wait()
+        except LostError as error:
+            text = f"rank {self._other} is lost ({error}). {ADVICE}"
+            raise LinkError(text, ranks=[self._other]) from None
 
     def send_text(self, value: Any) -> None:
         """Send a ``value`` that JSON can represent."""
