@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ def curves(entries: Sequence[Entry]) -> dict[tuple[Network, str], Curve]:
 
 def reached(curve: Curve, loss: float) -> float:
     """The seconds after which the curve, straight between its points, is at ``loss``."""
-    for (s, a), (t, b) in zip(curve, curve[1:], strict=False):
+    for (s, a), (t, b) in pairwise(curve):
         if b <= loss <= a:
             return s + (t - s) * (a - loss) / (a - b) if a > b else s
     raise ValueError(f"no loss of {loss}")
