@@ -66,8 +66,8 @@ def _numbers(arguments: argparse.Namespace, form: str) -> str:
     latency = arguments.latency
     if latency is None:
         latency = LATENCY
-        note = "assuming a round trip of 1 ms, as in a local network: --latency sets it"
-        print(f"laconic: {note}", file=sys.stderr)
+        note = "laconic: assuming a round trip of 1 ms, as in a local network: --latency sets it"
+        print(note, file=sys.stderr)
     if arguments.loss and not latency:
         raise ValueError(
             "--loss has no effect with a --latency of 0: a packet that is lost arrives round trips "

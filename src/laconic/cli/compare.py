@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic import MODULE_OF
 from laconic.cli.options import BETWEEN, FREE, NETWORK, declare, impairments_of
 from laconic.cli.progress import Display
 from laconic.cli.streams import print_json
@@ -37,14 +36,11 @@ OPTIONS = (
 
 def add(parser: Any) -> None:
     """Add the description and the options of the command."""
-    recipes = ", ".join(sorted(n for n, where in MODULE_OF.items() if where.endswith("recipes")))
     parser.description = (
         "Train the same model under each recipe on hosts connected by a slow network, emulated on "
         "this machine, and show what each recipe costs and gains."
     )
-    parser.epilog = (
-        f"Recipes: {recipes}. Write them as in Python, such as 'slowmo(local_sgd(12), period=48)'."
-    )
+    parser.epilog = "Write recipes as in Python, such as 'slowmo(local_sgd(12), period=48)'."
     parser.add_argument(
         "recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(DEFAULT)}"
     )

@@ -34,9 +34,7 @@ def add(parser: Any) -> None:
         "Train a small model in several ways on four emulated hosts with 100 Mbit/s, and show in a "
         "picture and three sentences what each way costs and gains."
     )
-    parser.epilog = (
-        "laconic compare does the same with recipes, networks and models of your choice."
-    )
+    parser.epilog = "laconic compare does the same with your own recipes, networks and models."
     declare(parser.add_mutually_exclusive_group(), "--elastic --seconds", seconds="15")
     declare(parser, "--out", out="laconic-demo")
 

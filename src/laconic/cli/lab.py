@@ -151,8 +151,7 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
                 )
             )
             entry = new.entry(host)
-            log(f"{describe(network)}; join from other terminals with laconic lab --shell HOST")
-            log("Ctrl-D ends the lab")
+            log(f"{describe(network)}; join it with laconic lab --shell HOST; Ctrl-D ends it")
         return open_shell(entry, {**os.environ, **cluster.interface_variables("eth0")})
 
 

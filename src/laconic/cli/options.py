@@ -91,20 +91,14 @@ VOCABULARY = """
 """
 
 
-class Option(NamedTuple):
-    """What the help says about an option."""
-
-    value: str
-    help: str
-
-
-def _option(row: str) -> tuple[str, Option]:
+def _option(row: str) -> tuple[str, tuple[str, str]]:
     spec, _, about = row.partition("  ")
     name, _, value = spec.partition(" ")
-    return name, Option(value, about)
+    return name, (value, about)
 
 
 OPTIONS = dict(map(_option, filter(None, VOCABULARY.splitlines())))
+"""The name of the value and the help of each option."""
 
 
 def parse_host(text: str) -> int:

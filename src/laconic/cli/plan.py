@@ -126,8 +126,7 @@ def _described(arguments: argparse.Namespace) -> Cluster:
     from laconic.advisor.plan.cluster import Cluster, Failures, uniform
 
     known = {name: getattr(arguments, attribute(name)) for name in given(arguments, CLUSTER)}
-    required = ("--workers", "--bandwidth", "--params")
-    if missing := [name for name in required if name not in known]:
+    if missing := [n for n in ("--workers", "--bandwidth", "--params") if n not in known]:
         raise ValueError(
             f"plan also needs {', '.join(missing)}, or --cluster FILE; for example: {EXAMPLE}"
         )

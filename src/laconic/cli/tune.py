@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,13 +137,9 @@ def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[s
         "values": {name: list(values) for name, values in space.grids.items()},
         "steps": task.race.steps,
         **{name: getattr(arguments, name) for name in names},
-        "files": {f.name: _digest(f) for f in files if f.is_file()},
+        "files": {f.name: sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()},
         "torch": torch.__version__,
     }
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _timed(study: optuna.Study, space: Space, task: Task) -> Task:
