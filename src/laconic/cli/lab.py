@@ -32,6 +32,8 @@ COLORS = (36, 32, 33, 35, 34)
 """Of the hosts' names on a terminal: ANSI's cyan, green, yellow, magenta and blue."""
 CLEAR = "\r\x1b[K"
 """What erases the line of a terminal."""
+RESTART_SECONDS = 5.0
+"""After which a program that was killed at random starts again."""
 HORIZON_SECONDS = 24 * 3600.0
 """How far random kills are planned."""
 
@@ -69,8 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         command = command[1:]
     from laconic.lab.emulation import program
     from laconic.lab.emulation.jobs import terminate_as_exit
+    from laconic.lab.emulation.network import Network
 
-    network = network_of(arguments)
+    impairments = impairments_of(arguments)
+    network = Network(arguments.hosts, arguments.bandwidth, arguments.bandwidth_host, impairments)
+    network.check()
     if given(arguments, "--seed") and not given(arguments, "--jitter --loss --kill-every"):
         raise ValueError(
             "--seed is the seed of --jitter, --loss and --kill-every: give one of them"
@@ -78,40 +83,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.shell is not None:
         if command:
             raise ValueError("give a program or --shell, not both: use a second terminal for both")
-        _refuse(arguments, f"{PROGRAMS} {FAULTS}", "--shell")
+        for name in given(arguments, f"{PROGRAMS} {FAULTS}"):
+            raise ValueError(f"{name} has no effect with --shell: leave it out")
         return shell(arguments, network)
-    faults = faults_of(arguments, network.hosts)
+    restart = arguments.restart
+    if restart is None and arguments.kill_every is not None:
+        restart = RESTART_SECONDS
     settings = program.Settings(
         tuple(command),
         network,
         arguments.per_host,
         arguments.out,
-        faults,
-        arguments.restart or (None if arguments.kill_every is None else 5.0),
+        faults_of(arguments, network.hosts),
+        restart,
     )
     with terminate_as_exit(), Display(settings) as display:
         ended = program.run(settings, display)
     return 0 if ended.first is None else ended.first.exit_code
-
-
-def _refuse(arguments: argparse.Namespace, options: str, beside: str) -> None:
-    """Raise ``ValueError`` if one of these options is given."""
-    for name in given(arguments, options):
-        raise ValueError(f"{name} has no effect with {beside}: leave it out")
-
-
-def network_of(arguments: argparse.Namespace) -> Network:
-    """Return the network that the options describe."""
-    from laconic.lab.emulation.network import Network
-
-    network = Network(
-        arguments.hosts,
-        arguments.bandwidth,
-        arguments.bandwidth_host,
-        impairments_of(arguments),
-    )
-    network.check()
-    return network
 
 
 def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:

@@ -104,8 +104,6 @@ def _recipe_of(measured: Measured, path: Path) -> str:
     """Return the recipe of a measured run, to plan it."""
     from laconic.algorithms.parse import parse_recipe
 
-    if not measured.recipe:
-        raise ValueError(f"{path} does not name the run's recipe: give one, such as 'diloco(100)'")
     try:
         parse_recipe(measured.recipe)
     except ValueError as error:
