@@ -213,6 +213,11 @@ def renamed(recipe: Recipe, rounds: Iterable[AnyRound]) -> Recipe:
     return NamedRecipe(rounds, recipe.text if isinstance(recipe, NamedRecipe) else None)
 
 
+def unchanged(recipe: Recipe) -> Recipe:
+    """``recipe`` itself."""
+    return recipe
+
+
 def is_recipe(value: object) -> bool:
     """Whether ``value`` is a tuple of rounds."""
     return isinstance(value, tuple) and all(isinstance(r, AnyRound) for r in value)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms import elastic_recipes, recipes
-from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.round import Recipe, Round, unchanged
 from laconic.algorithms.schedules import every
 from laconic.engine.attached import check_free, claim
 from laconic.engine.driver import Driver
@@ -207,7 +207,7 @@ class DistOptimizer:
         sets = sets_of(world, layout_of(world, 1, None, shards), None, bool(shards))
         tensors = [] if fresh else [*whole.parameters(), *whole.buffers()]
         saved = copies(tensors)
-        settings = Settings("average", lambda recipe: recipe, hooked=False)
+        settings = Settings("average", unchanged, hooked=False)
         driver = Driver(whole, None, recipe, sets, params[0].device, settings)
         sync = Synchronizer(driver)
         try:
