@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch
 from laconic.links import handshake, strangers, tls
 from laconic.links.addresses import Address
 from laconic.links.handshake import RefusedError
-from laconic.links.wire import ChangedError, Wire
+from laconic.links.wire import ChangedError, Transfer, Wire
 
 from tests.support.job_keys import Jobs, turn_off, turn_on
 from tests.support.strangers import anybody
@@ -96,11 +97,15 @@ def connected(change: Callable[[bytes], bytes] = bytes) -> Iterator[tuple[Wire, 
         between.close()
 
 
+def post(wire: Wire, sends: Any, receives: Any) -> Transfer:
+    return Transfer(wire.connections, sends, receives, HERE, wire.timeout, wire.names)
+
+
 def both_send(first: Wire, second: Wire, *x: torch.Tensor) -> None:
     rooms = [torch.zeros_like(each) for each in x]
     with ThreadPoolExecutor(2) as pool:
-        a = pool.submit(first.post({1: x[0]}, {1: rooms[0]}, HERE).wait)
-        b = pool.submit(second.post({0: x[1]}, {0: rooms[1]}, HERE).wait)
+        a = pool.submit(post(first, {1: x[0]}, {1: rooms[0]}).wait)
+        b = pool.submit(post(second, {0: x[1]}, {0: rooms[1]}).wait)
         a.result(), b.result()
     assert torch.equal(rooms[0], x[1]) and torch.equal(rooms[1], x[0])
 
@@ -131,8 +136,8 @@ def test_what_was_changed_on_the_way_is_not_used() -> None:
     with connected(flip) as (first, second, _):
         begun.set()
         room = torch.zeros(5000, dtype=torch.uint8)
-        waits = first.post({}, {1: room}, HERE)
-        second.post({0: torch.ones(5000, dtype=torch.uint8)}, {}, HERE).wait()
+        waits = post(first, {}, {1: room})
+        post(second, {0: torch.ones(5000, dtype=torch.uint8)}, {}).wait()
         with pytest.raises(ChangedError, match="from rank 1 was changed in transit"):
             waits.wait()
         assert not room.any()

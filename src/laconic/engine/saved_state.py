@@ -242,7 +242,7 @@ def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFli
 
 
 Saved = dict[str, Any]
-States = Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
+States = Mapping[Any, Any] | Sequence[Mapping[str, Any] | None]
 """What `Synchronizer.state_dict` has returned: a rank's own, or that of all ranks, by rank."""
 
 

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 
@@ -26,7 +26,7 @@ from laconic.links.long_wait import LongWait, Patience
 from laconic.links.rendezvous import ADVICE, UNREACHABLE_SECONDS
 from laconic.links.stalls import Counted, Stalls
 from laconic.links.texts import Gather, exchange_texts
-from laconic.links.wire import ChangedError, LostError, OtherCallError
+from laconic.links.wire import ChangedError, LostError, OtherCallError, Wire
 
 PEERS_SECONDS = 0.5
 """How often `CallGuard.check_peers` looks whether the connections are still open."""
@@ -42,19 +42,6 @@ SWALLOWED = (
 
 Answers = dict[int, Answer]
 """What beacons answered, by rank of the link."""
-
-
-class Transport(Protocol):
-    """What a guard needs of a link's connections. Ranks are those of the link."""
-
-    def closed(self) -> Mapping[int, bool]:
-        """The ranks whose connections are closed, and whether by an error. Does not wait."""
-
-    def heard(self, rank: int) -> float:
-        """Seconds since anything came from the host of ``rank``."""
-
-    def shutdown(self) -> None:
-        """End all connections, so that a thread that waits for a message returns."""
 
 
 class CallSequence:
@@ -108,7 +95,7 @@ class CallGuard:
         self,
         rank: int,
         ranks: Sequence[int],
-        transport: Transport | None,
+        transport: Wire | None,
         sequence: CallSequence | None = None,
         *,
         timeout: float = TIMEOUT,
@@ -154,7 +141,7 @@ class CallGuard:
         self._sequence.share(secret, self.ranks[self.rank], beacons)
         return [said[2] for said in received]
 
-    def split(self, members: Sequence[int], transport: Transport | None) -> CallGuard:
+    def split(self, members: Sequence[int], transport: Wire | None) -> CallGuard:
         """The guard of a link of some ``members`` of this one, this rank included."""
         ranks = [self.ranks[r] for r in members]
         at = members.index(self.rank), ranks, transport, self._sequence
@@ -287,7 +274,7 @@ class CallGuard:
             self._blame(answers, f"nothing came from it for {UNREACHABLE_SECONDS:g} s", only=lost)
         return answers
 
-    def _check_connections(self, transport: Transport) -> None:
+    def _check_connections(self, transport: Wire) -> None:
         """Raise if a connection is closed that should be open."""
         ended = transport.closed()
         self._closed &= set(ended)  # the others were made again

@@ -30,9 +30,9 @@ class Kept:
 
     def __init__(self) -> None:
         self.end = self._size = 0
-        self._pieces: deque[bytes | bytearray] = deque()
+        self._pieces: deque[bytes] = deque()
 
-    def add(self, end: int, data: bytes | bytearray, most: int) -> None:
+    def add(self, end: int, data: bytes, most: int) -> None:
         """The next bytes up to ``end``, of which ``data`` are the last. ``most``: how many are
         enough."""
         if end - self.end > len(data):

@@ -151,15 +151,9 @@ def on_wire(size: int) -> int:
     return HEADER_BYTES + size + check_bytes(size)
 
 
-def sent_bytes(message: Message, start: int) -> bytes | bytearray:
+def sent_bytes(message: Message, start: int) -> bytes:
     """What has been sent of ``message``, all of it, from byte ``start`` on."""
-    compiled = library()
-    if compiled is None:
-        return b"".join(_describe(message, start, message.size // FRAME + 1))
-    data = bytearray(message.moved - start)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-    compiled.laconic_sent(ctypes.byref(message), start, address)
-    return data
+    return b"".join(_describe(message, start, message.size // FRAME + 1))
 
 
 def feed(message: Message, data: bytearray) -> int:
@@ -187,8 +181,6 @@ def library() -> ctypes.CDLL | None:
             *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
             *(ctypes.c_void_p, ctypes.c_void_p),
         ]
-        found.laconic_sent.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        found.laconic_sent.restype = None
         found.laconic_crc32.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64]
         found.laconic_crc32.restype = ctypes.c_uint32
     return found

@@ -223,23 +223,6 @@ static int advance(struct message *m, int64_t moved) {
     return FINE;
 }
 
-/* Copies what was sent of `m`, all of it, from byte `start` on. */
-EXPORT void laconic_sent(const struct message *m, int64_t start, uint8_t *out) {
-    if (start < HEADER)
-        memcpy(out, m->header + start, (size_t)(HEADER - start)), out += HEADER - start;
-    int64_t body = start < HEADER ? 0 : start - HEADER;
-    int64_t frame = body / (FRAME + CHECK), within = body % (FRAME + CHECK);
-    for (; frame * FRAME < m->size; frame++, within = 0) {
-        int64_t length = least(FRAME, m->size - frame * FRAME);
-        if (within < length)
-            memcpy(out, m->payload + frame * FRAME + within, (size_t)(length - within)),
-                out += length - within;
-        int64_t passed = within > length ? within - length : 0;
-        memcpy(out, m->checks + CHECK * frame + passed, (size_t)(CHECK - passed));
-        out += CHECK - passed;
-    }
-}
-
 /* Moves what can be moved at once. */
 static int step(struct message *m) {
     while (unfinished(m)) {

@@ -381,11 +381,6 @@ class Wire:
         configure(connection)
         self.connections.keep(rank, connection)
 
-    @property
-    def forked(self) -> bool:
-        """Whether this is a child's copy, whose connections were closed."""
-        return self.connections.forked
-
     def closed(self) -> dict[int, bool]:
         """The ranks whose connections have ended, and whether by an error. Does not wait, and does
         not read, so messages under way are not disturbed."""
@@ -417,20 +412,6 @@ class Wire:
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that waiting threads return."""
         self.connections.shutdown()
-
-    def post(
-        self,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        header: tuple[int, int],
-        *,
-        ready: bool = True,
-    ) -> Transfer:
-        """Begin to send ``sends[r]`` to rank r, and to receive from it into ``receives[r]``. Rank r
-        must make the matching call, with the same ``header`` (the call's serial number and id) and
-        the same sizes. If not ``ready``, `Transfer.send` releases the messages one by one."""
-        at = self.timeout, self.names
-        return Transfer(self.connections, sends, receives, header, *at, ready=ready)
 
     def close(self) -> None:
         """Close the connections once no message is under way on them."""
