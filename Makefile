@@ -11,7 +11,7 @@ LAB := $(VENV)/.lab
 
 DEMO ?=
 
-demo: $(if $(wildcard $(READY)),$(READY),$(LAB))  ## what a slow network costs, and what laconic gains; DEMO=--kill: lose a worker
+demo: $(if $(wildcard $(READY)),$(READY),$(LAB))  ## what a slow network costs, and what laconic gains; DEMO=--elastic: lose a worker
 	$(BIN)/laconic demo $(DEMO)
 
 # One process per processor: with one more, no time is spent waiting, and as much on starting it.

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import gpt
 from benchmarks.gpt import GPT, LAPTOP, batches, characters, optimizers_of, train
-from benchmarks.journal import Journal, sources_digest
+from benchmarks.study import Study, sources_digest
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.parse import as_recipe
 from laconic.policy.candidates import turning
@@ -137,12 +137,12 @@ def main() -> None:
         for row in given.rows
     ]
     sources = sources_digest((Path(__file__), Path(gpt.__file__), Path(given.text)))
-    journal = Journal(given.journal, Job, Outcome, run, sources)
+    study = Study(given.journal, Job, Outcome, run, sources)
 
     def progress(done: int, of: int) -> None:
         print(f"{done} of {of}", file=sys.stderr)
 
-    found = journal.outcomes(jobs, given.processes, progress)
+    found = study.outcomes(jobs, given.processes, progress)
     losses = defaultdict[tuple[str, int], dict[float, list[float]]](lambda: defaultdict(list))
     sent = {}
     for job, outcome in found.items():

@@ -19,8 +19,6 @@ from pathlib import Path
 
 import psutil
 
-from laconic.lab.emulation import orphans
-
 LAB = [sys.executable, "-m", "laconic", "lab"]
 # The child leaves its session, so no signal to the process group reaches it.
 STAYS = "setsid sleep 1000 & echo ready; wait"
@@ -51,10 +49,6 @@ def holders(names: set[str]) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if names & {*namespaces(process.pid)}]
 
 
-def lab_members(launcher: int) -> list[orphans.Member]:
-    return [member for member in orphans.members() if member.launcher == launcher]
-
-
 def alive(processes: list[psutil.Process]) -> list[str]:
     """Return the processes that are still alive, as text."""
     found = []
@@ -77,31 +71,24 @@ def start_and_end(way: str, directory: str) -> list[str]:
     assert lab.stdout is not None
     for _ in range(1 if "crashes" in way else 2):
         lab.stdout.readline()
-    pids = [lab.pid, *(member.pid for member in lab_members(lab.pid))]
-    networks = {name for pid in pids for name in namespaces(pid)}
+    members = [psutil.Process(lab.pid), *psutil.Process(lab.pid).children(recursive=True)]
+    networks = {name for member in members for name in namespaces(member.pid)}
     networks.discard(os.readlink("/proc/self/ns/net"))
     # Look now: a namespace's number may be reused as soon as the namespace is gone.
-    inside = holders(networks)
-    keepers = [m.pid for m in lab_members(lab.pid) if "namespaces.py keep " in m.command]
+    inside = [*members, *holders(networks)]
     if "keeper" in way:
-        for keeper in keepers:
-            os.kill(keeper, signal.SIGKILL)
+        for keeper in (member for member in members if "keep" in member.cmdline()):
+            keeper.kill()
     if number is not None:
         lab.send_signal(number)
     lab.stdout.close()
     wrong = [] if lab.wait(SECONDS) == code else [f"exit code {lab.returncode}, not {code}"]
-    if number == signal.SIGKILL and ("keeper" in way or not keepers):
-        subprocess.run([*LAB, "clean"], stdout=subprocess.DEVNULL, check=True)
     deadline = time.monotonic() + SECONDS
     while True:
-        members = [member.command for member in lab_members(lab.pid)]
-        left = [*members, *alive(inside), *os.listdir(directory)]
-        if not left:
-            break
-        if time.monotonic() > deadline:
+        left = [*alive(inside), *os.listdir(directory)]
+        if not left or time.monotonic() > deadline:
             return wrong + left
         time.sleep(0.02)
-    return wrong
 
 
 def main() -> int:

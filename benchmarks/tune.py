@@ -27,7 +27,7 @@ from rich.table import Table
 
 from laconic.advisor.tune import tuning
 from laconic.advisor.tune.journal import open_journal
-from laconic.advisor.tune.runs import VALIDATIONS, Length, Report, Run, Task
+from laconic.advisor.tune.runs import VALIDATIONS, Report, Run, Task
 from laconic.advisor.tune.space import Setting, Space, space_of
 from laconic.advisor.tune.tuning import Evaluate, Trial
 from laconic.lab.race import runner
@@ -49,7 +49,7 @@ def task(seed: int) -> Task:
         recipes=(), hosts=1, per_host=WORKERS, workload="digits", seconds=None, steps=STEPS,
         seeds=(seed,),
     )  # fmt: skip
-    return Task(settings, Length("steps", STEPS), compute=1e-3)
+    return Task(settings, compute=1e-3)
 
 
 def grid(space: Space, seed: int, out: Path, progress: Callable[[int], None]) -> list[Trial]:

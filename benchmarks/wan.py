@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
-from laconic.lab.emulation import orphans
 from laconic.lab.emulation.cluster import Cluster, Impairments
 from laconic.units import format_rate, format_share, parse_rate
 
@@ -135,8 +135,8 @@ def measure(rate: float) -> Measured:
         time.sleep(WARM_SECONDS)
         arguments = (addresses[LOADED + 1], PINGS, GAP, COUNTED)
         probe = start(cluster, LOADED, PROBE, *arguments, wait=False)
-        ours = [member for member in orphans.members() if member.launcher == os.getpid()]
-        (forwarder,) = (member.pid for member in ours if "forward.py {" in member.command)
+        ours = psutil.Process().children(recursive=True)
+        (forwarder,) = (p.pid for p in ours if "forward.py {" in " ".join(p.cmdline()))
         begin, busy, before = time.monotonic(), processor_seconds(forwarder), cluster.counts()
         time.sleep(SECONDS)
         seconds = time.monotonic() - begin

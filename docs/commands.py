@@ -1,17 +1,18 @@
-"""Writes the help of each command into docs/cli.md when the site is built: a hook of mkdocs."""
+"""Writes all options and the help of commands into docs/cli.md: a hook of mkdocs."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-import re
 from typing import Any
 
-from laconic.cli import main
+from laconic.cli import COMMANDS, main
+from laconic.cli.commands import commands
+from laconic.cli.options import OPTIONS
 
-MARK = re.compile(r"^<!-- help: (\w+) -->$", re.MULTILINE)
-"""The line that the help of a command replaces."""
+TABLE, HELP = "<!-- options -->", "<!-- commands -->"
+"""The lines that the table of all options and the help of all commands replace."""
 
 
 def help_of(command: str) -> str:
@@ -23,5 +24,21 @@ def help_of(command: str) -> str:
     return printed.getvalue().strip()
 
 
+def table() -> str:
+    """Every option, with what it means, and the commands that have it."""
+    _, each = commands()
+    lines = ["| option | meaning | commands |", "|---|---|---|"]
+    for name, option in OPTIONS.items():
+        having = [
+            command for command, parser in each.items() if name in parser._option_string_actions
+        ]
+        spelled = f"{name} {option.value}".strip()
+        lines.append(f"| `{spelled}` | {option.help} | {', '.join(having)} |")
+    return "\n".join(lines)
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return MARK.sub(lambda mark: f"```text\n{help_of(mark[1])}\n```", markdown)
+    if HELP not in markdown:
+        return markdown
+    help = "\n\n".join(f"## laconic {c}\n\n```text\n{help_of(c)}\n```" for c in COMMANDS)
+    return markdown.replace(TABLE, table()).replace(HELP, help)

@@ -1,12 +1,11 @@
 """Look at a report, or at the docs site, in headless Chromium: pictures for both themes, on a desk
-and on a phone; of a report also with all details open, and how it prints.
+and on a phone; of a report also how it prints.
 
     python -m tests.look [DIR/report.html [WHERE]]
     python -m tests.look docs [WHERE]                  after make docs
 
-Fails where there is no Chromium, where a page's script says anything on the console, where a chart
-stays empty, or where the site's search, from files, finds nothing. Not part of `make test`, which
-needs no browser.
+Fails where there is no Chromium, where a page says anything on the console, or where the site's
+search, from files, finds nothing. Not part of `make test`, which needs no browser.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ def chromium(*options: str) -> str:
     return ended.stdout
 
 
-def pictures(page: Path, where: Path, name: str, anchor: str, desk: int, phone: int) -> None:
+def pictures(page: Path, where: Path, name: str, desk: int, phone: int) -> None:
     """Of these heights; a window cannot be narrower than 500."""
     for size in (f"1280,{desk}", f"500,{phone}"):
         for theme, number in {"dark": 0, "light": 1}.items():
             picture = where / f"{name}-{size.partition(',')[0]}-{theme}.png"
             options = (f"--window-size={size}", f"--screenshot={picture}")
             scheme = f"--blink-settings=preferredColorScheme={number}"
-            chromium(*options, scheme, page.as_uri() + anchor)
+            chromium(*options, scheme, page.as_uri())
             print(picture)
 
 
@@ -64,15 +63,11 @@ def main() -> None:
         found = chromium("--dump-dom", f"{page.as_uri()}?q=anchor")
         assert re.search(r"\d+ matching documents", found), "the search, from files, finds nothing"
         for name in PAGES:
-            pictures(SITE / f"{name}.html", where, name.replace("/", "_"), "", 1600, 1600)
+            pictures(SITE / f"{name}.html", where, name.replace("/", "_"), 1600, 1600)
         return
-    drawn = chromium("--dump-dom", f"{page.as_uri()}#all")
-    for chart in re.findall(r'<svg class="chart".*?</svg>', drawn, re.DOTALL):
-        assert "<path" in chart, f"an empty chart: {chart[:300]}"
     printed = where / "report.pdf"
     chromium("--no-pdf-header-footer", f"--print-to-pdf={printed}", page.as_uri())
-    pictures(page, where, "report", "", 1500, 1900)
-    pictures(page, where, "report-open", "#all", 3600, 5600)
+    pictures(page, where, "report", 2600, 3600)
 
 
 if __name__ == "__main__":

@@ -35,13 +35,13 @@ def sequence(samples: int, shuffle: bool, seed: int, epochs: int) -> list[int]:
 @settings(deadline=None, max_examples=100)
 def test_each_position_is_drawn_once_in_any_history(data: st.DataObject) -> None:
     """Beside the samplers, there are a set of remaining positions, and shares dealt from it."""
-    samples, lost = data.draw(st.integers(1, 30)), data.draw(st.sampled_from(["again", "counted"]))
+    samples = data.draw(st.integers(1, 30))
     shuffle, epochs = data.draw(st.booleans()), data.draw(st.sampled_from([None, 1, 2, 5]))
-    more: Any = {"shuffle": shuffle, "seed": 7, "epochs": epochs, "lost": lost}
+    more: Any = {"shuffle": shuffle, "seed": 7, "epochs": epochs}
     samplers = [ElasticSampler(samples, **more)]
     # For epochs=None, more than this draws.
     order = sequence(samples, shuffle, 7, epochs or 4000 // samples + 1)
-    remaining, forgotten = set(range(len(order))), 0
+    remaining = set(range(len(order)))
     final: Counter[int] = Counter()
     """How often each position was drawn, without draws that are to be repeated."""
     deals = data.draw(st.integers(0, 6), "deals")
@@ -66,18 +66,15 @@ def test_each_position_is_drawn_once_in_any_history(data: st.DataObject) -> None
         gone = set[int]()
         if deal < deals:
             gone = data.draw(st.sets(st.sampled_from(workers), max_size=len(workers) - 1), "lost")
-        counts, lost_samples = [], 0
+        counts = []
         for number, sampler in enumerate(samplers):
             count, sent = len(drawn[number]), contributed[number]
             assert sampler.freeze() == (count, sent)
             if number in gone:
-                expected = (sent, 0) if lost == "again" else (count, count - sent)
-                assert sampler.counts_for(count, sent) == expected
-                count, lost_samples = expected[0], lost_samples + expected[1]
+                count = sent
             counts.append(count)
             final.update(drawn[number][:count])
             remaining -= set(drawn[number][:count])
-        forgotten += lost_samples
         stay = [sampler for number, sampler in enumerate(samplers) if number not in gone]
         newcomers = range(data.draw(st.integers(0, 3 if len(samplers) < 5 else 0), "newcomers"))
         joined = [ElasticSampler(samples, **more) for _ in newcomers]
@@ -88,11 +85,10 @@ def test_each_position_is_drawn_once_in_any_history(data: st.DataObject) -> None
         frontier = max(set(range(len(order))) - remaining, default=-1) + 1
         gaps = sorted(position for position in remaining if position < frontier)
         for number, sampler in enumerate(samplers):
-            sampler.deal(counts, number, len(samplers), lost_samples)
+            sampler.deal(counts, number, len(samplers))
             state = sampler.state_dict()
             assert [state[name] for name in OWN] == [number, len(samplers), 0, 0]
             assert (state["gaps"], state["frontier"]) == (gaps, frontier)
-            assert state["samples_lost"] == sampler.samples_lost == forgotten
     if epochs is not None:
         assert final == dict.fromkeys(range(samples * epochs), 1)
 
@@ -153,8 +149,6 @@ def test_data_loader() -> None:
 def test_what_does_not_fit_is_an_error_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="data_source, unless it has a length, must be an integ"):
         ElasticSampler(0)
-    with pytest.raises(ValueError, match="lost must be one of 'again', 'counted', not 'agian'"):
-        ElasticSampler(10, lost="agian")
     sampler = ElasticSampler(10, shuffle=False, epochs=2)
     sampler.deal([0], 1, 2)
     before = sampler.state_dict()
@@ -166,7 +160,7 @@ def test_what_does_not_fit_is_an_error_and_changes_nothing() -> None:
             sampler.deal(drawn, worker, workers)
     saved = ElasticSampler(10, shuffle=False)
     saved.deal([0], 0, 2)
-    saved.deal([3, 0], 1, 2, lost=4)
+    saved.deal([3, 0], 1, 2)
     list(itertools.islice(saved, 2))
     state = saved.state_dict()
     wrong: tuple[tuple[dict[str, Any], str], ...] = (

@@ -13,26 +13,23 @@
 # %% [markdown]
 # # 1. One CPU process
 #
-# Before several machines train one network, one process does. This chapter trains a tiny network
-# on generated data, measures what it costs, and finds out where that cost comes from. All later
-# chapters compare with the numbers that you get here.
+# Before several machines train one network, one process does. This chapter trains a tiny network,
+# measures what that costs, and finds out where the cost comes from.
 #
 # **After this chapter you can**
 #
 # - say what a [step](../glossary.md#step), a [batch](../glossary.md#batch) and an
-#   [epoch](../glossary.md#epoch) are, and what a step computes;
+#   [epoch](../glossary.md#epoch) are;
 # - repeat a training run bit for bit;
 # - measure what training costs, and estimate it for more data and a larger network.
 #
-# **Before you start.** You know Python, and have seen a training loop in PyTorch. The chapter needs
-# PyTorch. `python -m tutorial 1` runs for about one minute. The first page of this course says how
-# to [set up the environment](index.md).
+# **Before you start.** You know Python, and have seen a training loop in PyTorch.
+# `python -m tutorial 1` runs for about one minute ([set up the environment](index.md)).
 #
-# Each number was printed by the code above it; run the code to get the numbers of your machine.
-# `scaled(n)` is n, or the fraction of it that `TUTORIAL_SCALE` sets (0.1: a tenth of the work), and
-# the chapter then says so. An `assert` stops the chapter if the code does not compute what the text
-# says. Times depend on what else your machine does, so a claim about times only prints a remark if
-# it does not hold in your run: `expect(claim, text)`.
+# Each number was printed by the code above it. `scaled(n)` is n, or the fraction of it that
+# `TUTORIAL_SCALE` sets. An `assert` stops the chapter if the code does not compute what the text
+# says. Times vary, so a claim about times only prints a remark if it does not hold:
+# `expect(claim, text)`.
 
 # %%
 import torch
@@ -59,17 +56,15 @@ print(machine())
 # ## A network and its data
 #
 # `FFNet` is a stack of fully connected layers. A layer with m inputs and k outputs has m·k weights
-# and k biases, m·k + k parameters in total.
-#
-# `ToyDataset` has random inputs and a target that is a fixed function of them, so there is
-# something to learn. The same seed gives everyone the same data.
+# and k biases. `ToyDataset` has random inputs and a target that is a fixed function of them. The
+# same seed gives everyone the same data.
 
 # %% tags=["source"]
 show(FFNet, ToyDataset)
 
 # %% [markdown]
-# This chapter uses two sizes. The small network has 100 inputs, one hidden layer of 10, and one
-# output: 100·10 + 10 + 10·1 + 1 = 1,021 parameters. The medium one has four hidden layers of 100.
+# The small network has 100 inputs, one hidden layer of 10, and one output: 100·10 + 10 + 10·1 + 1 =
+# 1,021 parameters. The medium one has four hidden layers of 100.
 
 # %%
 small = FFNet(input_size=100, num_hl=0, hl_size=10)
@@ -81,9 +76,9 @@ assert count_parameters(medium) == 40_501
 # %% [markdown]
 # ## Ten epochs
 #
-# A step takes a batch of samples and does three things. The *forward pass* computes the
-# [loss](../glossary.md#loss), which says how wrong the network's outputs are. The *backward pass*
-# computes the [gradient](../glossary.md#gradient) of the loss with respect to every parameter. The
+# A step takes a batch of samples. The *forward pass* computes the [loss](../glossary.md#loss),
+# which says how wrong the outputs are. The *backward pass* computes the
+# [gradient](../glossary.md#gradient) of the loss with respect to every parameter. The
 # [optimizer](../glossary.md#optimizer) moves the parameters slightly against the gradient:
 #
 # ![A step: a batch goes through the network to the loss, the backward pass computes a gradient for
@@ -117,19 +112,17 @@ assert losses != train(SEED + 1, verbose=False)
 
 # %% [markdown]
 # **What to notice.** The loss falls by a lot in the first epoch, then slowly, then faster again. By
-# the second epoch the network has learned the mean of all targets. A network that always answers
-# this mean has a loss equal to the variance of the targets, which is 0.42 here. The steps after
-# that gain little, until the network begins to tell samples apart. A loss that hardly falls for
-# some epochs therefore does not mean that training is over.
+# the second epoch the network has learned the mean of all targets, which alone gives a loss equal
+# to their variance, 0.42. A loss that hardly falls for some epochs does not mean that training is
+# over.
 #
-# Each line is the mean of the epoch's losses, each computed before the step on its own batch. A run
-# can be repeated bit for bit. Chapter 3 uses this to show that two processes compute the same as
-# one.
+# A run can be repeated bit for bit. Chapter 3 uses this to show that two processes compute the same
+# as one.
 #
 # ## What it costs
 #
-# `benchmark_training` times epochs, several times, because one measurement is not enough: other
-# programs, the processor's clock, and its caches affect it. It returns nanoseconds.
+# `benchmark_training` times epochs, several times, because other programs, the processor's clock,
+# and its caches affect each. It returns nanoseconds.
 
 # %% tags=["source"]
 show(benchmark_training)
@@ -141,12 +134,10 @@ taken = benchmark_training(
 print([f"{nanoseconds:,}" for nanoseconds in taken])
 
 # %% [markdown]
-# Repeats differ although the work is the same. Disturbances only ever make them slower, so from
-# here on the fastest of several runs counts.
+# Disturbances only ever make a repeat slower, so from here on the fastest of several counts.
 #
 # Now measure two networks and two data sets, a small one of 16,384 samples and a large one of
-# 131,072, eight times as many. They are measured in turn and several times, so that a disturbance
-# does not affect only one of them.
+# 131,072, in turn and several times:
 
 # %%
 sizes = {"small": 16_384, "large": 131_072}
@@ -167,9 +158,8 @@ for m in networks:
     print(f"{m:12}{row[0]:12.3f}{row[1]:12.3f}{row[1] / row[0]:8.2f}")
 
 # %% [markdown]
-# Costs multiply. Eight times the data are eight times the steps, with either network. A larger
-# network makes every step more expensive, with either data set. The cost of both together
-# therefore follows from the cost of each:
+# Costs multiply: eight times the data are eight times the steps, and a larger network makes every
+# step more expensive. The cost of both together follows from the cost of each:
 
 # %%
 base = seconds["small", "small"]
@@ -181,7 +171,7 @@ print(f"both {by_both:.2f} times")
 expect(0.6 < by_both / (by_data * by_model) < 1.6, "both cost about the product of the two")
 
 # %% [markdown]
-# **What to notice.** The medium network has 40 times the parameters and therefore 40 times the
+# **What to notice.** The medium network has 40 times the parameters, and so 40 times the
 # arithmetic, but far less than 40 times the cost:
 
 # %%
@@ -190,30 +180,25 @@ print(f"{ratio:.1f} times the parameters, {by_model:.1f} times the time")
 expect(by_model < ratio / 2, "the time grows far less than the parameters")
 
 # %% [markdown]
-# A step of the small network is mostly overhead, not arithmetic: Python, and the dispatch of a few
-# dozen tiny operations, which cost about the same whatever their size. Only a network large enough
-# to keep the processor busy has a cost that grows with its parameters. Remember this in chapter 3,
-# where a message between processes also costs time whatever its size.
+# A step of the small network is mostly overhead: Python, and the dispatch of a few dozen tiny
+# operations, which cost about the same whatever their size. In chapter 3, a message between
+# processes also costs time whatever its size.
 #
-# Networks in practice are larger than the medium one, and so are their data. Suppose that both are
-# a thousand times larger:
+# Suppose that the network and its data are a thousand times larger:
 
 # %%
 days = seconds["medium", "large"] * 1000 * 1000 / 86_400
 print(f"one epoch: {days:.0f} days")
 
 # %% [markdown]
-# This estimate is optimistic. It assumes that a step's time grows no faster than its parameters.
-# But the parameters and activations of such a network no longer fit into the processor's caches, so
-# a step also waits for memory. It may not even fit into memory. And one epoch is rarely enough. One
-# process is not enough, which is why the following chapters exist.
+# This estimate is optimistic: such a network no longer fits into the processor's caches, so a step
+# also waits for memory. One process is not enough, which is why the following chapters exist.
 #
 # ## Exercises
 #
-# Change the code of an exercise and run it. The check says whether your answer is right, and why.
-# In Jupyter, run the cell. Without Jupyter, `python -m tutorial start 1` writes the exercises into
-# `my_chapter1.py`. Change that file, and run `python -m tutorial check 1`, or `check 1.2` for one
-# exercise. The code below runs as it is, but its answers are wrong: each makes a common mistake.
+# Change the code of an exercise and run it, in Jupyter or without: `python -m tutorial start 1`
+# writes the exercises into `my_chapter1.py`, and `python -m tutorial check 1`, or `check 1.2` for
+# one, checks your answers. The code below runs as it is, but each answer makes a common mistake.
 
 # %% tags=["exercise"]
 import math
@@ -281,18 +266,17 @@ check("1.3", learning_rate)
 # To explore further:
 #
 # 1. Measure how long a step of the small network takes with batches of 1, 8, 64, 512 and 4096.
-#    Where does it begin to grow with the batch? What does a *sample* cost in each case?
+#    Where does it begin to grow with the batch?
 # 2. Set `torch.set_num_threads` to the number of your cores. Which of the four cells of the table
 #    gains by it, and why do the others not?
-# 3. Widen the hidden layers until doubling the parameters doubles the time. How many operations
-#    per second does your processor do there? (A step does about 6 for each parameter and sample.)
+# 3. Widen the hidden layers until doubling the parameters doubles the time. How many operations per
+#    second does your processor do there? (A step does about 6 for each parameter and sample.)
 #
 # ## Sources
 #
 # - L. Bottou, F. Curtis, J. Nocedal, *Optimization methods for large-scale machine learning*,
 #   [arXiv 1606.04838](https://arxiv.org/abs/1606.04838): why small batches and many steps.
-# - J. Kaplan et al., *Scaling laws for neural language models*,
-#   [arXiv 2001.08361](https://arxiv.org/abs/2001.08361), section 2.1: 6 operations for each
-#   parameter and sample of a training step.
-# - PyTorch, [Reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html): when
-#   the same seed gives the same run, and when it does not.
+# - J. Kaplan et al., *Scaling laws for neural language models*, [arXiv
+#   2001.08361](https://arxiv.org/abs/2001.08361), section 2.1: 6 operations for each parameter and
+#   sample.
+# - PyTorch, [Reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html).

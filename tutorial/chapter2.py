@@ -13,21 +13,21 @@
 # %% [markdown]
 # # 2. Growing
 #
-# Chapter 1 ended with a cost of days for a network that is small by today's standards. This
-# chapter covers two ways to reduce it: processors built for the purpose, and many of them. Two
-# problems appear, a batch that is too small and a model that is too large, each with its solution.
+# Chapter 1 ended with a cost of days for a network that is small by today's standards. This chapter
+# covers two ways to reduce it, processors built for the purpose and many of them, and two problems
+# on the way: a batch that is too small, and a model that is too large.
 #
 # **After this chapter you can**
 #
 # - say what GPUs are good at, and why models need many of them;
-# - combine small batches into a large one with
-#   [gradient accumulation](../glossary.md#gradient-accumulation);
-# - tell [data parallelism](../glossary.md#data-parallelism) from
-#   [model parallelism](../glossary.md#model-parallelism), and say what each sends;
+# - combine small batches into a large one with [gradient
+#   accumulation](../glossary.md#gradient-accumulation);
+# - tell [data parallelism](../glossary.md#data-parallelism) from [model
+#   parallelism](../glossary.md#model-parallelism);
 # - say why PyTorch uses processes and not threads.
 #
-# **Before you start.** Read [chapter 1](chapter1.md). The chapter needs PyTorch, matplotlib, and
-# two cores for its last measurement. `python -m tutorial 2` runs for about one minute.
+# **Before you start.** Read [chapter 1](chapter1.md). The chapter needs two cores for its last
+# measurement, and runs for about one minute: `python -m tutorial 2`.
 
 # %%
 import math
@@ -49,8 +49,8 @@ print(machine())
 # ## What processors are good at
 #
 # Almost all of training is matrix multiplication. A product of two n × n matrices takes 2n³
-# operations on 3n² numbers. With larger matrices, more work is done with each number fetched from
-# memory, and the overhead of a call matters less. Even one core shows this:
+# operations on 3n² numbers, so larger matrices do more work with each number fetched from memory.
+# Even one core shows this:
 
 # %%
 print(f"product of two n x n matrices on one core, {machine()}\n")
@@ -68,12 +68,10 @@ for n in (8, 32, 128, 512):
 expect(rates[512] > 10 * rates[8], "large products run more than ten times as fast")
 
 # %% [markdown]
-# **GPUs** take this further. They have thousands of simple cores that all do the same on different
-# numbers, units that multiply whole tiles of matrices, and memory that is about ten times as fast
-# as a CPU's. **TPUs** consist of little more than one such unit, a grid through which numbers
-# flow. Both are good at large products of regular shape, in 16 bits or fewer, and bad at
-# everything else: small tensors, branches, and sequences of single operations. The network of
-# chapter 1 would be slower on a GPU.
+# **GPUs** take this further: thousands of simple cores that do the same on different numbers, units
+# that multiply whole tiles of matrices, and memory about ten times as fast as a CPU's. They are
+# good at large products of regular shape, in 16 bits or fewer, and bad at everything else. The
+# network of chapter 1 would be slower on a GPU.
 #
 # | processor | year | operations per second, 16 bits, dense | memory |
 # |---|---|---|---|
@@ -82,7 +80,7 @@ expect(rates[512] > 10 * rates[8], "large products run more than ten times as fa
 # | TPU v4 | 2020 | 275·10¹² | 32 GB |
 # | H100 (SXM) | 2022 | 989·10¹² | 80 GB |
 #
-# These are published peaks, from the sources below. Training often reaches half of them or less.
+# These are published peaks. Training often reaches half of them or less.
 #
 # ## How large models are
 #
@@ -121,9 +119,7 @@ assert size["PaLM"] / size["BERT-Large"] > 1000 > 989 / 125
 
 # %% [markdown]
 # **What to notice.** Models grew a thousandfold while processors became about eight times as fast.
-# Using many processors made up the difference. Since 2022, data has grown more than parameters,
-# and some models use only a part of their parameters for each token (DeepSeek-V3: 37 of 671
-# billion). The cost is still a product.
+# Many processors made up the difference.
 #
 # ## The first problem: a batch that is too small
 #
@@ -156,9 +152,8 @@ for small, large in ((8, 32), (32, 128)):
     assert 1.6 < noise[small] / noise[large] < 2.5
 
 # %% [markdown]
-# If memory holds only a small batch, *gradient accumulation* combines several into a large one:
-# add up the gradients, each with its share, and step once. This gives the same gradient, not an
-# approximation:
+# If memory holds only a small batch, *gradient accumulation* combines several: add up the
+# gradients, each with its share, and step once. This gives the same gradient, not an approximation:
 
 # %%
 x, y = data.x[:128], data.y[:128]
@@ -169,15 +164,15 @@ print(f"largest difference: {float((added - at_once).abs().max()):.1e}")
 torch.testing.assert_close(added, at_once, rtol=1e-4, atol=1e-6)
 
 # %% [markdown]
-# This takes eight passes, one after the other. If eight processors each took one pass and added up
-# their gradients, it would take the time of one pass and one message. That is **data
-# parallelism**. Chapter 3 builds it.
+# This takes eight passes, one after the other. Eight processors that each took one pass and added
+# up their gradients would take the time of one pass and one message. That is **data parallelism**.
+# Chapter 3 builds it.
 #
 # ## The second problem: a model that is too large
 #
 # With Adam in mixed precision, training takes 16 bytes per parameter: weight and gradient in 16
-# bits; weight, momentum, and variance in 32 bits (Rajbhandari et al., below). A network of 175
-# billion parameters does not fit, whatever the batch:
+# bits; weight, momentum, and variance in 32 bits. A network of 175 billion parameters does not fit,
+# whatever the batch:
 
 # %%
 for name in ("BERT-Large", "GPT-3", "DeepSeek-V3"):
@@ -188,8 +183,7 @@ assert 16 * size["BERT-Large"] < 80e9 < 16 * size["GPT-3"]
 # %% [markdown]
 # **Model parallelism** splits the network. *Between* layers, each processor holds some layers and
 # passes its outputs on (a [pipeline](../glossary.md#pipeline)). *Inside* a layer, each processor
-# holds some columns of a matrix and computes some of the outputs. Both compute what the whole
-# network computes:
+# holds some columns of a matrix. Both compute what the whole network computes:
 
 # %%
 network = FFNet(input_size=100, num_hl=1, hl_size=64)
@@ -215,19 +209,16 @@ torch.testing.assert_close(torch.cat(halves, dim=1), layer(x))  # inside a layer
 # | each processor holds | all parameters (FSDP: fetched as needed) | its part of them |
 # | what is sent | gradients, once per step | activations, at every cut, forward and backward |
 # | what it needs | a batch large enough to split | a fast link at every cut |
-# | what waits | all processors, for the last one's gradients | each stage, for the previous one |
 #
 # Large runs use both: model parallelism inside a host, where links are fast, and data parallelism
-# between hosts. Between hosts, gradients are sent over the slowest link of all. That is laconic's
-# subject.
+# between hosts, over the slowest link of all. That is laconic's subject.
 #
 # ## Threads or processes
 #
 # PyTorch has two implementations of data parallelism. `DataParallel` is one process with a thread
-# for each device. At every step it copies the network to all devices, distributes the batch, and
-# gathers the outputs. `DistributedDataParallel` has one process for each device, and these
-# exchange gradients. The first needs GPUs. On a CPU it finds no devices, and only calls the
-# network:
+# for each device, and copies the network to all devices at every step. `DistributedDataParallel`
+# has one process for each device, and these exchange gradients. The first needs GPUs; on a CPU it
+# only calls the network:
 
 # %%
 if not torch.cuda.is_available():
@@ -235,12 +226,9 @@ if not torch.cuda.is_available():
     assert torch.equal(nn.DataParallel(network)(x), network(x))
 
 # %% [markdown]
-# This section therefore measures what the two consist of, threads and processes, without their
-# messages. Chapter 4 covers the messages of the second.
-#
-# Python has a lock that lets only one thread at a time run Python code (the GIL). Threads
-# therefore take turns if the work is Python code, and processes do not. Compare two workers, each
-# with as many steps as one:
+# This section therefore measures threads and processes without their messages. Python has a lock
+# that lets only one thread at a time run Python code (the GIL), so threads take turns where
+# processes do not. Compare two workers, each with as many steps as one:
 
 # %% tags=["source"]
 show(steps_of_one, time_threads)
@@ -266,11 +254,9 @@ if (os.cpu_count() or 1) >= 2:
 
 # %% [markdown]
 # **What to notice.** Two threads take about twice as long or longer for twice the work: the second
-# thread gains nothing. Two processes on free cores take little longer than one. If other programs
-# use the cores, the two processes wait for them and may even be slower than the threads.
-# Inside large operations PyTorch releases the lock, so threads do better with large networks than
-# here. But `DataParallel` also copies the network at every step, and cannot use more than one
-# machine. PyTorch's own documentation recommends `DistributedDataParallel` even on one machine.
+# one gains nothing. Two processes on free cores take little longer than one. Inside large
+# operations PyTorch releases the lock, so threads do better with large networks. PyTorch's own
+# documentation recommends `DistributedDataParallel` even on one machine.
 #
 # ## Exercises
 #
@@ -282,8 +268,7 @@ from tutorial.checks import check
 
 # %% [markdown]
 # **2.1** Gradients of parts of a batch are added up, each times a weight. Which weights give the
-# gradient of the whole batch? `sizes` has the number of samples of each part, such as
-# `[30, 30, 4]`.
+# gradient of the whole batch? `sizes` has the number of samples of each part.
 
 
 # %% tags=["exercise"]
@@ -336,9 +321,9 @@ check("2.3", travel)
 # To explore further:
 #
 # 1. Make the network in `steps_of_one` wide enough that two threads are faster than one worker
-#    making all the steps. How wide is that?
+#    making all the steps.
 # 2. Print the noise after training for some epochs. Why does a batch that was large enough at the
-#    beginning no longer suffice? (McCandlish et al., below.)
+#    beginning no longer suffice?
 # 3. Split `FFNet` into four stages and draw which stage works when, for a batch that is split into
 #    four parts and for one that is not. For what share of the time is each stage idle?
 #
@@ -348,16 +333,12 @@ check("2.3", travel)
 #   [V100](https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf),
 #   [A100](https://www.nvidia.com/en-us/data-center/a100/) and
 #   [H100](https://www.nvidia.com/en-us/data-center/h100/); N. Jouppi et al., *TPU v4*, [arXiv
-#   2304.01433](https://arxiv.org/abs/2304.01433).
-# - Sizes of models: the arXiv numbers in the code above.
-# - S. McCandlish et al., *An empirical model of large-batch training*,
-#   [arXiv 1812.06162](https://arxiv.org/abs/1812.06162): the gradient's noise, and how large a
-#   batch is worth having.
+#   2304.01433](https://arxiv.org/abs/2304.01433). Sizes of models: the arXiv numbers in the code
+#   above.
+# - S. McCandlish et al., *An empirical model of large-batch training*, [arXiv
+#   1812.06162](https://arxiv.org/abs/1812.06162): the gradient's noise.
 # - S. Rajbhandari et al., *ZeRO*, [arXiv 1910.02054](https://arxiv.org/abs/1910.02054), section
 #   3.1: 16 bytes for each parameter.
 # - Y. Huang et al., *GPipe*, [arXiv 1811.06965](https://arxiv.org/abs/1811.06965), and M. Shoeybi
 #   et al., *Megatron-LM*, [arXiv 1909.08053](https://arxiv.org/abs/1909.08053): between layers and
 #   inside a layer.
-# - PyTorch,
-#   [DataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html) and
-#   what to use in its place.

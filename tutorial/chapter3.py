@@ -20,9 +20,9 @@
 # their own gradients; an all-reduce gives every rank their mean, and all take the same
 # step](data_parallel.svg)
 #
-# This chapter builds that from processes and a single
-# [collective operation](../glossary.md#collective-operation), shows that it computes *the same* as
-# one process, and then measures why it is slow.
+# This chapter builds that from processes and a single [collective
+# operation](../glossary.md#collective-operation), shows that it computes *the same* as one process,
+# and measures why it is slow.
 #
 # **After this chapter you can**
 #
@@ -32,11 +32,9 @@
 # - check that several processes compute the same as one;
 # - say why more processes can be slower.
 #
-# **Before you start.** Read chapters [1](chapter1.md) and [2](chapter2.md). The chapter needs only
-# PyTorch. `python -m tutorial 3` runs for about one minute.
-#
-# The code is in the module `tutorial/naive_ddp.py` instead of the notebook, because the processes
-# that it starts must be able to import it.
+# **Before you start.** Read chapters [1](chapter1.md) and [2](chapter2.md). `python -m tutorial 3`
+# runs for about one minute. The code is in `tutorial/naive_ddp.py`, because the processes that it
+# starts must be able to import it.
 
 # %%
 import os
@@ -66,9 +64,9 @@ print(machine())
 # %% [markdown]
 # ## Can processes communicate here?
 #
-# `torch.distributed` is a part of PyTorch that a build may lack. Messages are sent through a
-# *back end*: gloo between CPUs, NCCL between Nvidia GPUs, or MPI if PyTorch was built with it.
-# Checking first turns a crash in every process into one error message in yours.
+# Messages of `torch.distributed` are sent through a *back end*: gloo between CPUs, NCCL between
+# Nvidia GPUs, or MPI. A build may lack it, and checking first turns a crash in every process into
+# one error message.
 
 # %% tags=["source"]
 show(check_backend)
@@ -86,25 +84,24 @@ assert refused
 # %% [markdown]
 # ## Starting and ending processes
 #
-# Each process has a [rank](../glossary.md#rank), from 0 to
-# [world size](../glossary.md#world-size) - 1. Processes find each other through an address at which
-# rank 0 listens. Once all have called `init_process_group`, they are a group.
+# Each process has a [rank](../glossary.md#rank), from 0 to [world size](../glossary.md#world-size)
+# - 1. Processes find each other through an address at which rank 0 listens, and are a group once
+# all have called `init_process_group`.
 
 # %% tags=["source"]
 show(init_process)
 
 # %% [markdown]
 # One process must start the others and see how they end. If a process crashes, the others wait for
-# its message. The starting process therefore notices which one ended first without a result, ends
-# the processes that remain, and reports the exit codes, the first failure first. Look at the first
-# failure: the others usually follow from it.
+# its message. So the starting process notices which one ended first without a result, ends the
+# rest, and reports the exit codes, the first failure first: the others usually follow from it.
 
 # %% tags=["source"]
 show(spawn_and_join)
 
 # %% [markdown]
-# Any function of a module can take the place of a training function. Here each process returns its
-# process number. Then rank 1 dies with exit code 3, while rank 0 waits for it:
+# Here each process returns its process number. Then rank 1 dies with exit code 3, while rank 0
+# waits for it:
 
 # %%
 numbers = spawn_and_join(2, naive_ddp.who)
@@ -122,17 +119,17 @@ assert "rank 1: exit code 3" in told
 # %% [markdown]
 # ## Distributing the data
 #
-# Each rank needs its own samples. If all read the same, all compute the same gradient, and the
-# average of equal gradients is worth no more than one of them. There are three common mistakes:
+# Each rank needs its own samples: the average of equal gradients is worth no more than one of them.
+# There are three common mistakes:
 #
-# - **Samples get lost** if the number of samples is not a multiple of the number of ranks and the
-#   rest is dropped.
+# - **Samples get lost** if their number is not a multiple of the number of ranks and the rest is
+#   dropped.
 # - **Ranks get different numbers of batches** if the rest is not dropped. The rank with one batch
 #   more then waits for the others forever.
 # - **The order is the same in every epoch** if data is shuffled once instead of per epoch.
 #
-# The solution: shuffle by the epoch and a seed that all ranks know, and distribute samples in
-# turn. A rank that has run out of samples takes part in the last step without any.
+# The solution: shuffle by the epoch and a seed that all ranks know, and distribute samples in turn.
+# A rank that has run out of samples takes part in the last step without any.
 
 # %% tags=["source"]
 show(DatasetPartition, DataPartitioner, partition_dataset)
@@ -162,8 +159,7 @@ assert len(set(batches)) == 1
 #
 #     g = sum over ranks i of (samples of i / samples of all) * g_i
 #
-# `all_reduce` replaces every rank's tensor by the sum of all ranks' tensors. Nothing else is
-# needed:
+# `all_reduce` replaces every rank's tensor by the sum of all ranks' tensors:
 
 # %% tags=["source"]
 show(reduce_gradients)
@@ -171,9 +167,8 @@ show(reduce_gradients)
 # %% [markdown]
 # ## The same start
 #
-# Equal gradients keep [replicas](../glossary.md#replica) equal only if they start equal. There are
-# two ways to achieve this: all ranks draw their initial parameters from the same seed, or rank 0
-# sends its own to all.
+# Equal gradients keep [replicas](../glossary.md#replica) equal only if they start equal: all ranks
+# draw their initial parameters from the same seed, or rank 0 sends its own to all.
 
 # %% tags=["source"]
 show(broadcast_parameters)
@@ -194,18 +189,15 @@ for start in ("seed", "broadcast", "different"):
     assert (differ == 0) == (start != "different")
 
 # %% [markdown]
-# **What to notice.** Different starts raise no error. Every replica takes the same steps from its
-# own start, along gradients that were computed partly at other points. The seed works only while no
-# rank draws an additional random number before the network is created. A broadcast always works.
-# That is why PyTorch's `DistributedDataParallel` broadcasts.
+# **What to notice.** Different starts raise no error: every replica takes the same steps from its
+# own start. The seed works only while no rank draws an additional random number before the network
+# is created. A broadcast always works, so PyTorch's `DistributedDataParallel` broadcasts.
 #
 # ## The same as one process
 #
-# The claim to check is that n processes with batches of b/n take the same steps as one process
-# with batches of b. They agree only up to rounding, because a sum in another order has different
-# last digits. The check therefore runs twice, in float32 (about 7 digits) and in float64 (about
-# 16). If the difference is rounding, it shrinks by nine orders of magnitude. If the algorithm
-# differs, it remains.
+# n processes with batches of b/n should take the same steps as one process with batches of b, up to
+# rounding. The check runs in float32 (about 7 digits) and in float64 (about 16). If the difference
+# is rounding, it shrinks by nine orders of magnitude.
 
 # %%
 tolerance = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -234,8 +226,8 @@ assert differ > 1000 * tolerance[dtype]
 #
 # ## What it costs
 #
-# The same from the command line, with a world size of 2, 100 inputs, 1,024 samples, no hidden layer
-# after the first, hidden size 100, and 10 epochs:
+# From the command line, with 2 processes, 100 inputs, 1,024 samples, hidden size 100, and 10
+# epochs:
 #
 #     python -m tutorial.naive_ddp -s 2 -i 100 -n 1024 -d 0 -z 100 -e 10 -v 1
 #
@@ -256,9 +248,9 @@ expect(naive[2]["seconds"] > alone["seconds"], "two processes are slower than on
 expect(naive[2]["waiting"] > naive[2]["seconds"] / 2, "two processes wait most of the time")
 
 # %% [markdown]
-# Two processes are slower than one, and four usually are slower still. Where does the time go? This
-# network has four tensors, two matrices and two vectors of biases, and each is a separate message
-# at every step. What does a message cost, and does the cost depend on its size?
+# Two processes are slower than one, and four usually are slower still. This network has four
+# tensors, and each is a separate message at every step. What does a message cost, and does the cost
+# depend on its size?
 
 # %%
 numbers = [10, 1_000, 100_000, 1_000_000]
@@ -279,13 +271,13 @@ expect(4 * seconds[0] > computing / 2, "four messages cost more than half of the
 
 # %% [markdown]
 # **What to notice.** A message of 1,000 numbers takes about as long as one of 10. Up to some size,
-# the cost is that of sending *a message* (waking another process, passing the network stack), and
-# not that of its content. A second process saves half of a step's computing and costs four
-# messages. While those take longer than what is saved, the second process slows training down.
+# the cost is that of sending *a message*, and not that of its content. A second process saves half
+# of a step's computing and costs four messages. While those take longer than what is saved, it
+# slows training down.
 #
-# There are three solutions, and they are the rest of this course: fewer and larger messages, sent
-# while the backward pass still computes (chapter 4); a model whose steps compute long enough to be
-# worth the messages; and sending less, or less often, which is what laconic is for.
+# There are three solutions: fewer and larger messages, sent while the backward pass still computes
+# (chapter 4); a model whose steps compute long enough to be worth the messages; and sending less,
+# or less often, which is what laconic is for.
 #
 # ## Exercises
 #
@@ -362,19 +354,15 @@ check("3.3", saved)
 #    give the network a layer that only rank 0 uses. What happens, and after how long?
 # 2. Draw one random number on rank 0 before the network is made, with `start="seed"`. Which
 #    assertion of this chapter would have noticed?
-# 3. At which hidden size do two processes become faster than one on your machine? Compare
+# 3. At which hidden size do two processes become faster than one? Compare
 #    `python -m tutorial.naive_ddp -s 2 -z ...` with `-s 1 -z ...`, both with `-b 240`.
 #
 # ## Sources
 #
 # - S. Arnold, *Writing distributed applications with PyTorch*,
-#   [docs.pytorch.org](https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html): the same
-#   idea, on MNIST.
-# - PyTorch, [torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html): back ends
-#   and collectives.
-# - S. Li et al., *PyTorch Distributed: experiences on accelerating data parallel training*,
-#   [arXiv 2006.15704](https://arxiv.org/abs/2006.15704), section 3.2.1: this "naive solution", and
-#   why it is slow.
-# - P. Goyal et al., *Accurate, large minibatch SGD*,
-#   [arXiv 1706.02677](https://arxiv.org/abs/1706.02677): weighting, shuffling and other things
-#   that are easily got wrong (section 3).
+#   [docs.pytorch.org](https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html).
+# - S. Li et al., *PyTorch Distributed: experiences on accelerating data parallel training*, [arXiv
+#   2006.15704](https://arxiv.org/abs/2006.15704), section 3.2.1: this "naive solution", and why it
+#   is slow.
+# - P. Goyal et al., *Accurate, large minibatch SGD*, [arXiv
+#   1706.02677](https://arxiv.org/abs/1706.02677), section 3: weighting and shuffling.

@@ -13,11 +13,10 @@
 # %% [markdown]
 # # 4. Why it is slow
 #
-# Chapter 3 ended with processes that spend most of their time waiting. This chapter looks at what
-# a message costs. It then builds PyTorch's `DistributedDataParallel` ([DDP](../glossary.md#ddp))
-# in small steps: one message for each tensor, one for all, one for each of several buckets, and
-# buckets that are sent while the backward pass still computes. Each step is a few lines of
-# `tutorial/buckets.py`, which you can change.
+# This chapter looks at what a message costs. It then builds PyTorch's `DistributedDataParallel`
+# ([DDP](../glossary.md#ddp)) in small steps: one message for each tensor, one for all, one for each
+# of several buckets, and buckets that are sent while the backward pass still computes. Each is a
+# few lines of `tutorial/buckets.py`.
 #
 # **After this chapter you can**
 #
@@ -28,8 +27,8 @@
 #   help;
 # - say why all ranks must send in the same order.
 #
-# **Before you start.** Read [chapter 3](chapter3.md). The chapter needs only PyTorch, and runs for
-# about one minute. Run nothing else in the meantime: its processes share your cores.
+# **Before you start.** Read [chapter 3](chapter3.md). The chapter runs for about one minute. Run
+# nothing else in the meantime: its processes share your cores.
 
 # %%
 import torch
@@ -44,7 +43,7 @@ print(machine())
 # %% [markdown]
 # ## What a message costs
 #
-# A first model of the time of a message is a line: a constant, plus a time per byte.
+# A first model of the time of a message is a constant plus a time per byte:
 #
 #     seconds = latency + bytes / rate
 #
@@ -68,39 +67,28 @@ expect(seconds[-1] > 2 * seconds[-2], "four times the bytes of 4 MB take more th
 
 # %% [markdown]
 # **What to notice.** A thousand times the bytes of the first row do not take a thousand times as
-# long, because most of the time is latency. Bytes begin to matter once sending them takes as long
-# as the latency. A message should therefore be large.
+# long, because most of the time is latency. A message should therefore be large.
 #
-# The line has its limits. One all-reduce is several messages, as the next section shows: a tensor
-# is cut into chunks, and each is sent twice. A single number is only one chunk, so the first row is
-# below the line. Tensors that fit into the processor's caches are copied faster than the large ones
-# that give the rate. And each message wakes a process, which needs a free core. If two processes
-# share their cores with other programs, waiting for a core can take several times as long as the
-# message. That hits the middle rows most, and that is why the fastest of many attempts is taken
-# here. This is the loopback of one machine. On a real network the rate is ten to a thousand times
-# lower.
+# The line has its limits: an all-reduce is several messages, small tensors stay within caches, and
+# each message wakes a process, which needs a free core. This is the loopback of one machine. A real
+# network is ten to a thousand times slower.
 #
 # ## An all-reduce has two halves
 #
-# How does every rank get the sum of all tensors? If each sent its whole tensor to all others, n
-# ranks would send n-1 tensors each. There is a better way. Each rank splits its tensor into n
-# chunks. In the first half, *reduce-scatter*, chunks travel around a ring and are added up on the
-# way, until each rank has the complete sum of one chunk. In the second half, *all-gather*, these
-# sums travel around the ring until every rank has all of them:
+# Each rank splits its tensor into n chunks. In the first half, *reduce-scatter*, chunks travel
+# around a ring and are added up, until each rank has the complete sum of one chunk. In the second
+# half, *all-gather*, these sums travel around the ring:
 #
-# ![Four ranks with four chunks each. After reduce-scatter each rank has the sum of one chunk;
-# after all-gather every rank has the sums of all chunks](all_reduce.svg)
+# ![Four ranks with four chunks each. After reduce-scatter each rank has the sum of one chunk; after
+# all-gather every rank has the sums of all chunks](all_reduce.svg)
 #
-# In each half, a rank sends n-1 of its n chunks. It sends 2(n-1)/n of the tensor's bytes in all:
-# the bytes of one tensor if n is 2, and less than those of two tensors however many ranks there
-# are. Exercise 4.1 counts them.
+# In each half, a rank sends n-1 of its n chunks, 2(n-1)/n of the tensor's bytes in all, however
+# many ranks there are. Exercise 4.1 counts them.
 #
 # ## A network to send over
 #
-# Two processes on one machine have no network between them, only memory. Messages therefore go
-# through a thread that first sleeps for as long as their bytes would take. This emulates a slow
-# network on a fast machine. Sleeping takes no processor time, so training really continues in the
-# meantime.
+# To emulate a slow network, messages go through a thread that first sleeps for as long as their
+# bytes would take. Training continues in the meantime.
 
 # %% tags=["source"]
 show(buckets.Network)
@@ -115,8 +103,8 @@ show(buckets.Network)
 show(buckets.one_by_one, buckets.flat, buckets.pack, buckets.unpack)
 
 # %% [markdown]
-# One large message has a disadvantage: it cannot be sent before the last gradient is complete.
-# **Buckets** are a compromise. Each bucket holds the gradients of a few layers, and is one message:
+# One large message cannot be sent before the last gradient is complete. **Buckets** are a
+# compromise. Each holds the gradients of a few layers, and is one message:
 #
 # ![Eight layers in three buckets. The backward pass begins at the last layer, so bucket 1 holds
 # layers 6 to 8, bucket 2 layers 3 to 5, bucket 3 layers 1 and 2](buckets.svg)
@@ -125,10 +113,9 @@ show(buckets.one_by_one, buckets.flat, buckets.pack, buckets.unpack)
 show(buckets.cut, buckets.in_buckets)
 
 # %% [markdown]
-# Buckets make the last step possible. The backward pass begins at the output, so the last layer's
-# gradient is complete long before the first one's. A complete bucket can **be sent while the
-# backward pass computes** the others. These are the four ways side by side. The picture is not to
-# scale:
+# The backward pass begins at the output, so the last layer's gradient is complete long before the
+# first one's. A complete bucket can **be sent while the backward pass computes** the others. The
+# picture is not to scale:
 #
 # ![Four rows. One message for each tensor: many short messages after the backward pass. Flat: one
 # long message after it. Buckets: three messages after it. Overlap: the same three messages begin
@@ -142,8 +129,8 @@ show(buckets.Overlapped)
 # %% [markdown]
 # ## Bucket order
 #
-# The order matters in two ways. It should be the order in which gradients are completed, the
-# *reverse* of the forward pass. Otherwise nothing can be sent early:
+# Buckets should be in the order in which gradients are completed, the *reverse* of the forward
+# pass. Otherwise nothing can be sent early:
 
 # %%
 half = {}
@@ -155,9 +142,9 @@ for reverse in (True, False):
 assert half[True] > 0 == half[False]
 
 # %% [markdown]
-# And it must be *the same on every rank*. An all-reduce has no name: the first one of a rank is
-# added to the first one of the others. Here rank 0 sends a = 1 and then b = 100, and rank 1 sends
-# b and then a. The sums should be 2 and 200:
+# And the order must be *the same on every rank*: the first all-reduce of a rank is added to the
+# first one of the others. Here rank 0 sends a = 1 and then b = 100, and rank 1 sends b and then a.
+# The sums should be 2 and 200:
 
 # %%
 sums = spawn_and_join(2, buckets.other_order)
@@ -165,16 +152,14 @@ print(sums)
 assert sums == [[101, 101], [101, 101]]
 
 # %% [markdown]
-# There is no error, only wrong numbers. With tensors of different sizes there would be a crash or
-# a hang. That is why `Overlapped` does not send a bucket as soon as it is complete, but only when
-# it is the next in the order.
+# There is no error, only wrong numbers. With tensors of different sizes there would be a crash or a
+# hang. That is why `Overlapped` sends a complete bucket only when it is the next in the order.
 #
 # ## The race
 #
-# The next measurement uses a network of 22 layers, batches of 2,048, and two processes, first
-# without any network between them, and then over one of 200 Mbit/s. Buckets have at most 512 kB;
-# the next section compares sizes. *Alone* sends nothing. The last line is torch's own DDP, over the
-# same `Network`:
+# Now a network of 22 layers, batches of 2,048, and two processes, first without any network between
+# them, and then over one of 200 Mbit/s. Buckets have at most 512 kB. *Alone* sends nothing. The
+# last line is torch's own DDP, over the same `Network`:
 
 # %% tags=["source"]
 show(buckets.torch_ddp)
@@ -210,15 +195,13 @@ expect(0.6 < gap < 1.6, "overlapped is about as fast as torch's DDP")
 # %% [markdown]
 # **What to notice.** All variants give the same gradient to the last bit and differ only in time.
 # One message for each tensor pays the latency 44 times. Buckets that are sent at the end gain
-# nothing. Buckets that are sent early take less time than the same buckets late, and less than one
-# flat message, because the backward pass hides a part of the transfer. Three things limit how much:
+# nothing. Buckets that are sent early take less time than one flat message, because the backward
+# pass hides a part of the transfer. Three things limit how much:
 #
-# - Only the backward pass hides anything, and it is about two thirds of a step. If sending the
-#   gradients takes ten times as long as computing a step, a step takes more than ten times as long,
-#   and no order of messages helps.
+# - Only the backward pass hides anything, about two thirds of a step. If sending the gradients
+#   takes ten times as long as computing a step, no order of messages helps.
 # - The last bucket is sent when everything is computed, so nothing hides it.
-# - Packing, summing, and the sending thread take processor time. On two cores that two processes
-#   already use, they take it from the backward pass. Without any travel, early buckets therefore
+# - Packing, summing, and the sending thread take processor time. Without any travel, early buckets
 #   have little to gain, and may lose.
 #
 # ## How large a bucket
@@ -238,17 +221,15 @@ print(f"\nfastest here: at most {best:,.0f} kB")
 expect(min(taken) < taken[0], "a bucket for each tensor is not the fastest")
 
 # %% [markdown]
-# Sizes that are close to the best differ by little, and which one wins may change from run to run.
-# torch's default is 25 MiB (1 MiB for the first bucket, so that something is sent early), which
-# suits large models on fast networks. This model would be two buckets, the second with a few
-# layers.
+# Sizes that are close to the best differ by little. torch's default is 25 MiB (1 MiB for the first
+# bucket), which suits large models on fast networks.
 #
 # ## What is left
 #
 # Everything in this chapter sends all gradients at every step, and can hide at most a backward
-# pass. On a slow network that is not enough. The only option is then to send *less*: fewer bits
-# ([codecs](../coded.md)), or less often ([local SGD](../algorithms/local_sgd.md) and its
-# relatives). That is what laconic is about.
+# pass. On a slow network the only option is to send *less*: fewer bits ([codecs](../coded.md)), or
+# less often ([local SGD](../algorithms/local_sgd.md) and its relatives). That is what laconic is
+# about.
 #
 # ## Exercises
 #
@@ -371,9 +352,8 @@ check("4.4", last_arrival)
 #
 # ## Sources
 #
-# - S. Li et al., *PyTorch Distributed: experiences on accelerating data parallel training*,
-#   [arXiv 2006.15704](https://arxiv.org/abs/2006.15704), sections 3.2 and 4.2: buckets, their
-#   order, overlap, and the sweep.
-# - PyTorch, [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html): the design inside.
+# - S. Li et al., *PyTorch Distributed: experiences on accelerating data parallel training*, [arXiv
+#   2006.15704](https://arxiv.org/abs/2006.15704), sections 3.2 and 4.2.
+# - PyTorch, [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html).
 # - R. Thakur, R. Rabenseifner, W. Gropp, [*Optimization of collective communication operations in
 #   MPICH*](https://doi.org/10.1177/1094342005051521), 2005: latency and bytes of an all-reduce.

@@ -13,11 +13,10 @@
 # %% [markdown]
 # # 5. Full DDP that works
 #
-# Chapter 4 arrived at torch's `DistributedDataParallel`, or DDP. A program that trains with it for
-# days on many machines needs more than that class: it must start and end processes, distribute
-# data, save checkpoints, use mixed precision, and raise clear errors. This chapter explains such a
-# program, `tutorial/full_ddp.py`, and shows that it computes the same as one process. It ends with
-# common mistakes, each one made on purpose.
+# A program that trains with torch's `DistributedDataParallel` for days on many machines needs more
+# than that class: it must start and end processes, distribute data, save checkpoints, use mixed
+# precision, and raise clear errors. This chapter explains such a program, `tutorial/full_ddp.py`,
+# and shows that it computes the same as one process. It ends with common mistakes, made on purpose.
 #
 # **After this chapter you can**
 #
@@ -27,9 +26,9 @@
 # - train in [mixed precision](../glossary.md#mixed-precision);
 # - recognize common mistakes, most of which raise no error.
 #
-# **Before you start.** Read chapters [3](chapter3.md) and [4](chapter4.md). The chapter needs
-# PyTorch and laconic. Its two emulated hosts need Linux (`laconic doctor` says what is missing).
-# `python -m tutorial 5` runs for about one minute.
+# **Before you start.** Read chapters [3](chapter3.md) and [4](chapter4.md). The two emulated hosts
+# need Linux (`laconic doctor` says what is missing). `python -m tutorial 5` runs for about one
+# minute.
 
 # %%
 import os
@@ -57,8 +56,8 @@ print(machine())
 # %% [markdown]
 # ## Starting it
 #
-# These are the options. `-s` is the batch of all processes together, so the same options mean the
-# same training with any number of processes.
+# `-s` is the batch of all processes together, so the same options mean the same training with any
+# number of processes.
 
 # %% tags=["cheap"]
 os.environ["COLUMNS"] = "100"
@@ -89,27 +88,25 @@ shape = f"--device cpu -nb {samples} -e 2"
 assert len(plainly) == 2
 
 # %% [markdown]
-# One command starts two processes. It is itself a process that starts the others and waits for
-# them. `spawn` is a part of PyTorch, and ends the others if one of them fails. The processes meet
-# at a port. With one node, nobody else has to know the port, so the program takes a free one. With
-# several nodes, `MASTER_ADDR` and `MASTER_PORT` tell all of them the same.
+# One command starts two processes and waits for them. PyTorch's `spawn` ends the others if one of
+# them fails. The processes meet at a port: a free one with one node, and with several nodes that of
+# `MASTER_ADDR` and `MASTER_PORT`.
 
 # %% tags=["source"]
 show(full_ddp.launch, full_ddp.work)
 
 # %% [markdown]
-# Each process has a [rank](../glossary.md#rank) among all processes, and a
-# [local rank](../glossary.md#local-rank) on its machine, which is also the number of its GPU:
+# Each process has a [rank](../glossary.md#rank) among all processes, and a [local
+# rank](../glossary.md#local-rank) on its machine, which is also the number of its GPU:
 #
 # ![Two nodes with two processes each. Ranks count from 0 to 3 over both nodes, local ranks are 0
 # and 1 on each. All meet at the address where rank 0 listens](ranks.svg)
 #
-# `init_process` is chapter 3's. It joins the process group, trains, and leaves the group with
-# `destroy_process_group`, even if training raises an error.
+# `init_process` is chapter 3's. It joins the process group, trains, and leaves the group, even if
+# training raises an error.
 #
-# **torchrun** is PyTorch's own launcher. It starts the processes of any program, and sets
-# environment variables that tell each process its rank. A program for torchrun therefore starts no
-# processes itself:
+# **torchrun** is PyTorch's own launcher. It starts the processes, and tells each its rank in
+# environment variables. A program for torchrun therefore starts no processes itself:
 
 # %% tags=["source"]
 show(full_ddp.under_torchrun)
@@ -123,7 +120,7 @@ if FULL:  # this and the next two take some seconds
 # %% [markdown]
 # The losses are the same, to the last digit printed. For **two nodes**, run the same command on
 # each machine, with only `-nr` changed. Here both nodes are this machine. For two real ones,
-# `MASTER_ADDR` is the first one's address, and everything else stays the same.
+# `MASTER_ADDR` is the first one's address.
 
 # %%
 if FULL:
@@ -136,8 +133,8 @@ if FULL:
     assert nodes == [plainly, []]  # rank 0 alone prints
 
 # %% [markdown]
-# `laconic lab` ([how](../lab.md)) provides two hosts that differ, with their own addresses, names,
-# and network interfaces. It starts torchrun on each of its hosts:
+# `laconic lab` ([how](../lab.md)) provides two hosts with their own addresses, names, and network
+# interfaces, and starts torchrun on each:
 
 # %%
 if FULL:
@@ -145,8 +142,8 @@ if FULL:
     assert [line[line.index("epoch") :] for line in in_lab] == plainly
 
 # %% [markdown]
-# On a cluster that uses **Slurm**, `sbatch tutorial/full_ddp.slurm` requests two nodes and starts
-# the command on each:
+# With **Slurm**, `sbatch tutorial/full_ddp.slurm` requests two nodes and starts the command on
+# each:
 
 # %% tags=["cheap"]
 print(Path(full_ddp.__file__).with_suffix(".slurm").read_text())
@@ -154,9 +151,8 @@ print(Path(full_ddp.__file__).with_suffix(".slurm").read_text())
 # %% [markdown]
 # ## Distributing the data
 #
-# `DistributedSampler` does what `DataPartitioner` did in chapter 3: it shuffles by a seed and the
-# epoch, and distributes samples in turn. There is one difference. If samples cannot be distributed
-# evenly, it repeats the first ones, so that all ranks have the same number.
+# `DistributedSampler` does what `DataPartitioner` did in chapter 3, with one difference: if samples
+# cannot be distributed evenly, it repeats the first ones, so that all ranks have the same number.
 
 # %% tags=["source"]
 show(full_ddp.share_of)
@@ -174,10 +170,9 @@ for number in (1002, 1003):
 # ## Training
 #
 # The loop is that of one process with a few new lines. `DistributedDataParallel(model)` broadcasts
-# rank 0's parameters and averages gradients during the backward pass. `set_epoch` makes the
-# sampler shuffle again. The checkpoint and the scaler are explained below. The loss is a *mean
-# over all ranks*, weighted by their samples, because otherwise it would be that of rank 0's data.
-# This takes one all-reduce per epoch.
+# rank 0's parameters and averages gradients during the backward pass. `set_epoch` makes the sampler
+# shuffle again. The loss is a *mean over all ranks*, weighted by their samples, because otherwise
+# it would be that of rank 0's data.
 
 # %% tags=["source"]
 show(full_ddp.train, full_ddp.train_epoch)
@@ -185,9 +180,8 @@ show(full_ddp.train, full_ddp.train_epoch)
 # %% [markdown]
 # ## The same as one process
 #
-# Does this equal the training of one process, and that of chapter 3? The sampler gets a seed with
-# which it shuffles as chapter 3 did, so all see the same samples in the same global batches. Only
-# rounding remains, and in float64 there is little of it:
+# The sampler gets a seed with which it shuffles as chapter 3 did, so all see the same samples in
+# the same global batches. Only rounding remains, and in float64 there is little of it:
 
 
 # %%
@@ -225,24 +219,20 @@ assert apart(by_hand[0], alone[0]) < 1e-13  # chapter 3's
 
 # %% [markdown]
 # **What to notice.** If samples can be distributed evenly, the training is the same to the last
-# digits. Otherwise one or two samples count twice in the last step of an epoch, and the result
-# differs. Chapter 3 weighted each rank by its samples instead. DDP takes the plain mean over
-# ranks, which is right only because the sampler has made them equal. All of this requires that the
-# order of samples follows from the seed and the epoch alone, and not from any state of a single
-# rank.
+# digits. Otherwise one or two samples count twice in the last step of an epoch. DDP takes the plain
+# mean over ranks, which is right only because the sampler has made them equal.
 #
 # ## Checkpoints
 #
 # A reliable checkpoint needs three things:
 #
-# - **It is complete.** It has the state of the model, of the optimizer (its momentum), and of the
-#   scaler, and the number of completed epochs, which determines the sampler's order. This network
-#   draws no random numbers; one with dropout also needs each rank's random state.
+# - **It is complete**: the state of the model, of the optimizer (its momentum), and of the scaler,
+#   and the number of completed epochs, which determines the sampler's order. A network with dropout
+#   also needs each rank's random state.
 # - **A file is either whole or absent.** It is written next to the old one, flushed to the disk,
-#   and only then renamed, which is a single step.
-# - **All ranks do the same.** Rank 0 reads and writes, and tells the others the result. If each
-#   rank looked for a file by itself, a rank on a machine without the file would start again while
-#   the others continue.
+#   and then renamed.
+# - **All ranks do the same.** Rank 0 reads and writes, and tells the others the result. Otherwise a
+#   rank without the file would start again while the others continue.
 
 # %% tags=["source"]
 show(full_ddp.save, full_ddp.load, full_ddp.on_first_rank)
@@ -276,15 +266,14 @@ assert told == "python -m tutorial.full_ddp: training.pt is of a run with hl_siz
 # %% [markdown]
 # ## Mixed precision
 #
-# GPUs multiply matrices several times as fast in 16 bits as in 32.
-# [`torch.autocast`](../glossary.md#autocast) is a context manager: inside it, PyTorch chooses the
-# precision of each operation. The parameters, the optimizer, and sums stay in float32, and matrix
-# products are computed in 16 bits: here in *bfloat16* on a CPU, which is a float32 with 16 bits cut
-# off, or in *float16* on a GPU. float16 has more digits but a small range, in which small gradients
-# become zero. [`GradScaler`](../glossary.md#gradscaler) is PyTorch's class against that. It
-# multiplies the loss by a large number before the backward pass, divides gradients by it afterward,
-# and skips a step in which a value became infinite. DDP has averaged the gradients by then, so all
-# ranks skip the same steps.
+# GPUs multiply matrices several times as fast in 16 bits as in 32. Inside
+# [`torch.autocast`](../glossary.md#autocast), PyTorch chooses the precision of each operation:
+# parameters, the optimizer, and sums stay in float32, and matrix products are computed in
+# *bfloat16*, a float32 with 16 bits cut off, or in *float16*, which has more digits but a small
+# range, in which small gradients become zero. [`GradScaler`](../glossary.md#gradscaler) multiplies
+# the loss by a large number before the backward pass, divides gradients by it afterward, and skips
+# a step in which a value became infinite. DDP has averaged the gradients by then, so all ranks skip
+# the same steps.
 
 # %%
 print(f"{epochs} epochs in 2 processes, on {machine()}\n")
@@ -309,16 +298,16 @@ assert abs(off) < 0.02
 
 # %% [markdown]
 # **What to notice.** Parameters differ thousands of times as much as in float32, but the loss
-# hardly differs: training reached a different point that is as good. Look at the times, too. 16
-# bits pay off if a processor has units for them and matrices are large; these are small.
+# hardly differs. 16 bits pay off if a processor has units for them and matrices are large; these
+# are small.
 #
 # ## Common mistakes
 #
 # Most of these mistakes raise no error. Each is made here, and the assertion shows its effect.
 #
-# **Training the model instead of the wrapper.** `DistributedDataParallel(model)` returns another
-# module. Gradients are averaged only if the forward pass goes through *that* module. Through
-# `model` every rank trains alone, and replicas drift apart.
+# **Training the model instead of the wrapper.** Gradients are averaged only if the forward pass
+# goes through the module that `DistributedDataParallel(model)` returns. Through `model` every rank
+# trains alone, and replicas drift apart.
 
 # %% tags=["source"]
 show(mistakes.train_through)
@@ -334,8 +323,7 @@ for way, (one, other) in zip(ways, runs(2, mistakes.train_through, *ways), stric
 
 # %% [markdown]
 # **Discarding the result of `.to()` or `.cuda()`.** For a module both work in place. For a tensor
-# they return a new one, and the old one stays where it was. With a GPU the error would name two
-# devices; here it names two dtypes.
+# they return a new one. With a GPU the error would name two devices; here it names two dtypes.
 
 # %%
 model, x = FFNet(4, 0, 4), torch.randn(2, 4)
@@ -354,8 +342,7 @@ assert model(x).dtype == torch.float64
 
 # %% [markdown]
 # **`shuffle=True` together with a sampler.** The sampler decides the order, so a loader raises an
-# error. Without `shuffle=True` and without `set_epoch` there is no error, and every epoch has the
-# same order.
+# error. Without `set_epoch` there is no error, and every epoch has the same order.
 
 # %%
 data = ToyDataset(4, 16)
@@ -373,8 +360,8 @@ print("two epochs without set_epoch:", first, second, "and with it:", list(sampl
 assert first == second != list(sampler)
 
 # %% [markdown]
-# **A fixed port.** Many examples use the port 29500. The second job on a machine finds it in use.
-# Here the first job takes a port, and another job requests the same one:
+# **A fixed port.** The second job on a machine finds it in use. Here the first job takes a port,
+# and another job requests the same one:
 
 # %%
 job = dist.TCPStore("127.0.0.1", 0, is_master=True)  # port 0: one that is free
@@ -391,9 +378,9 @@ del job
 # the job's number, and torchrun has `--standalone`.
 #
 # **A loss divided by a constant.** DDP divides the sum of gradients by the number of ranks, and
-# does nothing else. The loss must be the mean over the *samples that are present*. If it is
-# divided by the requested batch size, the smaller batch at an epoch's end weighs less. If it is
-# divided by the number of ranks again, every step is too short.
+# does nothing else. The loss must be the mean over the *samples that are present*. Divided by the
+# requested batch size, the smaller batch at an epoch's end weighs less. Divided by the number of
+# ranks again, every step is too short.
 
 # %% tags=["source"]
 show(mistakes.last_gradient)
@@ -412,9 +399,8 @@ for way, (got, _) in zip(ways, runs(2, mistakes.last_gradient, *ways), strict=Tr
     torch.testing.assert_close(got, share * one_process, rtol=0, atol=1e-13)
 
 # %% [markdown]
-# **The same data on every rank.** The same seed everywhere is right for the model and wrong for
-# the data: all ranks compute the same gradient, and the mean of equal gradients is that of one
-# rank's batch. Two processes take the time, and the batch is no larger.
+# **The same data on every rank.** The same seed everywhere is right for the model and wrong for the
+# data: the mean of equal gradients is that of one rank's batch.
 
 # %% tags=["source"]
 show(mistakes.own_and_mean)
@@ -433,8 +419,8 @@ for way, results in zip(ways, runs(2, mistakes.own_and_mean, *ways), strict=True
 #
 # This program sends every gradient at every step. With laconic, **three lines** are added to a
 # program: `laconic.init()`, `laconic.attach(...)`, and `sync.finish()`. Here the processes have
-# already formed a group, so `init` is not needed, and the `with` block calls `finish` at its end.
-# What remains is `attach`. It replaces the wrapper, so there is no wrapper to bypass:
+# already formed a group, and the `with` block calls `finish` at its end. `attach` replaces the
+# wrapper:
 
 # %% tags=["source"]
 show(mistakes.with_laconic)
@@ -460,10 +446,10 @@ assert "identical on all workers" in careless["warnings"][0]
 folder.cleanup()
 
 # %% [markdown]
-# `laconic.ddp()` trains the same as DDP. Another recipe instead, here `local_sgd(12)`, sends about
-# a twelfth of the bytes and trains differently. The rest of this course is about what that costs
-# and gains. `laconic.save` and `laconic.load` do what this chapter's checkpoints do, at any step,
-# with the random state and in-flight messages. laconic also warns if ranks read the same data.
+# `laconic.ddp()` trains the same as DDP. Another recipe, here `local_sgd(12)`, sends about a
+# twelfth of the bytes and trains differently. The rest of this course is about what that costs and
+# gains. `laconic.save` and `laconic.load` do what this chapter's checkpoints do, at any step, with
+# the random state and in-flight messages.
 #
 # ## Exercises
 #
@@ -549,24 +535,20 @@ check("5.4", parts)
 #
 # 1. Kill a process of `python -m tutorial.full_ddp -g 2 -e 1000` with `kill -9`. What is printed,
 #    how long does it take, and does any process remain? Do the same under torchrun.
-# 2. Train with `-c FILE`, press Ctrl-C at some time, and continue with the same command but `-g 4`.
-#    Is the result still that of a training without a break? To the last bit?
+# 2. Train with `-c FILE`, press Ctrl-C, and continue with the same command but `-g 4`. Is the
+#    result still that of a training without a break? To the last bit?
 # 3. Give the network a dropout layer. Which test of this chapter fails, and what else does the
 #    checkpoint need?
 # 4. Put the `all_reduce` of `train_epoch` under `if rank == 0:`. What happens, and after how long?
-# 5. Save `wrapped.state_dict()` in place of the model's and load it into an `FFNet`. What are the
-#    keys called?
 #
 # ## Sources
 #
 # - PyTorch,
-#   [DistributedDataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)
-#   and [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html): what it averages, when.
-# - PyTorch, [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html): the variables that
-#   it sets.
-# - PyTorch, [torch.utils.data](https://docs.pytorch.org/docs/stable/data.html): samplers, and
-#   `DistributedSampler.set_epoch`.
+#   [DistributedDataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html),
+#   [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html),
+#   [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html), and
+#   [torch.utils.data](https://docs.pytorch.org/docs/stable/data.html).
 # - PyTorch, [torch.amp](https://docs.pytorch.org/docs/stable/amp.html), and P. Micikevicius et al.,
-#   *Mixed precision training*, [arXiv 1710.03740](https://arxiv.org/abs/1710.03740): why a loss is
-#   scaled (section 3.2).
+#   *Mixed precision training*, [arXiv 1710.03740](https://arxiv.org/abs/1710.03740), section 3.2:
+#   why a loss is scaled.
 # - Slurm, [sbatch](https://slurm.schedmd.com/sbatch.html): the options and variables of the script.

@@ -13,9 +13,8 @@
 # %% [markdown]
 # # 6. Parameter averaging
 #
-# Chapter 4 ended with a network on which every step waits for its gradients. The alternative is
-# not to send at every step: let each [worker](../glossary.md#worker) train by itself for a while,
-# and average the *parameters* from time to time:
+# Instead of sending gradients at every step, let each [worker](../glossary.md#worker) train by
+# itself for a while, and average the *parameters* from time to time:
 #
 # ![One parameter of three workers: each takes three steps of its own, then all take the mean, and
 # again](averaging.svg)
@@ -30,10 +29,8 @@
 # - compute what each sends for a given [period](../glossary.md#period);
 # - judge what a longer period costs when workers have different samples.
 #
-# **Before you start.** Read chapters [3](chapter3.md) to [5](chapter5.md). The chapter needs
-# PyTorch and laconic. `python -m tutorial 6` runs for about three minutes.
-#
-# This chapter measures only bytes and losses, not times. The workers can therefore live in one
+# **Before you start.** Read chapters [3](chapter3.md) to [5](chapter5.md). `python -m tutorial 6`
+# runs for about three minutes. It measures only bytes and losses, so the workers live in one
 # process: by hand as rows of a matrix, and with laconic through `laconic.simulate`.
 
 # %%
@@ -52,9 +49,8 @@ print(machine())
 # %% [markdown]
 # ## Four workers
 #
-# A worker has a network, an optimizer, and samples that no other worker has. The task is the toy
-# data's, made harder: samples are ordered by their target before they are distributed, so worker 0
-# sees only small targets and worker 3 only large ones.
+# The task is the toy data's, made harder: samples are ordered by their target before they are
+# distributed, so worker 0 sees only small targets and worker 3 only large ones.
 
 # %% tags=["source"]
 show(averaging.Worker)
@@ -126,12 +122,9 @@ torch.testing.assert_close(of_parameters.mean(0), of_gradients[0], rtol=0, atol=
 #
 # - SGD: the same to the last digits.
 # - Momentum: the same parameters, although the workers' momenta differ widely. Momentum is a sum of
-#   gradients, and the mean of sums is the sum of means, so the average momentum is right. With a
-#   longer period this no longer holds, because gradients are then computed at different points.
+#   gradients, and the mean of sums is the sum of means. With a longer period this no longer holds.
 # - AdamW divides by the root of a mean of squares, and the mean of quotients is not the quotient of
 #   means. It is a different algorithm from the first steps on.
-# - Averaging gradients has none of these effects. All workers see the same gradient, so all have
-#   the same state.
 #
 # What should happen to this state when parameters are averaged? It can be kept, averaged too (more
 # bytes), or reset; laconic's `optimizer_state=` selects which. For AdamW none of the three equals
@@ -155,9 +148,9 @@ assert sent["average"] > 2 * sent["keep"]
 # %% [markdown]
 # ## Normalization
 #
-# A BatchNorm layer keeps a running mean and variance of its inputs, to be used at evaluation. They
-# are not parameters: they have no gradient, and averaging parameters does not change them. After a
-# round of local SGD all workers hold the same parameters, but their losses differ:
+# A BatchNorm layer keeps a running mean and variance of its inputs. They are not parameters, and
+# averaging parameters does not change them. After a round of local SGD all workers hold the same
+# parameters, but their losses differ:
 
 # %%
 task = Task(norm=True)
@@ -176,14 +169,13 @@ for buffers in ("keep", "average"):
     assert len(set(losses)) == (4 if buffers == "keep" else 1)
 
 # %% [markdown]
-# Each worker has the statistics of its own samples. laconic averages them with every round, unless
-# you choose to keep them. Gradient averaging has the same problem: torch's
-# `DistributedDataParallel` uses rank 0's statistics for all.
+# laconic averages these statistics with every round, unless you choose to keep them. Torch's
+# `DistributedDataParallel` uses rank 0's for all.
 #
 # ## What it gains
 #
-# An all-reduce of a model between n workers sends 2(n-1)/n models (chapter 4).
-# With a period of H there is one every H steps. Measured, in models per step:
+# An all-reduce of a model between n workers sends 2(n-1)/n models (chapter 4). With a period of H
+# there is one every H steps. Measured, in models per step:
 
 # %%
 task, steps = Task(), 32
@@ -199,15 +191,14 @@ for name, period, recipe in [
     assert abs(sent * period / law - 1) < 0.02  # padded to a multiple of n, and some bytes once
 
 # %% [markdown]
-# You choose the period, and with it this factor. The rest of this chapter is about what a long
-# period costs, and first about what can be done to reduce that cost.
+# The rest of this chapter is about what a long period costs, and first about what can be done to
+# reduce that cost.
 #
 # ## Six algorithms
 #
-# Each algorithm comes as a loop written from its paper, and as laconic's recipe. They are compared
-# for every worker after 45 steps. This is five steps beyond the last round, when the workers
-# differ: an error in any round would show. The comparison includes *the model*: what you would
-# validate and ship while workers differ.
+# Each loop is compared with laconic's recipe for every worker after 45 steps, five steps beyond the
+# last round, when the workers differ: an error in any round would show. The comparison includes
+# *the model*: what you would validate and ship while workers differ.
 #
 # The laconic side is always this; only the recipe changes:
 
@@ -237,9 +228,9 @@ the_same(lambda team: averaging.local_sgd(team, STEPS, 8), laconic.local_sgd(8),
 # ### SlowMo: momentum for the average
 #
 # SlowMo treats the average's change since the last *slow step*, `a - mean(x)`, as a gradient, and
-# moves the [anchor](../glossary.md#anchor) a along it by a step with momentum. A slow step is what
-# other papers and laconic call an [outer step](../glossary.md#outer-step): a step of the anchor,
-# not of a worker. Between slow steps any other algorithm may run, here local SGD.
+# moves the [anchor](../glossary.md#anchor) a along it by a step with momentum. Other papers and
+# laconic call this an [outer step](../glossary.md#outer-step). Between slow steps any other
+# algorithm may run, here local SGD.
 
 # %% tags=["source"]
 show(averaging.slowmo)
@@ -267,12 +258,10 @@ the_same(lambda team: averaging.easgd(team, STEPS, period=8), laconic.easgd(8), 
 # ### LSGD: follow the leader
 #
 # The mean of workers near different minima can have a higher loss than each of them. LSGD moves
-# workers toward a *leader* instead, the one with the lowest mean of its last ten losses. Each
-# worker has two leaders. One is the best of its own group, such as the workers on one host, where
-# messages cost little. It is chosen often, here every 2 steps. The other is the best of all
-# workers. It is chosen rarely, here every 8 steps. Whenever a leader is chosen, workers move a
-# tenth of the way toward it. At every step they also move slightly toward both, as these were when
-# they were chosen.
+# workers toward *leaders* instead, those with the lowest mean of their last ten losses: the best of
+# a worker's group, such as one host, where messages cost little, chosen here every 2 steps, and the
+# best of all, every 8 steps. Whenever a leader is chosen, workers move a tenth of the way toward
+# it, and at every step slightly toward both.
 
 # %% tags=["source"]
 show(averaging.lsgd)
@@ -289,15 +278,13 @@ the_same(
 # ### SGP: gossip
 #
 # All algorithms so far wait for the slowest worker. In [gossip](../glossary.md#gossip) each worker
-# sends to one other and waits for one. Each worker keeps a half of its x and sends the other half.
-# What it then has is the sum of what it kept and what it received. If every worker receives as much
-# as it sends, all converge to the mean of all. A worker that receives more ends with too large an
-# x, one that receives less with too small an x.
+# keeps a half of its x and sends the other half to one other. What it then has is the sum of what
+# it kept and what it received. If every worker receives as much as it sends, all converge to the
+# mean of all. A worker that receives more ends with too large an x.
 #
-# [Push-sum](../glossary.md#push-sum) corrects this. Each worker also has a number w, which is 1 at
-# first. It is halved, sent, and added up exactly as x is. A worker that ends with 1.5 times as much
-# x as the mean therefore ends with a w of 1.5, and x/w is the mean. Here are three workers in a
-# row, with the numbers 0, 3, and 9, whose mean is 4. The one in the middle receives from both
+# [Push-sum](../glossary.md#push-sum) corrects this. Each worker also has a number w, 1 at first,
+# which is halved, sent, and added up exactly as x is, so x/w is the mean. Here are three workers in
+# a row, with the numbers 0, 3, and 9, whose mean is 4. The one in the middle receives from both
 # sides:
 
 # %% tags=["source"]
@@ -316,9 +303,8 @@ assert float((x - 4).abs().max()) > 1  # not the mean of 0, 3 and 9
 assert float((x / w - 4).abs().max()) < 1e-6  # the mean
 
 # %% [markdown]
-# SGP trains with push-sum. The x of a worker may be too large or too small, so it is not a useful
-# network. The network's parameters are therefore z = x/w. The gradient is computed at z, and the
-# step that the optimizer makes from it is added to x:
+# SGP trains with push-sum. The network's parameters are z = x/w. The gradient is computed at z, and
+# the step that the optimizer makes from it is added to x:
 
 # %% tags=["source"]
 show(averaging.sgp)
@@ -337,9 +323,9 @@ the_same(
 #
 # ### DiLoCo: an outer optimizer
 #
-# DiLoCo is SlowMo's idea with other choices: AdamW as the
-# [inner optimizer](../glossary.md#inner-optimizer), periods of hundreds of steps, and Nesterov
-# momentum with its own learning rate as the [outer optimizer](../glossary.md#outer-optimizer).
+# DiLoCo is SlowMo's idea with other choices: AdamW as the [inner
+# optimizer](../glossary.md#inner-optimizer), periods of hundreds of steps, and Nesterov momentum
+# with its own learning rate as the [outer optimizer](../glossary.md#outer-optimizer).
 
 # %% tags=["source"]
 show(averaging.diloco)
@@ -354,11 +340,10 @@ the_same(
 # %% [markdown]
 # ## What it costs
 #
-# This section compares all of them and gradient averaging, with the same SGD for the same number
-# of steps (DiLoCo also with SGD inside). The figure is the loss, on all samples, of each
-# algorithm's model. There are three seeds, each with other samples, another start, and other
-# batches. Samples are distributed in two ways: *ordered* by target, as above, and *shuffled*, so
-# that shards differ only by chance.
+# All of them and gradient averaging, with the same SGD for the same number of steps (DiLoCo also
+# with SGD inside): the loss, on all samples, of each algorithm's model, with three seeds. Samples
+# are distributed *ordered* by target, as above, or *shuffled*, so that shards differ only by
+# chance.
 
 # %%
 steps, seeds = scaled(480, least=16), range(SEED, SEED + scaled(3))
@@ -437,33 +422,26 @@ if FULL:  # losses are meaningful only after all steps
 # **What to notice.**
 #
 # - **The cost of a longer period** depends on how much the workers' samples differ. On shuffled
-#   shards a period of 64 costs almost nothing: a sixty-fourth of the bytes for nearly the same
-#   loss. On ordered shards a period of 4 costs a little, 16 means more than ten times the loss, and
-#   64 more than thirty times: in 64 steps each worker moves far toward its own network, and their
-#   mean is not a good network.
-# - **Slow momentum** sends what local SGD sends. On ordered shards it recovers most of what the
-#   period of 16 cost. With a momentum of 0.5, a slow step repeats half of the previous one, and so
-#   a quarter of the one before it, and so on. In a constant direction it goes 1 + 1/2 + 1/4 and so
-#   on, in all 1/(1 - 0.5) = 2 times as far. So compare it with local SGD at twice the learning
-#   rate. On shuffled shards both are about equally good. On ordered shards slow momentum is clearly
-#   better: a larger learning rate also drives workers further apart within a period, while slow
-#   momentum only lengthens the common step.
-# - **Too much momentum** hurts: 0.9 goes 1/(1 - 0.9) = 10 times as far, and on shuffled shards it
-#   ends at a higher loss than local SGD without slow momentum. There are only 30 slow steps here,
-#   and it remembers the last ten of them.
-# - **DiLoCo**'s usual settings, 0.7 and 0.9, go up to seven times as far, 0.7/(1 - 0.9). DiLoCo is
-#   ahead of `ddp()` on shuffled shards, but this does not show that less communication is better:
-#   `ddp()` with twice the learning rate is ahead of `ddp()`, too. Nothing was tuned here; compare
-#   settings that go equally far.
+#   shards a period of 64 costs almost nothing. On ordered shards a period of 4 costs a little, 16
+#   means more than ten times the loss, and 64 more than thirty times.
+# - **Slow momentum** sends what local SGD sends. With a momentum of 0.5 it goes 1 + 1/2 + 1/4 and
+#   so on, in all 2 times as far in a constant direction, so compare it with local SGD at twice the
+#   learning rate. On shuffled shards both are about equally good. On ordered shards slow momentum
+#   is clearly better: a larger learning rate also drives workers further apart within a period.
+# - **Too much momentum** hurts: 0.9 goes 10 times as far, and on shuffled shards it ends at a
+#   higher loss than local SGD.
+# - **DiLoCo**'s usual settings go up to seven times as far. It is ahead of `ddp()` on shuffled
+#   shards, but so is `ddp()` with twice the learning rate. Nothing was tuned here; compare settings
+#   that go equally far.
 # - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers. With
 #   more workers it still sends one model per step.
-# - **EASGD and LSGD** are behind local SGD with the same period on both kinds of shards. They
-#   couple workers loosely to explore, which does not pay off on this small task.
+# - **EASGD and LSGD** couple workers loosely to explore, and are behind local SGD with the same
+#   period on this small task.
 #
 # ## A leader with the wrong samples
 #
-# LSGD has a problem of its own with ordered shards. A worker's loss is that of its own samples,
-# and small targets are easy:
+# LSGD has a problem of its own with ordered shards. A worker's loss is that of its own samples, and
+# small targets are easy:
 
 # %%
 task = Task()
@@ -480,12 +458,11 @@ if FULL:
 # %% [markdown]
 # All workers are pulled toward the one that is the best on its own samples and the worst on all
 # others. If shards differ, choose a leader by its loss on samples that all workers share:
-# `sync.report_loss` accepts any loss (see the end of the exercises).
+# `sync.report_loss` accepts any loss.
 #
-# This was one task with one network and four workers. `laconic compare` (see
-# [comparing](../compare.md)) and `laconic tune` ([tuning](../tune.md)) answer the same questions
-# for yours. [Science](../science.md) has a larger table, in which each algorithm was tuned by
-# itself. All losses here are per step. What bytes cost in *time* depends on the network.
+# `laconic compare` ([comparing](../compare.md)) and `laconic tune` ([tuning](../tune.md)) answer
+# the same questions for your task. [Science](../science.md) has a larger table, in which each
+# algorithm was tuned by itself. What bytes cost in *time* depends on the network.
 #
 # ## Exercises
 #
@@ -575,12 +552,12 @@ check("6.4", slow)
 #
 # 1. In `by_laconic`, report `task.loss(worker.model)` in place of the batch's loss, so that leaders
 #    are chosen by all samples. Is `lsgd(16, local_period=4, window=1)` any better on ordered shards
-#    now? What does it cost?
+#    now?
 # 2. How much of the cost of a period of 16 does `laconic.post_local_sgd(100, 16)` recover on
 #    ordered shards?
 # 3. Train the row of three without w: `team.x = x`. What do the workers converge to?
 # 4. Set `BATCH` in `tutorial/averaging.py` to 64, for gradients with less noise. Does the table's
-#    order change? And with `Task(MOMENTUM)` in place of `Task()`?
+#    order change? And with `Task(MOMENTUM)`?
 #
 # ## Sources
 #
@@ -588,15 +565,15 @@ check("6.4", slow)
 #   perceptron*](https://aclanthology.org/N10-1069/), 2010, and M. Zinkevich et al., [*Parallelized
 #   stochastic gradient
 #   descent*](https://papers.nips.cc/paper/4006-parallelized-stochastic-gradient-descent), 2010:
-#   parameters averaged, after every pass and once at the end.
-# - S. Stich, *Local SGD converges fast and communicates little*,
-#   [arXiv 1805.09767](https://arxiv.org/abs/1805.09767).
+#   parameters averaged.
+# - S. Stich, *Local SGD converges fast and communicates little*, [arXiv
+#   1805.09767](https://arxiv.org/abs/1805.09767).
 # - J. Wang et al., *SlowMo*, [arXiv 1910.00643](https://arxiv.org/abs/1910.00643), Algorithm 1.
-# - S. Zhang, A. Choromanska, Y. LeCun, *Deep learning with elastic averaging SGD*,
-#   [arXiv 1412.6651](https://arxiv.org/abs/1412.6651), equations 5 and 6.
-# - Y. Teng et al., *Leader stochastic gradient descent*,
-#   [arXiv 1905.10395](https://arxiv.org/abs/1905.10395), Algorithm 1.
-# - M. Assran et al., *Stochastic gradient push*,
-#   [arXiv 1811.10792](https://arxiv.org/abs/1811.10792), Algorithm 1.
-# - A. Douillard et al., *DiLoCo*,
-#   [arXiv 2311.08105](https://arxiv.org/abs/2311.08105), Algorithm 1.
+# - S. Zhang, A. Choromanska, Y. LeCun, *Deep learning with elastic averaging SGD*, [arXiv
+#   1412.6651](https://arxiv.org/abs/1412.6651), equations 5 and 6.
+# - Y. Teng et al., *Leader stochastic gradient descent*, [arXiv
+#   1905.10395](https://arxiv.org/abs/1905.10395), Algorithm 1.
+# - M. Assran et al., *Stochastic gradient push*, [arXiv
+#   1811.10792](https://arxiv.org/abs/1811.10792), Algorithm 1.
+# - A. Douillard et al., *DiLoCo*, [arXiv 2311.08105](https://arxiv.org/abs/2311.08105), Algorithm
+#   1.

@@ -13,11 +13,10 @@
 # %% [markdown]
 # # 7. A slow network
 #
-# Hosts in one rack have 10 Gbit/s or more between them. Hosts in one office have 1 Gbit/s, hosts
-# in two cities 100 Mbit/s if all goes well, and a host at home may send 10. This chapter trains
-# one model on hosts that send 1000, 100, and 10 Mbit/s. It first predicts the time of a step from
-# the bytes that it must send, and then measures it on an emulated network. The goal is to find the
-# bandwidth at which each recipe begins to pay off.
+# Hosts in one rack have 10 Gbit/s or more between them, hosts in one office 1 Gbit/s, hosts in two
+# cities 100 Mbit/s if all goes well, and a host at home may send 10. This chapter trains one model
+# on hosts that send 1000, 100, and 10 Mbit/s. It first predicts the time of a step, and then
+# measures it on an emulated network, to find the bandwidth at which each recipe begins to pay off.
 #
 # **After this chapter you can**
 #
@@ -26,9 +25,9 @@
 # - choose a [recipe](../glossary.md#recipe) by the seconds that it needs to reach a loss, and not
 #   by its seconds per step.
 #
-# **Before you start.** Read chapters [4](chapter4.md) and [6](chapter6.md). The chapter needs
-# PyTorch, laconic, matplotlib, and Linux for hosts with real network interfaces. It runs for about
-# seven minutes. Run nothing else in the meantime: the hosts share your processor.
+# **Before you start.** Read chapters [4](chapter4.md) and [6](chapter6.md). The chapter needs Linux
+# for hosts with real network interfaces, and runs for about seven minutes. Run nothing else in the
+# meantime: the hosts share your processor.
 
 # %%
 import matplotlib.pyplot as plt
@@ -48,12 +47,10 @@ print(machine())
 # %% [markdown]
 # ## A network to train on
 #
-# Chapter 4 emulated a network by sleeping. laconic's lab has a better emulation. Each host is a
-# [network namespace](../glossary.md#network-namespace) of the kernel, with its own address and its
-# own network interface, which is shaped to send no faster than a given rate. Processes on two such
-# hosts reach each other only through these interfaces. This needs Linux, and root or user
-# namespaces; `laconic doctor` says whether they are available. If they are not, laconic's own link
-# takes the time that bytes and rate imply. This chapter runs with either, and says which.
+# Each host of laconic's lab is a [network namespace](../glossary.md#network-namespace) of the
+# kernel, with its own address and its own network interface, which sends no faster than a given
+# rate. This needs Linux, and root or user namespaces (`laconic doctor`). Otherwise laconic's own
+# link takes the time that bytes and rate imply. This chapter runs with either, and says which.
 
 # %% tags=["source"]
 show(train)
@@ -61,7 +58,7 @@ show(train)
 # %% [markdown]
 # The model is the lab's: a transformer that learns to predict the next byte of the source of
 # Python's standard library. Hosts that never communicate come first. Their step is only the
-# computing, the least time that any step can take. Everything else is compared with it:
+# computing, and everything else is compared with it:
 
 # %%
 length = {"seconds": 12} if FULL else {"steps": 1}
@@ -76,8 +73,7 @@ assert silent.rows[0].rounds == ()  # nothing is sent
 # %% [markdown]
 # ## What a step must send
 #
-# To average n gradients of B bytes, every host must send at least 2(n-1)/n · B bytes: half of them
-# in reduce-scatter, half in all-gather (chapter 4). For two hosts this is B, for many nearly 2B.
+# To average n gradients of B bytes, every host must send at least 2(n-1)/n · B bytes (chapter 4).
 # Before any measurement, you therefore know how long sending a step's gradients takes on any
 # network, and how that compares with the computing:
 
@@ -98,13 +94,12 @@ assert cost.mean(size, HOSTS).bytes == law
 # ## On paper
 #
 # That ratio largely decides which recipe is best. If it is small, the backward pass hides the
-# transfer (chapter 4). If it is near 1, fewer *bits* reduce it: gradients in 4 bits are an eighth.
-# If it is 10 or more, only fewer *rounds* do: parameters averaged once per period (chapter 6), or
-# sent in fragments, in 4 bits, while training continues. The candidates are below. The period of
-# local SGD is 24 steps. Streaming DiLoCo has a period of 16 steps and 4
-# [fragments](../glossary.md#fragment), so one fragment is sent every 4 steps, and a
-# [delay](../glossary.md#delay) of 2: workers take two more steps while a fragment is on its way,
-# and only then use the result.
+# transfer. If it is near 1, fewer *bits* reduce it: gradients in 4 bits are an eighth. If it is 10
+# or more, only fewer *rounds* do: parameters averaged once per period (chapter 6), or sent in
+# fragments, in 4 bits, while training continues. Local SGD has a period of 24 steps. Streaming
+# DiLoCo has a period of 16 steps and 4 [fragments](../glossary.md#fragment), so one is sent every 4
+# steps, and a [delay](../glossary.md#delay) of 2: workers take two more steps while a fragment is
+# on its way.
 
 # %%
 recipes = {
@@ -121,8 +116,8 @@ def predicted(name, rate):
 
 # %% [markdown]
 # `laconic.policy.predict` computes numbers for this: the bytes of each round by the law above, a
-# latency and a rate as in chapter 4, and how much of it training hides. From numbers alone it does
-# not know the processor time of coding. `laconic advise --workload text` measures that, too.
+# latency and a rate as in chapter 4, and how much of it training hides. It does not know the
+# processor time of coding; `laconic advise --workload text` measures that, too.
 
 # %% tags=["source"]
 show(on_paper)
@@ -145,9 +140,8 @@ expect(on_10 == sorted(on_10, reverse=True), "at 10 Mbit/s fewer bytes take less
 #
 # Now the same with hosts that actually send. Each recipe gets the same seconds of training, from
 # the same start, with the same batches, and with a learning rate that rises and falls within the
-# steps that fit into that time. Validation does not count. On each network the hosts first train
-# *alone*, without any communication, because a computer's speed changes over minutes. As in chapter
-# 1, the fastest of these measurements counts. The fastest network comes first:
+# steps that fit. On each network the hosts first train *alone*, because a computer's speed changes
+# over minutes; the fastest of these measurements counts. The fastest network comes first:
 
 # %%
 rows = {}
@@ -176,17 +170,13 @@ measure(1e9)
 # *Speed* is the share of the fastest speed of hosts that train alone. *Waiting* is the share of the
 # time in which a host waits for the network. *Loss* is the validation loss, in
 # [nats](../glossary.md#nat) per byte, of the hosts' [consensus
-# model](../glossary.md#consensus-model) at the end. Hosts alone do not average anything, so their
-# loss is that of hosts that each train on their own samples.
+# model](../glossary.md#consensus-model) at the end.
 #
-# The row *alone* shows how much the machine itself changes: the hosts send nothing, so a speed
-# below 100% means that other programs used the processor. All other rows are as uncertain. No
-# recipe can be faster than hosts alone on the same machine. If one shows more than 100%, the hosts
-# alone had busier moments than it had.
+# The row *alone* shows how much the machine itself changes: a speed below 100% means that other
+# programs used the processor. All other rows are as uncertain.
 #
-# Two things can be checked by counting bytes. `ddp` sends exactly what the law says. And if hosts
-# have their own network interfaces, these count bytes, too. They count one or two percent more than
-# laconic, because every packet has headers:
+# Two things can be checked by counting bytes. `ddp` sends exactly what the law says. And network
+# interfaces count one or two percent more than laconic, because every packet has headers:
 
 # %%
 row = rows[1e9, "ddp"]
@@ -212,9 +202,9 @@ if FULL:
     measure(1e7)
 
 # %% [markdown]
-# The bytes are the same on every network, and equal to the prediction. A round of `local_sgd`
-# sends what a step of `ddp` sends, once in 24 steps. And no step takes less time than sending its
-# bytes takes. Predictions are from the fastest computing of hosts alone:
+# The bytes are the same on every network, and equal to the prediction. A round of `local_sgd` sends
+# what a step of `ddp` sends, once in 24 steps. And no step takes less time than sending its bytes
+# takes. Predictions are from the fastest computing of hosts alone:
 
 # %%
 for (rate, name), row in rows.items():
@@ -235,9 +225,9 @@ if FULL:
 
 # %% [markdown]
 # **What to notice.** The prediction of `ddp` is best if the network is slow, because then only the
-# bytes matter, and they are known exactly. Wherever a step is mostly computing, the processor
-# matters: all hosts share yours, its speed changes over time, and copying, coding, and summing take
-# processor time from the training, which the prediction leaves out.
+# bytes matter. Wherever a step is mostly computing, the processor matters: all hosts share yours,
+# its speed changes, and copying, coding, and summing take processor time, which the prediction
+# leaves out.
 #
 # ## Loss against seconds
 
@@ -265,19 +255,16 @@ if FULL:
 
 # %% [markdown]
 # **What to notice.** On the fastest network the curves end closer together than on the slowest.
-# There, `ddp` has made only a handful of steps and has hardly begun to learn, although each of its
-# steps is as good as any other.
+# There, `ddp` has made only a handful of steps, although each is as good as any other.
 #
 # ## Which one wins
 #
-# Twelve seconds are the very beginning of a run. At that point a step is worth about the same with
-# every recipe, and the recipe with the most steps is ahead. Later, agreement matters: with
-# infrequent averaging it takes *more steps* to reach the same loss. laconic has measured how many,
-# on this task in runs of 480 steps, for gradients in 4 bits and for streaming DiLoCo with several
-# periods. Local SGD was not measured. It is assumed to need as many steps as streaming DiLoCo with
-# the nearest period that was measured. The code prints these numbers. Seconds per step times steps
-# needed are then the seconds for the same progress, and the fewest win. `laconic advise` and
-# `laconic.auto` choose by this rule:
+# In the first twelve seconds of a run a step is worth about the same with every recipe, and the
+# recipe with the most steps is ahead. Later, with infrequent averaging it takes *more steps* to
+# reach the same loss. laconic has measured how many, on this task in runs of 480 steps. Local SGD
+# was not measured, and is assumed to need as many as streaming DiLoCo with the nearest period.
+# Seconds per step times steps needed are the seconds for the same progress, and the fewest win.
+# `laconic advise` and `laconic.auto` choose by this rule:
 
 # %%
 needed = {}
@@ -317,42 +304,33 @@ assert winner[1e9][1] < 1.25
 assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 
 # %% [markdown]
-# **What to notice.** On paper, each network has its own answer. It depends on the ratio of
-# communication to computing, which was known before any measurement.
+# **What to notice.** On paper, the answer depends on the ratio of communication to computing, which
+# was known before any measurement.
 #
-# - **Below 1**, as at 1000 Mbit/s with steps of 100 ms: sending the gradients takes less time than
-#   computing a step. A network that costs nothing would make 1 + ratio times the progress, here
-#   1.28. Gradients in 4 bits reach a part of that. Coding takes processor time, which paper leaves
-#   out, so measure before you choose. If the gain is only a few percent, keep `ddp`: it is well
-#   known, and gives up nothing.
-# - **From 1 to about 10**, as at 100 Mbit/s with steps of 100 ms: `ddp` waits for much of the
-#   time. Gradients in 4 bits, an eighth of the bytes, bring the ratio below 1 again and give up
-#   almost nothing.
-# - **Above 10**, as at 10 Mbit/s with steps of 100 ms: an eighth is not enough. Now it pays to
-#   take more steps for the same loss: average with a period, or stream fragments while training
-#   continues, which is nearly as fast as without a network.
+# - **Below 1**, as at 1000 Mbit/s: a network that costs nothing would make 1 + ratio times the
+#   progress, here 1.28. Gradients in 4 bits reach a part of that, less the processor time of
+#   coding. If the gain is only a few percent, keep `ddp`.
+# - **From 1 to about 10**, as at 100 Mbit/s: gradients in 4 bits bring the ratio below 1 again and
+#   give up almost nothing.
+# - **Above 10**, as at 10 Mbit/s: now it pays to take more steps for the same loss: average with a
+#   period, or stream fragments while training continues.
 #
-# The measured winners further above need not be those on paper. The ratio was another one, because
-# your processor does not compute a step in exactly 100 ms, and the measurement includes the
-# processor time of copying and coding. Compare the seconds in brackets behind each winner, too: two
-# recipes within ten percent of each other are a tie.
+# The measured winners further above need not be those on paper: your processor does not compute a
+# step in exactly 100 ms, and copying and coding take processor time. Two recipes within ten percent
+# of each other are a tie.
 #
-# Bandwidth alone therefore decides nothing. With a GPU that computes a step ten times as fast, each
-# of these ranges moves to networks ten times as fast. With a larger batch, they move to slower
-# ones. [The race](../race.md) has the loss itself, after 280 s with four hosts: at 100 Mbit/s,
-# `auto()`, which chose streaming DiLoCo, has the lowest loss; at 1 Gbit/s, it is 1% below gradients
-# in 16 bits.
+# With a GPU that computes a step ten times as fast, each of these ranges moves to networks ten
+# times as fast. [The race](../race.md) has losses after 280 s with four hosts.
 #
 # ## Let it choose
 #
 # Before a training, from numbers, or measured with your own workload:
 #
-#     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 2ms --nodes 2
-#     laconic advise --workload my.py:make --hosts 4 --bandwidth 100mbit
+#     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 2ms --workers 2
+#     laconic advise --workload my.py:make --workers 4 --bandwidth 100mbit
 #
 # This is the output of the first command for these hosts, on each network, from the computing
-# measured above. It compares more recipes than these four, so its answer may be another recipe.
-# From numbers alone it does not know the processor time of coding:
+# measured above. It compares more recipes than these four.
 
 # %%
 for rate in rates:
@@ -361,9 +339,8 @@ for rate in rates:
     expect(advice.row.seconds <= predicted("ddp", rate).seconds, "it is no slower than ddp")
 
 # %% [markdown]
-# During training, `auto` measures the network and the first steps, chooses among `ddp` with and
-# without [codecs](../glossary.md#codec), `local_sgd` with a delay, and streaming DiLoCo, and
-# chooses again when the network has changed:
+# During training, `auto` measures the network and the first steps, chooses a recipe, and chooses
+# again when the network has changed:
 #
 #     sync = laconic.attach(model, optimizer, laconic.auto())
 #
@@ -447,39 +424,30 @@ check("7.3", long_enough)
 #    Compute it from the prediction, then race the two there with `laconic compare`.
 # 2. Run `laconic compare` at 10 Mbit/s with `local_sgd` of period 6, 24 and 96, for one minute and
 #    for five. Which period wins each time, and why not the same one?
-# 3. Double the hosts (`--hosts 4`). By how much do the bytes per step grow? And with eight? What
-#    happens to seconds per step, when all hosts share one processor?
+# 3. Double the hosts (`--hosts 4`). By how much do the bytes per step grow? What happens to seconds
+#    per step, when all hosts share one processor?
 # 4. Add a latency of 50 ms (`--latency 50ms`) at 100 Mbit/s. Which recipes slow down, and which do
 #    not change?
-# 5. Give one host a tenth of the bandwidth (`--bandwidth-host 1=10mbit`). Who waits for whom?
+# 5. Give one host a tenth of the bandwidth (`--bandwidth 1=10mbit`). Who waits for whom?
 #
 # ## Where to go next
 #
-# - **Your own training on slow hosts**: [quick start](../quickstart.md), then
-#   [compare on your own terms](../compare.md) and [the lab](../lab.md), which runs any program.
+# - **Your own training on slow hosts**: [quick start](../quickstart.md), [compare](../compare.md),
+#   and [the lab](../lab.md), which runs any program.
 # - **More on communicating less**: [the algorithms](../algorithms/index.md), [codecs and
 #   overlap](../coded.md), and [your own algorithm](../own_algorithm.md).
-# - **Fewer bits in computing**: automatic mixed precision,
-#   [torch.amp](https://docs.pytorch.org/docs/stable/amp.html). Parameters and gradients stay in 32
-#   bits, so that what is sent stays the same, and the ratio above becomes worse.
 # - **A model that does not fit** (chapter 2's second problem):
-#   [FSDP](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), fully sharded
-#   data parallelism. It sends parameters as well, and wants a fast network; laconic averages
+#   [FSDP](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). laconic averages
 #   between groups that are sharded inside.
-# - **Less to write**: [Lightning](https://lightning.ai/docs/pytorch/stable/) has the loop, devices
-#   and checkpoints, with DDP and FSDP as options.
-# - **Programs other than data parallelism**: parameter servers, actors and learners, pipelines of
-#   your own: [torch.distributed.rpc](https://docs.pytorch.org/docs/stable/rpc.html).
 #
 # ## Sources
 #
 # - P. Patarasuk, X. Yuan, [*Bandwidth optimal all-reduce algorithms for clusters of
-#   workstations*](https://doi.org/10.1016/j.jpdc.2008.09.002),
-#   Journal of Parallel and Distributed Computing 69, 2009: no all-reduce sends less than
+#   workstations*](https://doi.org/10.1016/j.jpdc.2008.09.002), 2009: no all-reduce sends less than
 #   2(n-1)/n of the data.
-# - S. Stich, *Local SGD converges fast and communicates little*,
-#   [arXiv 1805.09767](https://arxiv.org/abs/1805.09767).
-# - D. Alistarh et al., *QSGD: communication-efficient SGD via gradient quantization and encoding*,
-#   [arXiv 1610.02132](https://arxiv.org/abs/1610.02132): gradients in a few bits.
-# - A. Douillard et al., *Streaming DiLoCo with overlapping communication*,
-#   [arXiv 2501.18512](https://arxiv.org/abs/2501.18512).
+# - S. Stich, *Local SGD converges fast and communicates little*, [arXiv
+#   1805.09767](https://arxiv.org/abs/1805.09767).
+# - D. Alistarh et al., *QSGD*, [arXiv 1610.02132](https://arxiv.org/abs/1610.02132): gradients in a
+#   few bits.
+# - A. Douillard et al., *Streaming DiLoCo with overlapping communication*, [arXiv
+#   2501.18512](https://arxiv.org/abs/2501.18512).

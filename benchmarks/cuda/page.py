@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import study
 from benchmarks.cuda.training import PARTS
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
-BEGIN, END = "<!-- begin: written by python -m benchmarks.cuda page -->", "<!-- end -->"
+PAGE, NAME = study.DOCS / "gpu.md", "written by python -m benchmarks.cuda page"
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -20,16 +20,15 @@ def read(folder: Path) -> list[dict[str, Any]]:
 def table(results: list[dict[str, Any]]) -> str:
     """One row for each part that ran, one column for each GPU, and the names of the others."""
     heads = [f"{r['gpu']}, torch {r['torch']}, {r['date']}" for r in results]
-    lines = [f"| part | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
-    never = []
+    lines, never = [], []
     for each in PARTS:
         rows = [_row(result, each.name) for result in results]
         if any(rows):
-            cells = " | ".join(map(_cell, rows))
-            lines.append(f"| {each.text} (`{each.name}`) | {cells} |")
+            lines.append([f"{each.text} (`{each.name}`)", *map(_cell, rows)])
         else:
             never.append(f"`{each.name}`")
-    return "\n".join([*lines, *(["", f"Never run: {', '.join(never)}."] * bool(never))])
+    table = study.table(["part", *heads], lines, left=1 + len(heads))
+    return f"{table}\n\nNever run: {', '.join(never)}." if never else table
 
 
 def _row(result: dict[str, Any], name: str) -> dict[str, Any] | None:
@@ -47,13 +46,6 @@ def _cell(row: dict[str, Any] | None) -> str:
     return f"{said}. {numbers}" if numbers else said
 
 
-def rendered(text: str, results: list[dict[str, Any]]) -> str:
-    """The page ``text`` with the table of ``results``."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}"
-
-
 def write(folder: Path) -> None:
     """Write the table of the results in ``folder`` into the page."""
-    PAGE.write_text(rendered(PAGE.read_text(), read(folder)))
+    study.write(PAGE, NAME, table(read(folder)))

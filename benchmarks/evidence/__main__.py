@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.evidence import signals
-from benchmarks.evidence.runs import DATA, Job, Outcome, journal
+from benchmarks.evidence.runs import DATA, Job, Outcome, study
 from benchmarks.evidence.studies import STUDIES
 from benchmarks.evidence.tasks import NAMES
+from benchmarks.study import DOCS
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "evidence.md"
 
 
 def main() -> None:
@@ -32,8 +33,8 @@ def main() -> None:
     if options.study == "page":
         from benchmarks.evidence import page  # matplotlib takes a second
 
-        page.write(DOCS, journal(options.runs).load())
-        page.write_signals(DOCS, signals.lines(signals.journal().load()))
+        page.write(PAGE, study(options.runs).load())
+        page.write_signals(PAGE, signals.lines(signals.study().load()))
         return
 
     def progress(done: int, of: int) -> None:
@@ -41,13 +42,13 @@ def main() -> None:
             print(f"\r{done} of {of} runs ", end="", file=sys.stderr)
 
     if options.study == "signals":
-        known = signals.journal().outcomes(signals.jobs(), options.processes, progress)
+        known = signals.study().outcomes(signals.jobs(), options.processes, progress)
         for line in signals.lines(known):
             print(line)
         return
 
     def runs(jobs: Sequence[Job]) -> Mapping[Job, Outcome]:
-        return journal(options.runs).outcomes(jobs, options.processes, progress)
+        return study(options.runs).outcomes(jobs, options.processes, progress)
 
     for row in STUDIES[options.study](runs, options.task):
         job = row.job

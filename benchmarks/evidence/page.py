@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,18 @@ from benchmarks.evidence.studies import (
     CELLS,
     OUTER_MOMENTA,
     OUTER_RATES,
-    PERIODS,
     STUDIES,
     WORKERS,
     Row,
 )
 from benchmarks.evidence.tasks import NAMES
+from benchmarks.study import table
+from benchmarks.study import write as write_page
 from laconic.policy.candidates import DELAYED, muon
 
 GRAY, COLORS = "#8A8A8A", {"adamw": "#c76a08", "muon": "#3f78d8"}
 NAMED = {"adamw": "AdamW", "muon": "Muon"}
+ENDS = signals.PERIODS[0], signals.PERIODS[-1]
 SHADES = {0.5: "#1b998b", 0.7: "#3f78d8", 1.0: "#c2417e"}
 
 
@@ -50,34 +52,32 @@ def rows_of(study: str, known: Mapping[Job, Outcome]) -> dict[str, list[Row]]:
     return found
 
 
-def write(docs: Path, known: Mapping[Job, Outcome]) -> None:
-    """Write between the markers of each study in ``docs``/evidence.md, and its picture."""
+def write(page: Path, known: Mapping[Job, Outcome]) -> None:
+    """Write between the markers of each study in the page, and pictures next to it."""
     for study, (markdown, picture) in PAGES.items():
-        rows = rows_of(study, known)
+        if rows := rows_of(study, known):
+            _insert(page, study, markdown(rows), picture(rows))
+    sgd = {f"{task}, SGD": rows for task, rows in rows_of("late_sgd", known).items()}
+    tables = {"direction": rows_of("direction", known), "late": rows_of("late", known) | sgd}
+    for study, rows in tables.items():
         if rows:
-            _insert(docs, study, markdown(rows), picture(rows))
+            write_page(page, study, by_task(rows))
 
 
-def write_signals(docs: Path, found: Sequence[signals.Line]) -> None:
+def write_signals(page: Path, found: Sequence[signals.Line]) -> None:
     """The same for what runs show of themselves."""
     if len(found) > 1:
-        _insert(docs, "signals", signals_table(found), signals_picture(found))
+        _insert(page, "signals", signals_table(found), signals_picture(found))
 
 
-def _insert(docs: Path, study: str, markdown: str, picture: Figure) -> None:
-    path = docs / "evidence.md"
-    begin, end = f"<!-- begin: {study} -->", f"<!-- end: {study} -->"
-    before, found, rest = path.read_text().partition(begin)
-    _, also, after = rest.partition(end)
-    if not (found and also):
-        raise ValueError(f"{path} must have a line {begin!r} and after it a line {end!r}")
-    path.write_text(f"{before}{begin}\n\n{markdown}\n\n{end}{after}")
-    picture.savefig(docs / f"evidence_{study}.png")
+def _insert(page: Path, study: str, markdown: str, picture: Figure) -> None:
+    write_page(page, study, markdown)
+    picture.savefig(page.with_name(f"evidence_{study}.png"))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def loss_of(row: Row) -> str:
+    """The mean loss and its error."""
+    return f"{row.mean:.3f} ± {row.spread:.3f}"
 
 
 # -- muloco ----
@@ -93,21 +93,13 @@ def gives_up(rows: Sequence[Row], row: Row) -> tuple[float, float]:
 
 
 def muloco_table(found: Mapping[str, Sequence[Row]]) -> str:
-    parts = []
-    for task, rows in found.items():
-        lines = []
-        for r in rows:
-            up, error = gives_up(rows, r)
-            beyond = "" if r.job.workers == 1 else f"{up:+.3f} ± {error:.3f}"
-            name = f"{NAMED[r.job.inner]}, {r.job.workers} worker{'s' * (r.job.workers > 1)}"
-            what = "" if r.what == "DiLoCo" else f", {r.what}"
-            mu = r.job.recipe.partition("momentum=")[2].partition(",")[0].rstrip(")")
-            lines.append(
-                [name + what, f"{r.job.lr:g}", mu, f"{r.mean:.3f} ± {r.spread:.3f}", beyond]
-            )
-        head = ("inside", "lr", "momentum", "loss", "given up")
-        parts.append(f"**{task}**\n\n{table(head, lines)}")
-    return "\n\n".join(parts)
+    (rows,) = found.values()
+    lines: dict[str, dict[int, str]] = {}
+    for r in rows:
+        name = NAMED[r.job.inner] + ("" if r.what == "DiLoCo" else f", {r.what}")
+        lines.setdefault(name, {})[r.job.workers] = loss_of(r)
+    head = ("inside", "1 worker", *(f"{n} workers" for n in WORKERS[1:]))
+    return table(head, ([name, *(of.get(n, "") for n in WORKERS)] for name, of in lines.items()))
 
 
 def muloco_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
@@ -126,58 +118,13 @@ def muloco_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
     return figure
 
 
-# -- direction ----
+# -- direction and late ----
 
 
-def direction_table(found: Mapping[str, Sequence[Row]]) -> str:
-    lines = [
-        [r.what, *(f"{rows[at].mean:.3f} ± {rows[at].spread:.3f}" for rows in found.values())]
-        for at, r in enumerate(next(iter(found.values()), []))
-    ]
+def by_task(found: Mapping[str, Sequence[Row]]) -> str:
+    """A column for each task."""
+    lines = ([rows[0].what, *map(loss_of, rows)] for rows in zip(*found.values(), strict=True))
     return table(["outer step, period", *found], lines)
-
-
-def direction_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
-    figure, axes = _panels(len(found))
-    for at, (task, rows) in zip(axes, found.items(), strict=False):
-        ddp, rest = rows[0], rows[1:]
-        at.axhline(ddp.mean, color=GRAY, linewidth=0.8, label="ddp()")
-        for what, color in (("Nesterov", COLORS["adamw"]), ("Muon", COLORS["muon"])):
-            of = [r for r in rest if r.what.rpartition(",")[0] == what]
-            _line(at, [(r.mean, r.spread) for r in of], color, f"{what} outside")
-        at.set_xticks(range(len(PERIODS)), PERIODS)
-        at.set_xlabel("period")
-        at.set_title(task, loc="left", fontsize=10)
-    axes[0].set_ylabel("loss (nats)")
-    axes[0].legend(frameon=False)
-    return figure
-
-
-# -- late ----
-
-LINES = {
-    "Nesterov": "#c76a08",
-    "Nesterov, loscar": "#e0a458",
-    "Muon, mix": "#9db8ea",
-    "Muon, lr 0.7": "#1b998b",
-    "Muon": "#3f78d8",
-}
-
-
-def late_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
-    figure, axes = _panels(len(found))
-    for at, (task, rows) in zip(axes, found.items(), strict=True):
-        ddp, rest = rows[0], rows[1:]
-        at.axhline(ddp.mean, color=GRAY, linewidth=0.8, label="ddp()")
-        for what, color in LINES.items():
-            of = [r for r in rest if r.what.rpartition(",")[0] == what]
-            _line(at, [(r.mean, r.spread) for r in of], color, what)
-        at.set_xticks(range(len(PERIODS)), PERIODS)
-        at.set_xlabel("period")
-        at.set_title(task, loc="left", fontsize=10)
-    axes[0].set_ylabel("loss (nats)")
-    axes[0].legend(frameon=False, fontsize=8)
-    return figure
 
 
 # -- outer ----
@@ -196,57 +143,39 @@ def _cell(r: Row) -> tuple[int, int, int]:
 
 
 def outer_table(found: Mapping[str, Sequence[Row]]) -> str:
-    parts = []
-    for task, rows in found.items():
-        lines = []
-        for cell in CELLS:
-            n, period, steps = cell
-            least = best(rows, cell)
-            lines.append([str(n), str(period), str(steps), str(steps // period)])
-            for eta in OUTER_RATES:
-                of = {r.job.recipe: r for r in rows if _cell(r) == cell}
-                ends = [of[f"diloco({period}, {eta}, {mu})"] for mu in OUTER_MOMENTA]
-                k = min(range(len(ends)), key=lambda i: ends[i].mean)
-                mark = "**" if ends[k] is least else ""
-                lines[-1].append(f"{mark}{ends[k].mean:.3f}{mark} ({OUTER_MOMENTA[k]:g})")
-            lines[-1].append(f"{least.spread:.3f}")
-        head = (
-            "workers",
-            "period",
-            "steps",
-            "rounds",
-            *(f"lr {eta:g}" for eta in OUTER_RATES),
-            "±",
-        )
-        parts.append(f"**{task}**\n\n{table(head, lines)}")
-    return "\n\n".join(parts)
+    (rows,) = found.values()
+    lines = []
+    for cell in CELLS:
+        _, period, _ = cell
+        least = best(rows, cell)
+        of = {r.job.recipe: r for r in rows if _cell(r) == cell}
+        lines.append([str(period)])
+        for eta in OUTER_RATES:
+            ends = [of[f"diloco({period}, {eta}, {mu})"] for mu in OUTER_MOMENTA]
+            k = min(range(len(ends)), key=lambda i: ends[i].mean)
+            mark = "**" if ends[k] is least else ""
+            lines[-1].append(f"{mark}{ends[k].mean:.3f}{mark} ({OUTER_MOMENTA[k]:g})")
+        lines[-1].append(f"{least.spread:.3f}")
+    return table(("period", *(f"lr {eta:g}" for eta in OUTER_RATES), "±"), lines)
 
 
 def outer_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
-    figure = Figure(figsize=(13, 2.6 * len(found)), dpi=110, layout="constrained")
-    grid: Any = figure.subplots(len(found), len(CELLS), squeeze=False)
-    for line, (task, rows) in zip(grid, found.items(), strict=True):
-        for at, cell in zip(line, CELLS, strict=True):
-            n, period, steps = cell
-            of = {r.job.recipe: r for r in rows if _cell(r) == cell}
-            for eta in OUTER_RATES:
-                ends = [of[f"diloco({period}, {eta}, {mu})"] for mu in OUTER_MOMENTA]
-                at.errorbar(
-                    OUTER_MOMENTA,
-                    [r.mean for r in ends],
-                    [r.spread for r in ends],
-                    color=SHADES[eta],
-                    marker=".",
-                    label=f"lr {eta:g}",
-                )
-            least = best(rows, cell).mean
-            at.set_ylim(least - 0.02 * abs(least), least * 1.35)
-            at.set_title(f"{n} workers, H {period}\n{steps // period} rounds", fontsize=8)
-            at.spines[["top", "right"]].set_visible(False)
-        line[0].set_ylabel(f"{task}\nloss (nats)")
-    for at in grid[-1]:
+    ((task, rows),) = found.items()
+    figure, axes = _panels(len(CELLS))
+    for at, cell in zip(axes, CELLS, strict=True):
+        _, period, steps = cell
+        of = {r.job.recipe: r for r in rows if _cell(r) == cell}
+        for eta in OUTER_RATES:
+            ends = [of[f"diloco({period}, {eta}, {mu})"] for mu in OUTER_MOMENTA]
+            means, errors = [r.mean for r in ends], [r.spread for r in ends]
+            look = {"color": SHADES[eta], "marker": ".", "label": f"lr {eta:g}"}
+            at.errorbar(OUTER_MOMENTA, means, errors, **look)
+        least = best(rows, cell).mean
+        at.set_ylim(least - 0.02 * abs(least), least * 1.35)
+        at.set_title(f"{task}: period {period}, {steps // period} rounds", loc="left", fontsize=10)
         at.set_xlabel("momentum")
-    grid[0][0].legend(frameon=False, fontsize=8)
+    axes[0].set_ylabel("loss (nats)")
+    axes[0].legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -255,7 +184,7 @@ def outer_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
 
 def signals_table(found: Sequence[signals.Line]) -> str:
     head = ["task", "optimizer, lr", "batch", "agreement", "gradients"]
-    head += [*(f"f({period})" for period in signals.PERIODS), "growth", "f, gradients"]
+    head += [*(f"f({period})" for period in ENDS), "growth", "f, gradients"]
     lines = [
         [
             line.case[0],
@@ -263,7 +192,7 @@ def signals_table(found: Sequence[signals.Line]) -> str:
             str(line.case[3]),
             f"{line.agreement:.2f}",
             f"{line.gradients:.2f}",
-            *(f"{line.factors[period]:.2f}" for period in signals.PERIODS),
+            *(f"{line.factors[period]:.2f}" for period in ENDS),
             f"{line.growth:.2f}",
             f"{line.outer:.2f}",
         ]
@@ -310,10 +239,4 @@ def _panels(count: int) -> tuple[Figure, Any]:
     return figure, grid[0]
 
 
-PAGES = {
-    "muloco": (muloco_table, muloco_picture),
-    "direction": (direction_table, direction_picture),
-    "outer": (outer_table, outer_picture),
-    "late": (direction_table, late_picture),
-    "late_sgd": (direction_table, late_picture),
-}
+PAGES = {"muloco": (muloco_table, muloco_picture), "outer": (outer_table, outer_picture)}

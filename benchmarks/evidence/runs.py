@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import laconic
 from benchmarks.evidence.tasks import task
-from benchmarks.journal import Journal
+from benchmarks.study import Study
 from laconic.algorithms.parse import parse_recipe
 
 DATA = Path(__file__).with_name("runs.jsonl")
@@ -108,6 +108,6 @@ def train(job: Job) -> Outcome:
     return laconic.simulate(worker, workers=job.workers)[0]
 
 
-def journal(path: Path = DATA) -> Journal[Job, Outcome]:
+def study(path: Path = DATA) -> Study[Job, Outcome]:
     """The runs in the file at ``path``."""
-    return Journal(path, Job, Outcome, train)
+    return Study(path, Job, Outcome, train)

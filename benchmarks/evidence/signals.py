@@ -29,7 +29,7 @@ import laconic
 from benchmarks.evidence.runs import Job, optimizers_of, steps_of
 from benchmarks.evidence.tasks import task
 from benchmarks.factors import factor
-from benchmarks.journal import Journal
+from benchmarks.study import Study
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Round
 from laconic.algorithms.update import Clock, State
@@ -146,9 +146,9 @@ def middle(step: int) -> bool:
     return STEPS // 4 <= step <= 3 * STEPS // 4
 
 
-def journal(path: Path = DATA) -> Journal[Job, Seen]:
+def study(path: Path = DATA) -> Study[Job, Seen]:
     """The runs in the file at ``path``."""
-    return Journal(path, Job, Seen, train)
+    return Study(path, Job, Seen, train)
 
 
 def recipe_of(period: int) -> str:

@@ -34,13 +34,10 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "emulated":
-        return emulated.main(options.journal, options.only, table=options.table)
+        return emulated.main(options.journal, options.only, show=options.table)
     if options.what == "published":
         print("Gbit/s for 95% of the time in computing:\n")
         for line in published.bandwidths():
-            print(line, flush=True)
-        print("\nGoodput with one failure per chip and year:\n")
-        for line in published.goodputs():
             print(line, flush=True)
         return 0
     for line in scale.timings():

@@ -12,12 +12,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.plan.worker import PARAMETERS
+from benchmarks.study import Journal, table
 from laconic.advisor.plan.cluster import Cluster, Failures, Site
 from laconic.advisor.plan.simulate import recipe_of, simulate_plan
 from laconic.algorithms.parse import parse_recipe
@@ -164,7 +165,7 @@ def command(setting: Setting, steps: int, directory: Path) -> list[str]:
     lab = [sys.executable, "-m", "laconic", "lab", "--hosts", str(HOSTS)]
     lab += ["--bandwidth", f"{setting.rate:.0f}bit", "--out", str(directory)]
     for host, rate in setting.rates.items():
-        lab += ["--bandwidth-host", f"{host}={rate:.0f}bit"]
+        lab += ["--bandwidth", f"{host}={rate:.0f}bit"]
     if setting.latency:
         lab += ["--latency", f"{1000 * setting.latency:g}ms"]
     for host in setting.kill:
@@ -172,8 +173,36 @@ def command(setting: Setting, steps: int, directory: Path) -> list[str]:
     return [*lab, "--", sys.executable, "-m", "benchmarks.plan.worker", json.dumps(spec)]
 
 
-def run(number: int, setting: Setting) -> dict[str, Any]:
-    """Run a setting, and return the line for the journal."""
+@dataclass(frozen=True)
+class Ran:
+    """A run of the setting with a ``number``. ``killed``: hosts, and seconds after the warmup;
+    ``measured``: seconds per step."""
+
+    number: int
+    name: str
+    recipe: str
+    steps: int
+    killed: list[tuple[int, float]]
+    measured: float
+    machine: dict[str, str]
+
+    @property
+    def identity(self) -> int:
+        return self.number
+
+    def document(self) -> dict[str, Any]:
+        """Return the line of the journal."""
+        return asdict(self)
+
+    def planned(self) -> float:
+        """Return the seconds per step that are planned for it."""
+        setting = settings()[self.number]
+        steps, at = (LONG_RUN, []) if setting.own_pace else (self.steps, self.killed)
+        return statistics.fmean(planned(setting, steps, at, seed) for seed in range(SEEDS))
+
+
+def run(number: int, setting: Setting) -> Ran:
+    """Run a setting."""
     steps = length(setting)
     directory = Path("laconic-plan", "runs", str(number))
     shutil.rmtree(directory, ignore_errors=True)
@@ -204,68 +233,38 @@ def run(number: int, setting: Setting) -> dict[str, Any]:
     seconds = max(result["end"] for result in results) - begin
     taken = sum(result["steps"] for result in results) / len(results)
     measured = seconds / (taken if setting.own_pace else steps)
-    return {
-        "number": number,
-        "name": setting.name,
-        "recipe": setting.recipe,
-        "steps": steps,
-        "killed": at,
-        "measured": measured,
-        "machine": {key: machine()[key] for key in ("processor", "cores")},
-    }
+    here = {key: machine()[key] for key in ("processor", "cores")}
+    return Ran(number, setting.name, setting.recipe, steps, at, measured, here)
 
 
-def planned_for(line: dict[str, Any]) -> float:
-    """Return the seconds per step that are planned for a line of the journal."""
-    setting = settings()[line["number"]]
-    steps, at = (LONG_RUN, []) if setting.own_pace else (line["steps"], line["killed"])
-    return statistics.fmean(planned(setting, steps, at, seed) for seed in range(SEEDS))
-
-
-def rows(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the table of the newest run of each setting."""
-    newest = {line["number"]: line for line in lines}
-    yield "| setting | recipe | seconds per step | planned | error |"
-    yield "|---|---|---|---|---|"
-    errors = []
-    for _, line in sorted(newest.items()):
-        plan = planned_for(line)
-        error = plan / line["measured"] - 1
+def report(ran: Sequence[Ran]) -> str:
+    """Return the table of the runs."""
+    head = ("setting", "recipe", "seconds per step", "planned", "error")
+    rows, errors = [], []
+    for each in sorted(ran, key=lambda each: each.number):
+        plan = each.planned()
+        error = plan / each.measured - 1
         errors.append(abs(error))
-        yield (
-            f"| {line['name']} | `{line['recipe']}` | {line['measured']:.4f} | "
-            f"{plan:.4f} | {error:+.1%} |"
-        )
-    if errors:
-        yield ""
-        yield (
-            f"{len(errors)} of {len(settings())} settings: the median error is "
-            f"{statistics.median(errors):.1%} (bound {MEDIAN:.0%}), the largest {max(errors):.1%} "
-            f"(bound {WORST:.0%})."
-        )
+        figures = f"{each.measured:.4f}", f"{plan:.4f}", f"{error:+.1%}"
+        rows.append((each.name, f"`{each.recipe}`", *figures))
+    return (
+        f"{table(head, rows, left=len(head))}\n\n"
+        f"{len(errors)} of {len(settings())} settings: the median error is "
+        f"{statistics.median(errors):.1%} (bound {MEDIAN:.0%}), the largest {max(errors):.1%} "
+        f"(bound {WORST:.0%})."
+    )
 
 
-def main(journal: Path, only: Sequence[int] | None, *, table: bool) -> int:
-    """Run the settings that the journal lacks, and print the table."""
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    known = _load(journal)
-    done = {line["number"] for line in known}
-    for number, setting in enumerate(settings()):
-        wanted = number in only if only is not None else number not in done
-        if table or not wanted:
-            continue
-        print(f"{number}: {setting.name}, {setting.recipe}: ", end="", flush=True)
-        line = run(number, setting)
-        with journal.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        known.append(line)
-        print(f"{line['measured']:.4f} s, planned {planned_for(line):.4f} per step", flush=True)
-    for text in rows(known):
-        print(text)
+def main(path: Path, only: Sequence[int] | None, *, show: bool) -> int:
+    """Run the settings that the journal lacks, and print the table; with ``show``, only print."""
+    journal = Journal(path, lambda fields: Ran(**fields))
+    done = {ran.number for ran in journal.load()}
+    with journal.opened() as append:
+        for number, setting in enumerate(() if show else settings()):
+            if number in only if only is not None else number not in done:
+                print(f"{number}: {setting.name}, {setting.recipe}: ", end="", flush=True)
+                ran = run(number, setting)
+                append(ran)
+                print(f"{ran.measured:.4f} s, planned {ran.planned():.4f} per step", flush=True)
+    print(report(journal.load()))
     return 0
-
-
-def _load(journal: Path) -> list[dict[str, Any]]:
-    if not journal.exists():
-        return []
-    return [json.loads(line) for line in journal.read_text().splitlines() if line]

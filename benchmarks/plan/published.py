@@ -1,20 +1,17 @@
 """Published numbers beside those of the planner, from the conditions that their papers state.
 
 Bandwidth for a compute utilization of 95%: Douillard et al. 2025, arXiv 2501.18512, Section 3.1 and
-Table 4, and Charles et al. 2025, arXiv 2503.09799, Table 6. Goodput under failures: Douillard et
-al. 2026, arXiv 2604.21428, Table 1.
+Table 4, and Charles et al. 2025, arXiv 2503.09799, Table 6.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import laconic as la
-from laconic.advisor.plan.cluster import Cluster, Failures, Site, uniform
-from laconic.advisor.plan.simulate import simulate_plan
+from laconic.advisor.plan.cluster import Cluster, uniform
 from laconic.algorithms.round import Recipe
 from laconic.policy.predict import predict
 
@@ -125,95 +122,3 @@ def bandwidths() -> Iterator[str]:
                 f"| {model.name}, {model.step:g} s | {name} | {' | '.join(theirs)} | {layers:.4g} "
                 f"| {ours:.4g} |"
             )
-
-
-# -- goodput under failures ----
-
-YEAR = 365 * 86400.0
-CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
-TABLE: dict[tuple[int, bool], tuple[int, ...]] = {
-    (1, False): (72, 57, 38, 27, 18),
-    (1, True): (88, 80, 69, 58, 40),
-    (2, True): (94, 88, 80, 70, 54),
-    (4, True): (96, 93, 89, 82, 73),
-    (8, True): (98, 96, 94, 88, 80),
-    (16, True): (99, 98, 96, 93, 86),
-}
-"""Goodput in percent by the number of learners and whether they are elastic, as published."""
-SLICE = 1000
-"""Chips of a slice: not stated. It decides what the learners lose while a slice is away, which is
-little."""
-STEPS = {True: 10.0, False: 1.0}
-"""Seconds of a step of elastic learners and others. A pause may come at any time within a step; one
-that is not elastic loses the step that it was in."""
-HOURS = {True: 30, False: 3}
-
-
-def goodput(learners: int, elastic: bool, chips: int, repair: float, pause: float) -> float:
-    """Return the planner's goodput of ``learners`` with so many ``chips`` in all.
-
-    A learner that is not elastic waits for the ``repair`` of a failed chip. An elastic one pauses
-    twice, when it loses a slice and when that is back. Several learners do not wait for each other:
-    rounds close with a quorum of one, every 24 steps.
-    """
-    each = chips // learners
-    failures = Failures(
-        mtbf=YEAR,
-        repair=repair,
-        repairs="exponential",
-        restart=0.0,
-        detection=0.0,
-        policy="static",
-        checkpoint=1,
-        reconfigure=pause,
-    )
-    cluster = Cluster(
-        10**6,
-        (Site("all", learners, 1e15),),
-        step=STEPS[elastic],
-        spread=0.0,
-        chips=each,
-        slices=max(each // SLICE, 1) if elastic else 1,
-        failures=failures,
-    )
-    recipe = la.ddp() if learners == 1 else la.diloco(24, quorum=1)
-    steps = round(HOURS[elastic] * 3600 / STEPS[elastic])
-    return simulate_plan(recipe, cluster, steps).goodput
-
-
-def fitted() -> tuple[float, float]:
-    """Return the seconds until a failed chip is back and of a pause, which the paper's published
-    text names without values, from its two rows of a single learner: the medians of what each of
-    their entries implies, ``(1/goodput - 1) * time between failures``. A failure has two pauses."""
-
-    def implied(row: Sequence[int]) -> float:
-        each = [(100 / g - 1) * YEAR / n for g, n in zip(row, CHIPS, strict=True)]
-        return statistics.median(each)
-
-    return implied(TABLE[1, False]), implied(TABLE[1, True]) / 2
-
-
-def goodputs() -> Iterator[str]:
-    """Yield the lines of the table."""
-    repair, pause = fitted()
-    yield f"Repair {repair:.0f} s and pause {pause:.1f} s, from the rows of a single learner."
-    yield ""
-    heads = " | ".join(f"{n / 1e6:g}M chips" for n in CHIPS)
-    yield f"| learners | {heads} |"
-    yield "|---" * (len(CHIPS) + 1) + "|"
-    errors = []
-    for (learners, elastic), row in TABLE.items():
-        name = f"{learners}" if elastic else f"{learners}, not elastic"
-        cells = []
-        for theirs, chips in zip(row, CHIPS, strict=True):
-            ours = 100 * goodput(learners, elastic, chips, repair, pause)
-            errors.append((learners > 1, abs(ours - theirs)))
-            cells.append(f"{theirs} / {ours:.0f}")
-        yield f"| {name} | {' | '.join(cells)} |"
-    yield ""
-    rest = [error for several, error in errors if several]
-    yield (
-        f"Each cell: published / laconic, in percent. Of the {len(rest)} with several learners, on "
-        f"which nothing was fitted, ours differ by {statistics.fmean(rest):.1f} points on average "
-        f"and {max(rest):.1f} at most."
-    )

@@ -7,7 +7,7 @@
 The first form runs every row on every network with every seed, and appends each run to the journal
 when it has finished. Runs in the journal are not repeated, so an interrupted race resumes with the
 same command. Several commands with a part of the rows each may add to one journal. The other forms
-run nothing. ``table`` writes the tables and the plot from the journal. ``compare`` prints how far
+run nothing. ``table`` writes the table and the plot from the journal. ``compare`` prints how far
 each row is from ``auto()``, and from ``auto()`` on a network of the same rate without latency and
 loss.
 
@@ -16,37 +16,27 @@ A network is a rate, and may have a latency, jitter and loss: 50mbit, 50mbit/80m
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import Any
 
 import laconic
-from benchmarks.race import journal, page, summary
-from benchmarks.race.journal import Entry, Job
+from benchmarks.race import page, summary
 from benchmarks.race.networks import EXAMPLES, Network, parse_network
 from benchmarks.race.rows import NETWORKS, NONE, SEEDS, chosen, is_peer
+from benchmarks.race.runs import Entry, Job, comparable, journal
+from benchmarks.study import DOCS, Parser, command, machine
 from laconic.lab.emulation.cluster import Cluster
 from laconic.lab.emulation.jobs import terminate_as_exit
 from laconic.lab.race import runner, workloads
 from laconic.lab.race.result import Result, Row
 from laconic.lab.race.wording import reason
 
-HERE = Path(__file__).resolve().parents[2]
 JOURNAL = Path("laconic-race", "journal.jsonl")
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser with one-line error messages."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser() -> Parser:
@@ -81,25 +71,24 @@ def parser() -> Parser:
         "--data", type=Path, metavar="FILE", help="training text (Python's standard library)"
     )
     run.add_argument("--again", action="store_true", help="repeat runs in the journal")
-    table = commands.add_parser("table", help="write the tables and the plot from the journal")
+    table = commands.add_parser("table", help="write the table and the plot from the journal")
     table.add_argument(
-        "--page", type=Path, metavar="FILE", default=HERE / "docs" / "race.md", help="%(default)s"
+        "--page", type=Path, metavar="FILE", default=DOCS / "race.md", help="%(default)s"
     )
     compare = commands.add_parser("compare", help="print how far each row is from auto()")
     compare.add_argument(
         "--networks", nargs="+", metavar="NETWORK", help="default: all of the journal"
     )
-    for command in (table, compare):
-        command.add_argument("--key", help="the settings to use, if the journal has several")
-    for command in (run, table, compare):
-        command.add_argument("--journal", type=Path, metavar="FILE", default=JOURNAL)
+    for each in (table, compare):
+        each.add_argument("--key", help="the settings to use, if the journal has several")
+    for each in (run, table, compare):
+        each.add_argument("--journal", type=Path, metavar="FILE", default=JOURNAL)
     return top
 
 
 def shared(hosts: int, seconds: float, data: Path | None, validations: int) -> dict[str, object]:
     """Return the settings, including the machine, that comparable runs must share."""
     text = workloads.standard_library() if data is None else data.read_bytes()
-    machine = runner.machine()
     return {
         "workload": "text",
         "data": "Python's standard library" if data is None else data.name,
@@ -107,15 +96,13 @@ def shared(hosts: int, seconds: float, data: Path | None, validations: int) -> d
         "hosts": hosts,
         "seconds": seconds,
         "validations": validations,
-        "processor": machine["processor"],
-        "cores": machine["cores"],
-        "torch": str(torch.__version__),
+        **machine(),
     }
 
 
 def commit() -> str:
     """Return the repository's commit, or "unknown"."""
-    argv = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
+    argv = ["git", "-C", str(DOCS), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         ended = subprocess.run(argv, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -199,8 +186,9 @@ def run(options: Any) -> int:
     common = shared(options.hosts, options.seconds, options.data, options.validations)
     todo = jobs(rows, networks, options.seeds)
     lost = 0
-    with terminate_as_exit(), journal.opened(options.journal) as file:
-        recorded = journal.by_key(journal.load(options.journal)).get(journal.key(common), [])
+    known = journal(options.journal)
+    with terminate_as_exit(), known.opened() as append:
+        recorded = [e for e in known.load() if e.shared == common]
         done = {e.job for e in recorded if e.run.status != "failed" and not options.again}
         missing = [job for job in todo if job not in done]
         hours = len(missing) * options.seconds / 3600
@@ -208,7 +196,7 @@ def run(options: Any) -> int:
         for number, job in enumerate(missing, 1):
             print(f"{number}/{len(missing)} {job_text(job)}: ", end="", flush=True)
             entry = Entry(common, job, single(part(everything, job)))
-            journal.append(file, entry)
+            append(entry)
             lost += entry.run.status != "ok"
             print(outcome(entry.run), flush=True)
     return 1 if lost else 0
@@ -224,7 +212,7 @@ def single(one: runner.Settings) -> Result:
     data = None if one.data is None else Path(one.data).name
     return replace(
         result,
-        rows=(replace(row, timeline=(), rounds=()),),
+        rows=(replace(row, timeline=()),),
         settings={**result.settings, "data": data},
         versions={**result.versions, "laconic": laconic.__version__, "commit": commit()},
     )
@@ -243,12 +231,13 @@ def outcome(row: Row) -> str:
 
 def chosen_entries(options: Any) -> list[Entry]:
     """Return the runs of one key. Raises ``ValueError`` if there is a choice and none is given."""
-    groups = journal.by_key(journal.load(options.journal))
+    groups = comparable(journal(options.journal).load())
     if not groups:
         raise ValueError(f"no runs in {options.journal}")
     if (options.key is None and len(groups) > 1) or options.key not in (None, *groups):
         choices = "; ".join(
-            f"{key} ({page.task(entries)}: {len(entries)} runs)" for key, entries in groups.items()
+            f"{name} ({page.task(entries)}: {len(entries)} runs)"
+            for name, entries in groups.items()
         )
         raise ValueError(
             f"the journal has runs of several settings: --key must be one of {choices}"
@@ -275,15 +264,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] not in (["run"], ["table"], ["compare"], ["-h"], ["--help"]):
         arguments.insert(0, "run")
-    try:
+    commands = {"run": run, "table": table, "compare": compare}
+
+    def begin() -> int:
         options = parser().parse_args(arguments)
-        return {"run": run, "table": table, "compare": compare}[options.command](options)
-    except (ValueError, ImportError, OSError) as error:
-        print(f"benchmarks.race: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbenchmarks.race: interrupted; run the same command to resume", file=sys.stderr)
-        return 130
+        return commands[options.command](options)
+
+    return command("benchmarks.race", begin)
 
 
 if __name__ == "__main__":

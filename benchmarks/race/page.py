@@ -1,4 +1,4 @@
-"""Write the tables and the plot of docs/race.md."""
+"""Write the table and the plot of docs/race.md."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from benchmarks.race.journal import Entry, key
+from benchmarks import study
 from benchmarks.race.networks import Network
 from benchmarks.race.rows import NONE, ROWS
+from benchmarks.race.runs import Entry
 from laconic.lab.emulation.seeds import groups
 from laconic.lab.race.comparison import compared
-from laconic.lab.race.plots import COLORS, GRAY, limit_loss
+from laconic.lab.race.plots import COLORS, GRAY, loss_limits
 from laconic.lab.race.result import SECONDS, Result, Row, line
 from laconic.lab.race.wording import reason, three_digits
 
@@ -24,17 +25,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HEAD = ("row", "s per step", "speed", "MB per step", "loss", "least to most", "steps")
-BEGIN, END = "<!-- begin: written by python -m benchmarks.race table -->", "<!-- end -->"
-Dashes = str | tuple[float, tuple[float, ...]]
-DASHES: dict[bool, tuple[Dashes, ...]] = {
-    False: ("-", "-.", ":"),
-    True: ("--", (0.0, (1.0, 1.0))),
-}
-"""Line styles of recipes (the last one is for the row without communication) and of other
-libraries. The second of each is used when the colors repeat."""
-LINE_INCHES = 0.17
-"""Height of a line in the rows' names."""
+NAME = "written by python -m benchmarks.race table"
+HEAD = ("network", "row", "loss", "seeds", "s per step", "MB per step")
+OURS = ("auto()", "ddp()")
+"""laconic's recipes in the table and the plot, beside all other libraries."""
+COLUMNS = 3
+"""Panels of the plot next to each other."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +101,12 @@ def networks(entries: Sequence[Entry]) -> dict[Network, list[Line]]:
     return lines
 
 
+def shown(entries: Sequence[Entry]) -> dict[Network, list[Line]]:
+    """Return what the page shows of `networks`: `OURS`, other libraries, and no communication."""
+    chosen = [e for e in entries if e.run.peer or e.job.row in (*OURS, NONE)]
+    return networks(chosen)
+
+
 def best(lines: Sequence[Line]) -> Line | None:
     """Return the row with the lowest mean loss.
 
@@ -126,231 +128,128 @@ def task(entries: Sequence[Entry]) -> str:
     )
 
 
-# --- the tables -----------------------------------------------------------------------------------
-
-
 def markdown(entries: Sequence[Entry], picture: str) -> str:
     """Return everything between the markers of the page. ``picture`` is the name of the plot."""
-    seeds = ", ".join(map(str, sorted({entry.job.seed for entry in entries})))
-    parameters = max(int(str(entry.result.settings["parameters"])) for entry in entries)
-    parts = [
-        f"Settings `{key(entries[0].shared)}`: {task(entries)}; {parameters:,} parameters, seeds "
-        f"{seeds}. {_versions(entries)}",
-        f"![Loss against wall clock, and at its end]({picture})",
-    ]
-    for network, lines in networks(entries).items():
-        parts += [f"### {network}", _table(lines)]
-        parts += ["\n".join(notes)] if (notes := _notes(lines)) else []
-    return "\n\n".join(parts)
-
-
-def _versions(entries: Sequence[Entry]) -> str:
-    """List the installed versions."""
-    names = dict.fromkeys(name for entry in entries for name in entry.result.versions)
-    texts = []
-    for name in sorted(names.keys() - {"torch", "commit"}):
-        versions = {e.result.versions[name] for e in entries if name in e.result.versions}
-        texts.append(f"{name} {' and '.join(sorted(versions))}")
-    return f"With {', '.join(texts)}."
-
-
-def _table(lines: Sequence[Line]) -> str:
-    winner = best(lines)
-    baseline = next((one.pace for one in lines if one.text == NONE), math.nan)
-    rows = [HEAD, ("---", *["---:"] * (len(HEAD) - 1))]
-    rows += [_cells(one, baseline, one is winner) for one in lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _cells(one: Line, baseline: float, wins: bool) -> tuple[str, ...]:
-    """Return a table row. ``baseline`` is the seconds per step without communication."""
-    sent = _mean(row.interface_bytes_per_step for row in one.finished) / 1e6
-    share = baseline / one.pace
-    losses = one.losses
-    loss = f"{one.loss:.3f}" if losses else "–"
-    return (
-        f"`{one.text}`",
-        three_digits(one.pace),
-        "–" if math.isnan(share) else f"{share:.0%}",
-        # Without communication, acknowledgments and neighbor discovery do not count.
-        "0" if one.text == NONE else three_digits(sent),
-        f"**{loss}**" if wins else loss,
-        f"{min(losses):.3f} to {max(losses):.3f}" if losses else "–",
-        f"{_mean(row.steps for row in one.finished):,.0f}" if one.finished else "–",
-    )
-
-
-def _notes(lines: Sequence[Line]) -> list[str]:
-    """Return notes for the readers of a table."""
-    seeds = {entry.job.seed for one in lines for entry in one.entries if one.text != NONE}
-    notes = []
-    for one in lines:
-        lacking = sorted(seeds - {entry.job.seed for entry in one.entries})
-        if lacking:
-            notes.append(f"- `{one.text}` was not run with seed {', '.join(map(str, lacking))}.")
+    found = shown(entries)
+    rows, notes = [], []
+    for network, lines in found.items():
+        ranked = sorted((one for one in lines if one.text != NONE), key=lambda one: one.loss)
+        rows += [_cells(one, str(network) if at == 0 else "") for at, one in enumerate(ranked)]
         notes += [
-            f"- `{one.text}`, seed {entry.job.seed}, {reason(entry.run)}."
+            f"- `{one.text}`, {network}, seed {entry.job.seed}, {reason(entry.run)}."
+            for one in ranked
             for entry in one.entries
             if entry.run.status != "ok"
         ]
-        remarks = dict.fromkeys(note for entry in one.entries for note in entry.run.notes)
-        notes += [f"- `{one.text}`: {note}." for note in remarks]
-    return notes
+    rows += [_cells(one, "any") for one in next(iter(found.values())) if one.text == NONE]
+    parts = [
+        f"{task(entries)[0].upper()}{task(entries)[1:]}.",
+        f"![Loss against wall clock]({picture})",
+        study.table(HEAD, rows, left=2),
+    ]
+    return "\n\n".join([*parts, "\n".join(notes)] if notes else parts)
+
+
+def _cells(one: Line, network: str) -> tuple[str, ...]:
+    """Return a row of the table."""
+    sent = _mean(row.interface_bytes_per_step for row in one.finished) / 1e6
+    return (
+        network,
+        f"`{one.text}`",
+        f"{one.loss:.3f}" if one.losses else "–",
+        str(len(one.losses)),
+        three_digits(one.pace),
+        # Without communication, acknowledgments and neighbor discovery do not count.
+        "0" if one.text == NONE else three_digits(sent),
+    )
 
 
 # --- the plot -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Style:
-    """How a row is drawn: its color and dashes, its name split into lines, and its height below the
-    top of the lower panels, in lines of text."""
-
-    color: str
-    dashes: Dashes
-    name: str
-    height: float
-
-
 def picture(entries: Sequence[Entry]) -> Figure:
-    """Plot loss against wall time, with a panel per network and a band for the range over seeds.
+    """Plot loss against wall time, with a band for the range over seeds.
 
-    The panels below show the final losses: each seed, their range, and their mean.
+    There is a panel for each network on which several rows ran, and a last one for the names.
     """
     from matplotlib.figure import Figure  # without pyplot: no backend, no global state
 
-    found = networks(entries)
-    styles = _styles({one.text: one.peer for lines in found.values() for one in lines})
-    below = 0.7 + LINE_INCHES * (max(style.height for style in styles.values()) + 1)
-    figure = Figure(
-        figsize=(3.6 + 3.6 * len(found), 4.6 + below),
-        dpi=150,
-        layout="constrained",
-        facecolor="white",
-    )
-    panels = figure.subplots(2, len(found), squeeze=False, height_ratios=[4.0, below])
-    for column, (network, lines) in enumerate(found.items()):
-        curves, ends = panels[0][column], panels[1][column]
-        _curves(curves, lines, styles)
-        curves.set_title("\n".join(network.parts), loc="left", fontsize=11, fontweight="bold")
-        _ends(ends, lines, styles, named=column == 0)
-    panels[0][0].set_ylabel("validation loss (nats)")
-    legend = "Solid: laconic's recipes; dashed: other libraries; gray: no communication."
-    words = "\n".join((fill(task(entries), 60 + 45 * len(found)), legend))
-    figure.suptitle(words, x=0.01, ha="left", fontsize=8.5, color=GRAY)
+    found = {
+        n: lines for n, lines in shown(entries).items() if sum(o.text != NONE for o in lines) > 1
+    }
+    looks = _looks({one.text: one.peer for lines in found.values() for one in lines})
+    rows = math.ceil((len(found) + 1) / COLUMNS)
+    figure = Figure(figsize=(4 * COLUMNS, 3.4 * rows), dpi=110, layout="constrained")
+    panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    for axes, (network, lines) in zip(panels, found.items(), strict=False):
+        _curves(axes, lines, looks)
+        axes.set_title(str(network), loc="left", fontsize=10)
+    for axes in panels[len(found) :]:
+        axes.set_axis_off()
+    for text, look in looks.items():
+        panels[len(found)].plot([], [], label=fill(text, 42), **look)
+    panels[len(found)].legend(frameon=False, fontsize=7, loc="center", labelspacing=0.9)
     return figure
 
 
-def _styles(texts: Mapping[str, bool]) -> dict[str, Style]:
-    """Return the style of each row. Colors of recipes and of other libraries are counted apart."""
-    count = {False: itertools.count(), True: itertools.count()}
-    styles, height = {}, 0.0
+def _looks(texts: Mapping[str, bool]) -> dict[str, dict[str, str]]:
+    """Return the color and dashes of each row: solid for recipes, dashed for other libraries."""
+    ours, peers = iter(COLORS), itertools.product(("--", "-."), COLORS[1:])
+    looks = {}
     for text, peer in texts.items():
-        name = fill(text, 50, break_long_words=False)
-        half = (name.count("\n") + 1.4) / 2
-        color, dashes = GRAY, DASHES[False][-1]
-        if text != NONE:
-            number = next(count[peer])
-            color = COLORS[number % len(COLORS)]
-            dashes = DASHES[peer][number // len(COLORS) % 2]
-        height += half
-        styles[text] = Style(color, dashes, name, height)
-        height += half
-    return styles
+        if text == NONE:
+            looks[text] = {"color": GRAY, "linestyle": ":"}
+        elif peer:
+            dashes, color = next(peers)
+            looks[text] = {"color": color, "linestyle": dashes}
+        else:
+            looks[text] = {"color": next(ours), "linestyle": "-"}
+    return looks
 
 
-def _curves(axes: Axes, lines: Sequence[Line], styles: dict[str, Style]) -> None:
+def _curves(axes: Axes, lines: Sequence[Line], looks: Mapping[str, dict[str, str]]) -> None:
     seconds = lines[0].entries[0].result.settings["seconds"]
     # Group the runs by name and by whether they are another library.
     rows = tuple(entry.run for one in lines for entry in one.entries)
     result = Result(rows, {"seconds": seconds}, {}, {}, "")
     for group, one in zip(groups(result), lines, strict=True):
-        style, pairs = styles[one.text], line(group.mean, SECONDS)
-        axes.plot(
-            [at for at, _ in pairs],
-            [loss for _, loss in pairs],
-            color=style.color,
-            linestyle=style.dashes,
-            linewidth=1.5,
-        )
+        look, pairs = looks[one.text], line(group.mean, SECONDS)
+        axes.plot([at for at, _ in pairs], [loss for _, loss in pairs], linewidth=1.5, **look)
         if len(group.runs) > 1 and pairs:
             known = [k for k, point in enumerate(group.mean.curve) if point.loss is not None]
             axes.fill_between(
                 [group.mean.curve[k].seconds for k in known],
                 [group.low[k] or 0.0 for k in known],
                 [group.high[k] or 0.0 for k in known],
-                color=style.color,
+                color=look["color"],
                 alpha=0.15,
                 linewidth=0,
             )
-    limit_loss(axes, result)
+    if (limits := loss_limits(result)) is not None:
+        low, high, logarithmic = limits
+        if logarithmic:
+            axes.set_yscale("log", subs=[2, 5])
+            axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
+            axes.yaxis.set_minor_formatter(lambda loss, _: f"{loss:g}")
+        axes.set_ylim(low, high)
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds of training")
-    _style(axes)
-
-
-def _ends(axes: Axes, lines: Sequence[Line], styles: dict[str, Style], named: bool) -> None:
-    winner = best(lines)
-    beside = axes.get_yaxis_transform()
-    for one in lines:
-        style, losses = styles[one.text], one.losses
-        if not losses:
-            axes.text(
-                0.02, style.height, "no run finished", fontsize=7, color=GRAY, transform=beside
-            )
-            continue
-        heights = [style.height] * len(losses)
-        axes.plot(losses, heights, color=style.color, linewidth=1.2)
-        axes.plot(losses, heights, "|", color=style.color, markersize=7)
-        marker = "D" if one is winner else "o"
-        axes.plot(one.loss, style.height, marker, color=style.color, markersize=5)
-    names = [style.name if named else "" for style in styles.values()]
-    axes.set_yticks([style.height for style in styles.values()], names)
-    axes.set_ylim(max(style.height for style in styles.values()) + 1, 0)
-    axes.set_xlabel("final loss" + " (diamond: lowest)" * (winner is not None))
-    _style(axes)
-    if named:  # draw a piece of each row's line next to its name, as a legend for all panels
-        axes.tick_params(axis="y", pad=34, labelsize=7.5)
-        for style in styles.values():
-            axes.annotate(
-                "",
-                (0, style.height),
-                (-32, 0),
-                xycoords=beside,
-                textcoords="offset points",
-                arrowprops={
-                    "arrowstyle": "-",
-                    "color": style.color,
-                    "linestyle": style.dashes,
-                    "linewidth": 1.6,
-                    "shrinkA": 0,
-                    "shrinkB": 4,
-                },
-                annotation_clip=False,
-            )
-
-
-def _style(axes: Axes) -> None:
+    axes.set_ylabel("validation loss (nats)")
     axes.grid(color="#E6E6E6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
-    axes.tick_params(axis="y", length=0)
 
 
 def write(path: Path, entries: Sequence[Entry]) -> list[Path]:
-    """Write the tables into the page at ``path``, between its markers, and the plot next to it.
+    """Write the table into the page at ``path``, between its markers, and the plot next to it.
 
     Raises ``ValueError`` for a page without the markers and ``ImportError`` without matplotlib.
     """
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{path} must have a line {BEGIN!r} and after it a line {END!r}")
-    if not networks(entries):
-        raise ValueError("no run on a network yet")
+    if not shown(entries):
+        raise ValueError(f"no run of {' or '.join(OURS)} or another library on a network yet")
     drawn = path.with_suffix(".png")
-    picture(entries).savefig(drawn)
-    text = markdown(entries, drawn.name)
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    figure = picture(entries)
+    study.write(path, NAME, markdown(entries, drawn.name))
+    figure.savefig(drawn)
     return [path, drawn]

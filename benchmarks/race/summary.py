@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.race.journal import Entry
 from benchmarks.race.networks import Network
 from benchmarks.race.page import Line, best, networks, task
+from benchmarks.race.runs import Entry
 from laconic.lab.race.comparison import summary
 from laconic.units import three_digits
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.science import page
+from benchmarks.science import experiment, page
+from benchmarks.science.experiment import Job, Outcome, train
 from benchmarks.science.rows import ROWS, Finding, Row, Setting, claims
-from benchmarks.science.runs import outcomes
+from benchmarks.study import DOCS, Study, sources_digest
 
 RUNS = Path("laconic-science", "runs.jsonl")
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ def measure(
     """Run each row at each setting, over the seeds."""
     cases = list(cases)
     jobs = [row.job(setting, seed) for row, setting in cases for seed in seeds]
+    study = Study(RUNS, Job, Outcome, train, sources_digest([Path(experiment.__file__)]))
     with console.status(what) as status:
-        known = outcomes(
-            jobs, RUNS, processes, lambda done, of: status.update(f"{what}: {done} of {of} runs")
+        known = study.outcomes(
+            jobs, processes, lambda done, of: status.update(f"{what}: {done} of {of} runs")
         )
     return [
         Finding(row, setting, [known[row.job(setting, seed)] for seed in seeds])
@@ -77,7 +78,7 @@ def main() -> None:
     findings = measure(console, "fresh seeds", tuned, scope.fresh, options.processes)
     console.print(page.terminal(findings))
     if options.scope == "full":
-        page.write(DOCS, findings, len(scope.tuning))
+        page.write(findings, len(scope.tuning))
         console.print(f"written: {DOCS / 'science.md'} and science.png")
         for row, setting in tuned:
             if setting != row.best:

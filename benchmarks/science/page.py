@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from benchmarks import study
 from benchmarks.science.rows import (
     ELASTIC_16,
     GOSSIP,
@@ -19,9 +18,9 @@ from benchmarks.science.rows import (
     SUM_16,
     Finding,
 )
+from benchmarks.study import DOCS
 
-HEAD = ("recipe", "lr, beta", "median", "range", "mean", "floats", "acc. %")
-BEGIN, END = "<!-- begin: written by make science -->", "<!-- end -->"
+HEAD = ("recipe, 8 workers", "lr, beta", "median loss", "range", "floats")
 INK, GRAY, BLUE = "#222222", "#8A8A8A", "#0B6BB8"
 
 
@@ -35,31 +34,17 @@ def terminal(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def write(docs: Path, findings: Sequence[Finding], tuning_seeds: int) -> None:
-    """Write the table into ``docs``/science.md, between its markers, and science.png next to it."""
-    path = docs / "science.md"
-    before, _, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{path} must have a line {BEGIN!r} and after it a line {END!r}")
-    path.write_text(f"{before}{BEGIN}\n{markdown(findings, tuning_seeds)}\n{END}{after}")
-    picture(findings).savefig(docs / "science.png")
+def write(findings: Sequence[Finding], tuning_seeds: int) -> None:
+    """Write the table into docs/science.md, between its markers, and science.png next to it."""
+    study.write(DOCS / "science.md", "written by make science", markdown(findings, tuning_seeds))
+    picture(findings).savefig(DOCS / "science.png")
 
 
 def markdown(findings: Sequence[Finding], tuning_seeds: int) -> str:
-    """Return the table, with a second table of the recipes' code."""
-    rows = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *map(_cells, _by_loss(findings))]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    recipes = "\n".join(f"| {f.row.name} | {_code(f)} |" for f in _by_loss(findings))
-    return f"""
-Tuned on {tuning_seeds} seeds; reported on {len(findings[0].outcomes)} others:
-
-{table}
-
-| recipe | in laconic |
-|---|---|
-{recipes}
-"""
+    """Return the table."""
+    found = _by_loss(findings)
+    table = study.table(HEAD, map(_cells, found))
+    return f"Tuned on {tuning_seeds} seeds; reported on {len(found[0].outcomes)} others:\n\n{table}"
 
 
 def picture(findings: Sequence[Finding]) -> Figure:
@@ -117,23 +102,15 @@ def _by_loss(findings: Sequence[Finding]) -> list[Finding]:
 
 def _cells(f: Finding) -> list[str]:
     """Return one row of the table, with the columns of `HEAD`."""
-    losses = f.losses
+    job, losses = f.row.job(f.setting, 0), f.losses
+    groups = f", in groups of {job.group_size}" if job.group_size else ""
     return [
-        f.row.name,
+        f"`{job.recipe}`{groups}" + (", 1 worker" if job.workers == 1 else ""),
         ", ".join(f"{x:g}" for x in (f.setting.lr, f.setting.beta) if x is not None),
         _three(f.loss),
         f"{_three(losses[0])}-{_three(losses[-1])}",
-        _three(statistics.fmean(losses)),
         f"{f.outcomes[0].floats:.3f}",
-        f"{100 * statistics.median(o.accuracy for o in f.outcomes):.1f}",
     ]
-
-
-def _code(f: Finding) -> str:
-    """Return the recipe's code and the other arguments of `laconic.attach`."""
-    job = f.row.job(f.setting, 0)
-    groups = f", in groups of {job.group_size}" if job.group_size else ""
-    return f"`{job.recipe}`, {job.workers} worker{'s'[: job.workers - 1]}{groups}"
 
 
 def _three(loss: float) -> str:

@@ -27,20 +27,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.race.__main__ import commit
+from benchmarks.study import Journal, key, machine
 from benchmarks.survive import events
 from benchmarks.survive.events import HOSTS, STOP
 from laconic.lab.emulation import faults
-from laconic.lab.race.runner import machine
 
 SYSTEMS = ("undisturbed", "laconic", "torchft", "restarts")
 OUT = Path("laconic-survive")
@@ -60,11 +60,7 @@ def kills(options: argparse.Namespace) -> list[faults.Fault]:
     """Return the kills, the same for all systems. The first ``settle`` seconds have none."""
     seconds = 60 * options.minutes
     plan = faults.random_kills(options.mtbf, HOSTS, options.seed, seconds)
-    return [
-        faults.Kill(kill.at + options.settle, kill.worker)
-        for kill in plan.faults
-        if isinstance(kill, faults.Kill)
-    ]
+    return [replace(kill, at=kill.at + options.settle) for kill in plan.faults]
 
 
 def command(system: str, directory: Path, options: argparse.Namespace) -> list[str]:
@@ -103,8 +99,30 @@ def command(system: str, directory: Path, options: argparse.Namespace) -> list[s
     return [*lab, "--", *program]
 
 
-def run(system: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a system and return the line for the journal."""
+@dataclass(frozen=True)
+class Ran:
+    """A run of a ``system``: what runs must share to be compared, how it ended, its figures, and
+    the faults that the lab made."""
+
+    system: str
+    settings: dict[str, Any]
+    how: str
+    summary: dict[str, Any]
+    faults: list[dict[str, Any]]
+    versions: dict[str, str | None]
+    commit: str
+
+    @property
+    def identity(self) -> Hashable:
+        return self.system, key(self.settings)
+
+    def document(self) -> dict[str, Any]:
+        """Return the line of the journal."""
+        return asdict(self)
+
+
+def run(system: str, options: argparse.Namespace) -> Ran:
+    """Run a system."""
     directory = OUT / "runs" / f"{system}-{options.seed}"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -120,15 +138,9 @@ def run(system: str, options: argparse.Namespace) -> dict[str, Any]:
             lab.terminate()
             lab.wait(60)
     happened = json.loads((directory / "lab" / "rates.json").read_text())["faults"]
-    return {
-        "system": system,
-        "settings": settings(options),
-        "how": how,
-        "summary": events.summary(events.read(directory), happened),
-        "faults": happened,
-        "versions": {name: _version(name) for name in ("torch", "torchft")},
-        "commit": commit(),
-    }
+    summary = events.summary(events.read(directory), happened)
+    versions = {name: _version(name) for name in ("torch", "torchft")}
+    return Ran(system, settings(options), how, summary, happened, versions, commit())
 
 
 def follow(lab: subprocess.Popen[bytes], directory: Path, seconds: float, grace: float) -> str:
@@ -158,7 +170,6 @@ def follow(lab: subprocess.Popen[bytes], directory: Path, seconds: float, grace:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return what runs must share to be compared."""
-    about = machine()
     return {
         "minutes": options.minutes,
         "mtbf": options.mtbf,
@@ -166,9 +177,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "settle": options.settle,
         "save_every": options.save_every,
         "data": None if options.data is None else options.data.name,
-        "processor": about["processor"],
-        "cores": about["cores"],
-        "torch": str(torch.__version__),
+        **machine(),
     }
 
 
@@ -187,11 +196,11 @@ def loss_at(curve: Sequence[Sequence[float]], number: int) -> float | None:
     return None
 
 
-def table(lines: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of the newest run of each system."""
-    newest = {line["system"]: line for line in lines}
-    undisturbed = newest.get("undisturbed", {"summary": {}})["summary"]
-    about = lines[-1]["settings"]
+def table(runs: Sequence[Ran]) -> Table:
+    """Return the table of the runs, one of each system."""
+    by_system = {ran.system: ran for ran in runs}
+    curve = next((r.summary.get("curve", []) for r in runs if r.system == "undisturbed"), [])
+    about = runs[-1].settings
     shown = Table(
         title=f"{about['minutes']:g} minutes, a kill every {about['mtbf']:g} s on average, "
         f"seed {about['seed']}"
@@ -202,13 +211,11 @@ def table(lines: Sequence[Mapping[str, Any]]) -> Table:
     ):  # fmt: skip
         shown.add_column(column, justify="left" if column == "system" else "right")
     for system in SYSTEMS:
-        if system not in newest:
+        if system not in by_system:
             continue
-        figures = newest[system]["summary"]
+        figures, how = by_system[system].summary, by_system[system].how
         rounds = figures["rounds"]
-        curve = undisturbed.get("curve", [])
         same = None if system == "undisturbed" else loss_at(curve, rounds)
-        how = newest[system]["how"]
         shown.add_row(
             system if how == "ended" else f"{system} ({how})",
             str(rounds),
@@ -254,23 +261,23 @@ def main() -> int:
         return 2
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(143))
-    OUT.mkdir(exist_ok=True)
-    journal = OUT / "journal.jsonl"
-    for system in () if options.table else options.systems:
-        print(f"{system}: ", end="", flush=True)
-        line = run(system, options)
-        with journal.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        figures = line["summary"]
-        print(
-            f"{line['how']}; {figures['rounds']} rounds, {figures['kills']} kills, "
-            f"{figures['counted']} of {figures['computed']} steps counted, loss {figures['loss']}",
-            flush=True,
-        )
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    wanted = lines[-1]["settings"] if options.table else settings(options)
+    journal = Journal(OUT / "journal.jsonl", lambda fields: Ran(**fields))
+    with journal.opened() as append:
+        for system in () if options.table else options.systems:
+            print(f"{system}: ", end="", flush=True)
+            ran = run(system, options)
+            append(ran)
+            figures = ran.summary
+            print(
+                f"{ran.how}; {figures['rounds']} rounds, {figures['kills']} kills, "
+                f"{figures['counted']} of {figures['computed']} steps counted, "
+                f"loss {figures['loss']}",
+                flush=True,
+            )
+    runs = journal.load()
+    wanted = runs[-1].settings if options.table else settings(options)
     Console(width=None if sys.stdout.isatty() else 170).print(
-        table([line for line in lines if line["settings"] == wanted])
+        table([ran for ran in runs if ran.settings == wanted])
     )
     return 0
 

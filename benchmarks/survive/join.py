@@ -94,7 +94,7 @@ class Run:
         where = f"{cluster.addresses[0]}:{COORDINATOR_PORT}"
         env = {**job_environment(cluster, {}), COORDINATOR_VARIABLE: where}
         coordinator = [sys.executable, "-m", "laconic", "coordinator"]
-        coordinator += ["--host", cluster.addresses[0], "--port", str(COORDINATOR_PORT)]
+        coordinator += ["--address", f"{cluster.addresses[0]}:{COORDINATOR_PORT}"]
         output = self._stack.enter_context((self.directory / "output").open("wb"))
         cluster.start(0, coordinator, env=env, stdout=output.fileno(), stderr=output.fileno())
 
@@ -146,7 +146,7 @@ class Run:
         more = AFTER * self.period + 1
         self._wait(lambda: len(of(self.newcomer(number), "step")) > more)
         process = self._newcomers[number]
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
         process.wait(PATIENCE)
         joined = self.costs(number, first)
         self._train(2)

@@ -12,7 +12,6 @@ exit code is 1 if a bound is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,32 +19,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
-
-from benchmarks.validate import journal, page
-from benchmarks.validate.journal import Launch, Timed
+from benchmarks.study import DOCS, Journal, Parser, command, machine
+from benchmarks.validate import page
+from benchmarks.validate.launches import Launch, Timed, facts_of, journal
 from benchmarks.validate.rows import HOSTS, QUICK, RATES, ROWS, Network
 from benchmarks.validate.worker import STEPS, Job
 from laconic.advisor import cluster
-from laconic.advisor.worker import Spec, facts_of
+from laconic.advisor.worker import Spec
 from laconic.lab.emulation.cluster import Cluster, check_hosts, check_rate
 from laconic.lab.emulation.jobs import terminate_as_exit
-from laconic.lab.race import runner
 from laconic.units import format_rate, parse_rate
 
-HERE = Path(__file__).resolve().parents[2]
 JOURNAL = Path("laconic-validate", "journal.jsonl")
 LONGEST = 1800.0
 """A launch that takes more seconds has failed."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser with one-line error messages."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser() -> Parser:
@@ -58,7 +47,7 @@ def parser() -> Parser:
     made.add_argument("--table", action="store_true", help="write the tables without running")
     made.add_argument("--again", action="store_true", help="repeat launches in the journal")
     made.add_argument("--journal", type=Path, metavar="FILE", default=JOURNAL)
-    made.add_argument("--page", type=Path, metavar="FILE", default=HERE / "docs" / "validation.md")
+    made.add_argument("--page", type=Path, metavar="FILE", default=DOCS / "validation.md")
     return made
 
 
@@ -90,15 +79,7 @@ def networks_from(options: Any) -> list[Network]:
 
 def shared(seconds: float) -> dict[str, object]:
     """Return the settings that all launches of a table must share."""
-    machine = runner.machine()
-    return {
-        "workload": "text",
-        "rows": list(ROWS),
-        "seconds": seconds,
-        "processor": machine["processor"],
-        "cores": machine["cores"],
-        "torch": str(torch.__version__),
-    }
+    return {"workload": "text", "rows": list(ROWS), "seconds": seconds, **machine()}
 
 
 def launch(network: Network, common: dict[str, object], seconds: float) -> Launch:
@@ -116,48 +97,42 @@ def launch(network: Network, common: dict[str, object], seconds: float) -> Launc
 def run(options: Any) -> int:
     """Return 0 if all bounds are met, else 1."""
     todo, common = networks_from(options), shared(options.seconds)
+    known = journal(options.journal)
     if not options.table:
-        with terminate_as_exit(), journal.opened(options.journal) as file:
-            done = {entry.network for entry in matching(options.journal, common)}
+        with terminate_as_exit(), known.opened() as append:
+            done = {entry.network for entry in matching(known, common)}
             missing = [n for n in todo if options.again or n not in done]
             print(f"{len(todo)} networks, {len(missing)} to run", flush=True)
             for number, network in enumerate(missing, 1):
                 start = time.monotonic()
                 print(f"{number}/{len(missing)} {network_text(network)}: ", end="", flush=True)
                 result = launch(network, common, options.seconds)
-                journal.append(file, result)
+                append(result)
                 errors = [abs(result.error(row)) for row in result.rows]
                 print(
                     f"error {statistics.median(errors):.1%}, at most {max(errors):.1%}; "
                     f"{time.monotonic() - start:.0f} s",
                     flush=True,
                 )
-    elif known := journal.load(options.journal):
-        common = dict(known[-1].shared)
-    launches = matching(options.journal, common)
+    elif ran := known.load():
+        common = dict(ran[-1].shared)
+    launches = matching(known, common)
     if not launches:
         raise ValueError(f"no launches with these settings in {options.journal}")
     paths = page.write(options.page, launches)
     single = [entry for entry in launches if entry.network.per_host == 1] or launches
-    print(*page.verdict(single), sep="\n")
+    print(page.verdict(single))
     print("written: " + ", ".join(map(str, paths)))
     return 0 if page.bounds_met(single) else 1
 
 
-def matching(path: Path, common: dict[str, object]) -> list[Launch]:
+def matching(known: Journal[Launch], common: dict[str, object]) -> list[Launch]:
     """Return the journal's launches with these settings."""
-    return [e for e in journal.load(path) if journal.key(e.shared) == journal.key(common)]
+    return [launch for launch in known.load() if launch.shared == common]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return run(parser().parse_args(argv))
-    except (ValueError, ImportError, OSError) as error:
-        print(f"benchmarks.validate: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbenchmarks.validate: interrupted; run it again to resume", file=sys.stderr)
-        return 130
+    return command("benchmarks.validate", lambda: run(parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

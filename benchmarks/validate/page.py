@@ -7,64 +7,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.validate.journal import Launch
+from benchmarks import study
+from benchmarks.validate.launches import Launch
 from benchmarks.validate.rows import Network
 from laconic.units import format_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BEGIN, END = "<!-- begin: written by python -m benchmarks.validate -->", "<!-- end -->"
+NAME = "written by python -m benchmarks.validate"
 MEDIAN, WORST, NEAR = 0.05, 0.15, 0.05
 """Bounds: the errors' median and maximum, and how much slower than the fastest recipe the one
 predicted to be fastest may be."""
-INTRODUCTION = """# The cost model against an emulated network
-
-Predicted and measured seconds per step (`make validate-model`), for the text model of 865,280
-parameters on hosts that are network namespaces with traffic shaping. Each network has one launch.
-Its processes first measure the model's inputs (`docs/cost_model.md`), as `laconic advise` does.
-Then they train under one recipe after another, for about a second or a whole period each, after a
-first round that does not count. They repeat this for some minutes, and the table shows medians,
-because a shared machine does not keep its pace for minutes. For the same reason the time of a step
-without communication is measured again after each turn. All predictions use the median of these
-times; no other input is measured again.
-
-The error is predicted / measured - 1. The recipe predicted to be fastest counts as right if it was
-measured to be the fastest, or within 5% of that.
-"""
 
 
 def write(path: Path, launches: Sequence[Launch]) -> list[Path]:
-    """Write the page, between its markers if it exists, and the plot next to it."""
+    """Write between the markers of the page at ``path``, and the plot next to it."""
     picture = path.with_suffix(".png")
-    text = "\n".join(
-        [BEGIN, f"![Predicted against measured]({picture.name})", *body(launches), END]
-    )
-    before, after = INTRODUCTION + "\n", "\n"
-    if path.exists():
-        old = path.read_text(encoding="utf-8")
-        if BEGIN not in old or END not in old:
-            raise ValueError(f"{path} must contain the markers {BEGIN} and {END}")
-        before, _, rest = old.partition(BEGIN)
-        after = rest.partition(END)[2]
-    path.write_text(before + text + after, encoding="utf-8")
     draw(picture, launches)
+    study.write(path, NAME, f"![Predicted against measured]({picture.name})\n\n{body(launches)}")
     return [path, picture]
 
 
-def body(launches: Sequence[Launch]) -> list[str]:
+def body(launches: Sequence[Launch]) -> str:
     """Return the tables, by number of processes per host."""
-    lines = []
+    parts = []
     for per_host in sorted({launch.network.per_host for launch in launches}):
         these = sorted(
             (launch for launch in launches if launch.network.per_host == per_host),
             key=lambda launch: launch.network,
         )
-        lines += ["", f"## {heading(per_host)}", "", *verdict(these), "", *table(these)]
-    machine = launches[0].shared
-    lines += ["", f"Machine: {machine['processor']}, {machine['cores']} cores; torch "
-              f"{machine['torch']}."]  # fmt: skip
-    return lines
+        parts += [f"## {heading(per_host)}", verdict(these), table(these)]
+    of = launches[0].shared
+    parts.append(f"Machine: {of['processor']}, {of['cores']} cores; torch {of['torch']}.")
+    return "\n\n".join(parts)
 
 
 def heading(per_host: int) -> str:
@@ -73,15 +49,15 @@ def heading(per_host: int) -> str:
     return f"{word} on each host"
 
 
-def verdict(launches: Sequence[Launch]) -> list[str]:
+def verdict(launches: Sequence[Launch]) -> str:
     """Return a summary of the errors and the bounds."""
     errors = [abs(launch.error(row)) for launch in launches for row in launch.rows]
     near = sum(launch.regret() <= NEAR for launch in launches)
-    return [
+    return (
         f"Of {len(errors)} predictions the median error is {statistics.median(errors):.1%} (bound "
         f"{MEDIAN:.0%}), the largest {max(errors):.1%} (bound {WORST:.0%}). The recipe predicted "
         f"to be fastest is right on {near} of {len(launches)} networks."
-    ]
+    )
 
 
 def bounds_met(launches: Sequence[Launch]) -> bool:
@@ -92,19 +68,17 @@ def bounds_met(launches: Sequence[Launch]) -> bool:
     return within and 9 * near >= 8 * len(launches)
 
 
-def table(launches: Sequence[Launch]) -> list[str]:
+def table(launches: Sequence[Launch]) -> str:
     """Return a table of measured seconds per step and the errors of the predictions."""
-    names = [name_of(launch.network) for launch in launches]
-    lines = ["| recipe | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    lines = []
     for text in dict.fromkeys(row.recipe for launch in launches for row in launch.rows):
-        cells = []
-        for launch in launches:
-            row = next((row for row in launch.rows if row.recipe == text), None)
-            cells.append(f"{row.seconds:.3g} ({launch.error(row):+.0%})" if row else "")
-        lines.append(f"| `{text}` | " + " | ".join(cells) + " |")
+        rows = [(a, next((r for r in a.rows if r.recipe == text), None)) for a in launches]
+        cells = [f"{row.seconds:.3g} ({a.error(row):+.0%})" if row else "" for a, row in rows]
+        lines.append([f"`{text}`", *cells])
     chosen = [f"`{launch.chosen().recipe}` ({launch.regret():+.0%})" for launch in launches]
-    lines.append("| predicted fastest, against the fastest | " + " | ".join(chosen) + " |")
-    return lines
+    lines.append(["predicted fastest, against the fastest", *chosen])
+    head = ["recipe", *(name_of(launch.network) for launch in launches)]
+    return study.table(head, lines, left=len(head))
 
 
 def name_of(network: Network) -> str:

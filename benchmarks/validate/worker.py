@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 import laconic
-from laconic.advisor.advise import measured
-from laconic.advisor.worker import Spec, Training, link_of
+from laconic.advisor.worker import Spec, Training, link_of, training_of
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.lab.race.worker import run
@@ -153,24 +152,19 @@ def emit(**event: Any) -> None:
 def work(spec: Spec, job: Job) -> None:
     """Measure, predict, and time."""
     laconic.init()
-    training = Training(spec)
+    training = training_of(spec)
     link = link_of(spec)
-    recipes: list[Recipe] = []
-    for text in job.recipes:
-        recipe = parse_recipe(text)
-        assert isinstance(recipe, tuple), "one of the rows"
-        recipes.append(recipe)
     start = time.perf_counter()
-    found = measured(
+    facts = laconic.advise(
         training.model,
         training.step,
-        lambda workers: recipes,
         optimizer=training.optimizer,
+        recipes=job.recipes,
         steps=spec.steps,
         link=link,
-    )
-    emit(measured=asdict(found), took=time.perf_counter() - start)
-    for text, turns in Race(training, link).run(job, found.facts).items():
+    ).facts
+    emit(measured={"facts": asdict(facts)}, took=time.perf_counter() - start)
+    for text, turns in Race(training, link).run(job, facts).items():
         emit(row=row(text, turns))
 
 

@@ -12,7 +12,7 @@
 
 # The coordinator runs beside this script, on the job's first node.
 port=$((20000 + SLURM_JOB_ID % 10000))
-laconic coordinator --host "$SLURMD_NODENAME" --port "$port" &
+laconic coordinator --address "$SLURMD_NODENAME:$port" &
 coordinator=$!
 trap 'kill "$coordinator"' EXIT
 export LACONIC_COORDINATOR=$SLURMD_NODENAME:$port

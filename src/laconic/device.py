@@ -97,10 +97,6 @@ class Accelerator:
         event.record(torch.cuda.current_stream(device))
         return event
 
-    def peak_bytes(self, device: torch.device) -> int:
-        """Most bytes of tensors so far."""
-        return torch.cuda.max_memory_allocated(device)
-
     def in_use(self) -> bool:
         """Whether this process has used one of them."""
         return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]

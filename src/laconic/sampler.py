@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from laconic.errors import check_bool, check_choice, check_int
+from laconic.errors import check_bool, check_int
 
-_LOST = ("again", "counted")
 _SAME = ("num_samples", "shuffle", "seed")
-_PLACE = ("worker", "workers", "drawn", "contributed", "samples_lost")
+_PLACE = ("worker", "workers", "drawn", "contributed")
 _KEYS = {*_SAME, "gaps", "frontier", *_PLACE}
 
 
@@ -41,7 +40,6 @@ class Recorded(NamedTuple):
     counts: list[int]
     worker: int
     workers: int
-    lost: int
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class ElasticSampler(Sampler[int]):
     A deal shares out the positions that are not drawn yet. With k workers, worker r gets the r-th
     of them in ascending order, the (r + k)-th, the (r + 2k)-th, and so on. Before the first deal,
     a single worker has all positions. When a worker joins, leaves or is lost, the engine deals
-    again what remains of all shares. So each position is drawn exactly once, however often the
-    workers change, except for what a lost worker has drawn (``lost``).
+    again what remains of all shares, and what a lost worker has drawn after its last contribution
+    (`mark`). So the effect of each position counts exactly once, however often the workers change.
 
     Each iterator continues where the last one stopped, and continues under the new deal when a deal
     changes. This also holds for a new `DataLoader` and after `load_state_dict`. There is no
@@ -111,9 +109,6 @@ class ElasticSampler(Sampler[int]):
         shuffle: whether each epoch has an order of its own.
         seed: of the orders, at least 0.
         epochs: how many to draw, at least 1. None: iterators never end.
-        lost: what happens to samples that a lost worker drew after its last contribution (`mark`).
-            ``"again"``: other workers draw them again. ``"counted"``: they count as drawn, although
-            their effect is lost, and `samples_lost` counts them.
 
     Examples:
         >>> list(laconic.ElasticSampler(5, shuffle=False, epochs=1))
@@ -127,7 +122,6 @@ class ElasticSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         epochs: int | None = None,
-        lost: str = "again",
     ) -> None:
         if isinstance(data_source, Sized):
             self.num_samples = check_int("len(data_source)", len(data_source), 1)
@@ -137,13 +131,12 @@ class ElasticSampler(Sampler[int]):
         self.shuffle = check_bool("shuffle", shuffle)
         self.seed = check_int("seed", seed, 0)
         self.epochs = None if epochs is None else check_int("epochs, unless None,", epochs, 1)
-        self.lost = check_choice("lost", lost, _LOST)
 
         self._condition = threading.Condition(threading.RLock())
         self._frozen = False
         self._remaining = _Remaining([], 0)
         self._worker, self._workers = 0, 1
-        self._drawn = self._contributed = self._samples_lost = 0
+        self._drawn = self._contributed = 0
         self._recorded: deque[Recorded] = deque()
         # A share is ascending, so it needs one epoch's order at a time.
         self._order: tuple[int, Tensor] | None = None
@@ -163,12 +156,6 @@ class ElasticSampler(Sampler[int]):
         with self._condition:
             return self._remaining.share(self._worker, self._workers, total) - self._drawn
 
-    @property
-    def samples_lost(self) -> int:
-        """How many samples count as drawn although their effect is lost with their worker."""
-        with self._condition:
-            return self._samples_lost
-
     def follow(self, deals: Sequence[Recorded]) -> None:
         """Repeat the ``deals`` of a recorded run, each once its number of samples is drawn."""
         self._recorded.extend(deals)
@@ -177,7 +164,7 @@ class ElasticSampler(Sampler[int]):
         """The arguments, which must be the same on all workers."""
         return (
             f"{self.num_samples} samples, shuffle={self.shuffle}, seed={self.seed}, "
-            f"epochs={self.epochs}, lost={self.lost!r}"
+            f"epochs={self.epochs}"
         )
 
     def progress(self) -> Progress:
@@ -206,18 +193,11 @@ class ElasticSampler(Sampler[int]):
             self._frozen = False
             self._condition.notify_all()
 
-    def counts_for(self, drawn: int, contributed: int) -> tuple[int, int]:
-        """Return what to pass to `deal` for a lost worker last heard with this progress.
-
-        The first number counts as drawn, the second as lost samples.
-        """
-        return (contributed, 0) if self.lost == "again" else (drawn, drawn - contributed)
-
-    def deal(self, drawn: Sequence[int], worker: int, workers: int, lost: int = 0) -> None:
+    def deal(self, drawn: Sequence[int], worker: int, workers: int) -> None:
         """Deal what remains of all shares to ``workers`` workers. This one is ``worker``.
 
         ``drawn[r]`` is the number of samples that worker r of the old deal has drawn of its share,
-        or for a lost worker the number from `counts_for`. ``lost`` is added to `samples_lost`.
+        or for a lost worker how many had contributed.
         Every worker calls it with the same arguments, except for ``worker``. A newcomer first
         freezes its sampler and loads the state of another worker from before the deal.
 
@@ -236,7 +216,6 @@ class ElasticSampler(Sampler[int]):
             self._remaining = self._remaining.after(drawn)
             self._worker, self._workers = worker, workers
             self._drawn = self._contributed = 0
-            self._samples_lost += lost
             self._frozen = False
             self._condition.notify_all()
 

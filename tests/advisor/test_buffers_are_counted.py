@@ -102,10 +102,10 @@ def test_auto_and_the_command_count_what_a_run_sends(capsys: pytest.CaptureFixtu
         facts = la.simulate(worker, 2)[0]
         assert facts.buffers == sizes and facts.changing == sum(sizes)
         assert facts.broadcast == (buffers == "broadcast")
-    options = "advise --params 1M --step-time 0.1s --bandwidth 1gbit --latency 1ms --nodes 2 --json"
+    options = "advise --params 1M --step-time 0.1s --bandwidth 1gbit --workers 2 --json"
     found = []
     for more in ([], ["--buffers", "1M"]):
-        assert main([*options.split(), "--recipe", "local_sgd(4)", *more]) == 0
+        assert main([*options.split(), "local_sgd(4)", *more]) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
         found += [float(r["megabytes"]) for r in rows if r["recipe"] == "local_sgd(4)"]
     assert found[1] == pytest.approx(2 * found[0], rel=1e-4)

@@ -104,7 +104,6 @@ def test_workers_are_measured_and_told_the_same(monkeypatch: pytest.MonkeyPatch)
     assert first.slow[0].rank == 1 and first.slow[0].factor == pytest.approx(3, rel=0.01)
     assert any("pace='own'" in row.recipe for row in first.rows)
     assert first.rows[-1].recipe == "power_sgd(2)"
-    assert first.held == 4 * 4 * 21_330 + 4 * 4  # and AdamW's own steps, a number for each tensor
 
 
 @pytest.mark.slow
@@ -177,8 +176,9 @@ def test_wrong_arguments_are_refused() -> None:
 def test_emulated_hosts_are_measured_and_lost_packets_found(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    network = ["--bandwidth", "20mbit", "--bandwidth-host", "1=2mbit", "--loss", "2%"]
-    options = ["--hosts", "3", "--slow-host", "2=50", "--latency", "5ms", "--steps", "6", "--json"]
+    network = ["--bandwidth", "20mbit", "--bandwidth", "1=2mbit", "--loss", "2%"]
+    options = ["--workers", "3", "--slow-host", "2=50", "--latency", "5ms", "--json"]
+    options += ["--steps", "6"]
     assert main(["advise", "--workload", "digits", *network, *options]) == 0
     told = json.loads(capsys.readouterr().out)
     assert 0 < told["facts"]["loss"] < 0.2

@@ -1,5 +1,5 @@
 """``laconic plan``: its simulation, against the cost model and what is known in closed form; files
-of clusters, records of real runs, the law of losses, and the answer."""
+of clusters, records of real runs, and the answer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import laconic as la
-from laconic.advisor.plan import cluster as described
-from laconic.advisor.plan import fields, law, measured
+from laconic.advisor.plan import fields, measured
 from laconic.advisor.plan.cluster import Cluster, Failures, Site, uniform
 from laconic.advisor.plan.quorum import Quorum
 from laconic.advisor.plan.report import plan
@@ -72,7 +71,7 @@ def test_without_chance_a_plan_is_the_prediction() -> None:
 # -- sites ----
 
 
-def test_a_shared_uplink_or_a_link_between_two_sites_is_the_bottleneck() -> None:
+def test_a_shared_uplink_is_the_bottleneck() -> None:
     """Of 4 workers, 3 are on a site whose uplink passes 3 * 1 of their 12 ordered pairs. Each sends
     48 MB in a mean: a third of it to each other worker, so 48 MB pass the uplink in all."""
     site = Site("a", 3, 1e9, uplink=80e6)  # two buckets of 25 MiB share the latency
@@ -80,11 +79,6 @@ def test_a_shared_uplink_or_a_link_between_two_sites_is_the_bottleneck() -> None
     assert per_step(la.local_sgd(1), cluster, 8) == pytest.approx(0.5 + 48e6 * 8 / 80e6 + 2 * 0.025)
     wide = replace(cluster, sites=(replace(site, uplink=None), cluster.sites[1]))
     assert per_step(la.local_sgd(1), wide, 8) - 0.5 == pytest.approx(0.384 + 2 * 0.025)
-    sites = (Site("a", 2, 1e9), Site("b", 1, 1e9), Site("c", 1, 1e9))
-    link = described.Path(("c", "a"), latency=0.2, rate=40e6)
-    cluster = replace(CALM, sites=sites, latency=0.05, links=(link,))
-    # from two workers to one, a third of 48 MB each
-    assert per_step(la.local_sgd(1), cluster, 8) == pytest.approx(0.5 + 32e6 * 8 / 40e6 + 2 * 0.1)
 
 
 def test_a_late_worker_finds_what_the_others_have_sent() -> None:
@@ -123,16 +117,16 @@ def test_bytes_between_sites_take_time_and_cost_money() -> None:
 
 
 def test_the_slowest_of_n_steps_is_the_order_statistic() -> None:
-    """The harmonic number for exponential steps; for normal ones the mean of the largest of 100
-    standard normal variables, 2.5076."""
-    for n, spread, distribution, expected in (
-        (16, 0.0, "exponential", sum(1 / k for k in range(1, 17))),
-        (100, 0.1, "normal", 1.25076),
-    ):
-        sites = uniform(n, 1, rate=1e15, latency=0.0)
-        known: Any = {"step": 1.0, "spread": spread, "distribution": distribution}
-        found = simulate_plan(la.ddp(), replace(CALM, sites=sites, **known), 600).seconds / 600
-        assert found == pytest.approx(expected, rel=0.04 if n == 16 else 0.01)
+    """Of 100 lognormal steps: exp of the largest of 100 standard normal variables, whose
+    distribution function is that of one to the power of 100, in quadrature."""
+    sigma = math.sqrt(math.log1p(0.1**2))
+    x = torch.linspace(-2, 8, 10_001, dtype=torch.float64)
+    largest = torch.special.ndtr(x) ** 100
+    mean = torch.trapezoid(sigma * torch.exp(sigma * x) * (1 - largest), x)
+    expected = math.exp(-(sigma**2) / 2) * (math.exp(-2 * sigma) + float(mean))
+    known = replace(CALM, sites=uniform(100, 1, rate=1e15, latency=0.0), step=1.0, spread=0.1)
+    found = simulate_plan(la.ddp(), known, 600).seconds / 600
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 # -- failures ----
@@ -224,8 +218,8 @@ def test_rounds_close_as_the_rules_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- the command ----
 
-SMALL = ["plan", "--workers", "4", "--sites", "2", "--rate", "100mbit", "--latency", "20ms",
-         "--parameters", "2m", "--step", "200ms", "--steps", "32"]  # fmt: skip
+SMALL = ["plan", "--workers", "4", "--sites", "2", "--bandwidth", "100mbit", "--latency", "20ms",
+         "--params", "2m", "--step-time", "200ms", "--steps", "32"]  # fmt: skip
 
 
 def written(path: Path, text: str) -> Path:
@@ -239,7 +233,6 @@ def test_the_example_is_a_cluster_and_so_is_json(tmp_path: Path, capsys: Capture
     assert [site.name for site in cluster.sites] == ["paris", "oslo", "ohio"]
     assert cluster.workers == 8 and cluster.parameters == 10**9 and cluster.latency == 0.08
     assert cluster.sites[2].step == 1.2 and cluster.sites[0].uplink == 500e6
-    assert cluster.link(1, 0).latency == 0.03 and cluster.link(0, 2).latency is None
     assert cluster.failures.mtbf == 30 * 86400 and cluster.gigabyte == 0.05
     facts = cluster.facts()
     assert facts.one_way == 0.04 and facts.compute == 1.2 and len(facts.shared) == 3
@@ -258,7 +251,7 @@ def test_the_answer_comes_first(capsys: Capture) -> None:
     assert main([*SMALL, "--mtbf", "1d", "--price", "2", "diloco(16)"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("diloco(16): 32 steps of 4 workers on 2 sites take ")
-    assert "Limited by " in said and "Goodput " in said and "no law for this run" in said
+    assert "Limited by " in said and "Goodput " in said
     assert "laconic.diloco(16), elastic=laconic.Elastic" in said
     assert main([*SMALL, "--json", "--spread", "30%", "ddp()", "local_sgd(4)"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -267,8 +260,6 @@ def test_the_answer_comes_first(capsys: Capture) -> None:
         seconds = row["seconds"]
         assert 0 < seconds["low"] <= seconds["median"] <= seconds["high"] != seconds["low"]
         assert sum(row["shares"].values()) == pytest.approx(1.0)
-        times = [mark[0] for mark in row["marks"]]
-        assert times == sorted(times) and row["marks"][-1][1] == 32
 
 
 def test_a_change_that_helps_helps() -> None:
@@ -290,103 +281,42 @@ def test_what_limits_a_run_is_named() -> None:
     near = Cluster(1000, uniform(4, 1, rate=1e9, latency=0.0), spread=0.0)
     far = replace(near, sites=uniform(4, 2, rate=1e9, latency=0.5), latency=0.5)
     failing = replace(near, failures=Failures(mtbf=500.0))
-    limits = {"computing": near, "the latency between": far, "failures": failing}
+    limits = {"computing": near, "the latency, 500 ms per": far, "failures": failing}
     for limit, cluster in {**limits, "slowest worker": replace(near, spread=0.5)}.items():
         assert limit in plan(cluster, ["ddp()"], steps=200, changes=False).limit
-
-
-# -- the law ----
-
-
-def test_the_law_is_that_of_the_paper_and_has_a_domain() -> None:
-    """The formula of arXiv 2503.09799, Table 10."""
-    found = law.expected(la.diloco(30), int(1.3e9), 1, 20 * 1.3e9)
-    assert found.loss == pytest.approx(19.226 * 1.3e9**-0.0985)
-    assert found.low is not None and found.high is not None and found.low < 2.451 < found.high
-    ddp = law.expected(la.ddp(), 335_000_000, 64, 20 * 335e6)
-    assert ddp.loss == pytest.approx(2.784, rel=0.01)
-    assert law.expected(la.diloco(30), 10**9, 4, 2e10).outer_lr == 0.6
-    outside = [
-        ("diloco(30)", 10**7, 4, 20, "parameters"),
-        ("diloco(30)", 4 * 10**9, 8, 20, "parameters"),
-        ("diloco(30)", 10**9, 16, 20, "workers"),
-        ("diloco(30)", 10**9, 4, 5, "tokens"),
-        ("diloco(500)", 10**9, 4, 20, "periods of 30 to 100, and this run has 500"),
-        ("diloco(30, momentum=0.5)", 10**9, 4, 20, "an outer momentum of 0.9"),
-        ("diloco(30, lr=0.01)", 10**9, 4, 20, "outer learning rates of 0.4 to 1"),
-        ("local_sgd(30)", 10**9, 4, 20, ""),
-        ("ddp(codec='int4')", 10**9, 4, 20, ""),
-        ("diloco(30, quorum=3)", 10**9, 4, 20, ""),
-    ]
-    for text, size, workers, ratio, why in outside:
-        found = law.expected(of(text), size, workers, float(ratio) * size)
-        assert found.loss is found.low is found.high is None, text
-        assert found.why.startswith("no law for this run: ") and why in found.why
-    assert law.expected(la.diloco(30), 10**9, 4, None).loss is None, "unknown tokens"
-
-
-def test_a_pilot_is_continued_with_a_range(tmp_path: Path, capsys: Capture) -> None:
-    def loss(step: float) -> float:
-        return float(6.0 * step**-0.1)
-
-    rows = [f"{step},{loss(step) * (1 + 0.002 * (-1) ** step)}" for step in range(1, 201)]
-    curve = law.read_curve(path := written(tmp_path / "pilot.csv", "\n".join(["step,loss", *rows])))
-    found = law.continued(curve, 1000)
-    assert found.loss is not None and found.low is not None and found.high is not None
-    assert found.loss == pytest.approx(loss(1000), rel=0.02)
-    assert found.low < loss(1000) < found.high < 1.2 * found.low
-    far = law.continued(curve, 2001)
-    assert far.loss is None and "no curve for this run" in far.why
-    assert main([*SMALL, "--curve", str(path), "local_sgd(8)"]) == 0
-    assert "Loss at the end: " in capsys.readouterr().out
-    assert main([*SMALL, "--curve", str(path)]) == 2
-    assert "give that recipe" in capsys.readouterr().err
 
 
 # -- records of runs ----
 
 
-def records(path: Path, *, lost: bool = False) -> Path:
+def records(path: Path) -> Path:
     """A run of 100 s: 4 workers take two steps per second, of which they wait 20%."""
-    lines: list[dict[str, Any]] = [
-        {"event": "start", "time": 1000.0, "step": 0, "workers": 4, "recipe": "local_sgd(8)"}
-    ]
+    lines: list[dict[str, Any]] = [{"event": "start", "time": 1000.0, "recipe": "local_sgd(8)"}]
     for k in range(1, 101):
         seconds = 1.0 + (0.1 if k % 2 else -0.1)
         call = {"name": "local_sgd", "count": 1, "step": 2 * k, "bytes": 2_000_000, "seconds": 0.2}
         lines.append(
             {"event": "steps", "time": 1000.0 + k, "step": 2 * k, "steps": 2, "seconds": seconds,
-             "waiting": 0.2, "workers_lost": int(lost and k > 40), "calls": [call]}
+             "waiting": 0.2, "calls": [call]}
         )  # fmt: skip
-        if lost and k in (40, 60):
-            n = 3 if k == 40 else 4
-            lines.append({"event": "view", "time": 1000.0 + k, "workers": n, "workers_lost": 1})
     return written(path, "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def test_records_give_step_times_the_network_and_failures(tmp_path: Path) -> None:
-    path = records(tmp_path / "run.jsonl", lost=True)
+def test_records_give_step_times_and_the_network(tmp_path: Path, capsys: Capture) -> None:
+    path = records(tmp_path / "run.jsonl")
     found = measured.read_records(path)
-    assert found.step == pytest.approx(0.4) and found.workers == 4
+    assert found.step == pytest.approx(0.4) and found.recipe == "local_sgd(8)"
     assert found.spread == pytest.approx(0.1 * math.sqrt(2) / 0.6745, rel=0.01)
     assert found.rate == pytest.approx(80e6)
-    assert found.lost == 1 and found.away == pytest.approx(20.0)
-    assert found.mtbf == pytest.approx(4 * 40 + 3 * 20 + 4 * 40)
-    base = Cluster(10**6, uniform(8, 2, rate=1e9, latency=0.0))
+    base = Cluster(10**6, uniform(8, 2, rate=1e9, uplink=1e9, latency=0.0))
     cluster, _ = measured.calibrated(base, path)
     assert cluster.step == found.step and cluster.sites[1].rate == pytest.approx(80e6)
-    assert cluster.failures.mtbf == found.mtbf and cluster.failures.repair == found.away
+    assert cluster.sites[1].uplink is None, "the measured rate includes it"
+    known = ["plan", "--bandwidth", "1gbit", "--params", "1m", "--steps", "40", "--workers", "4"]
+    assert main([*known, "--from-metrics", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("local_sgd(8): 40 steps") and "measured: local_sgd(8)" in said
     cut = (text := path.read_text()) + text.splitlines()[-1][:40]
     assert measured.read_records(written(path, cut)) == found, "an incomplete line does not count"
-    with pytest.raises(ValueError, match="line 104: not a record"):
+    with pytest.raises(ValueError, match="line 102: not a record"):
         measured.read_records(written(path, cut + "\n"))
-
-
-def test_the_planned_timeline_is_beside_the_measured_one(tmp_path: Path, capsys: Capture) -> None:
-    path, picture = records(tmp_path / "run.jsonl"), tmp_path / "plan.svg"
-    known = ["plan", "--rate", "1gbit", "--parameters", "1m", "--steps", "40", "--from-metrics"]
-    assert main([*known, str(path), "--workers", "4", "--plot", str(picture)]) == 0
-    assert "measured: local_sgd(8) on 4 workers" in capsys.readouterr().out
-    assert "measured" in picture.read_text()
-    assert main([*known, str(path), "--workers", "8"]) == 0
-    assert "no timelines: 4 workers were measured, and 8 are planned" in capsys.readouterr().out

@@ -26,7 +26,7 @@ BITS = 32 * 1200
 SLOW_WORKER = Facts(3, ((1200,),), 4, 2.0, BITS, 0.5, computes=(1.0, 1.0, 2.0))
 """A message takes a second, and rank 0's share of a round 4 s and two latencies: 5 s."""
 NUMBERS: dict[str, Any] = {
-    "params": 8_000_000, "step_time": 0.5, "bandwidth": 80e6, "one_way": 0.0, "nodes": 4,
+    "params": 8_000_000, "step_time": 0.5, "bandwidth": 80e6, "one_way": 0.0, "workers": 4,
 }  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def test_what_a_round_sends_by_hand() -> None:
 def test_sums_travel_where_nothing_is_coded() -> None:
     """Of 2 ranks a node an all-reduce passes the card once, what goes to every rank twice, but for
     what stays in the node."""
-    facts = facts_from(**{**NUMBERS, "backward_share": 0.0}, nprocs_per_node=2)
+    facts = facts_from(**{**NUMBERS, "backward_share": 0.0}, ranks=2)
     coded = predict(la.ddp(codec="int8"), facts)
     assert coded.exposed == pytest.approx(coded.bytes * 8 / (80e6 / 2), rel=1e-6)
     low = predict(la.power_sgd(4), facts)
@@ -170,20 +170,6 @@ def test_what_rounds_keep_in_models() -> None:
         assert rows[text].memory == pytest.approx(count * 32e6, rel=1e-3), text
 
 
-def test_the_guides_example() -> None:
-    """t_backward = 150 ms, t_node = 50 ms, t_allreduce = 270 ms, H = 3, as in docs/slowmo.md."""
-    allreduce = Net(1e6 * 8 * 1.5 / 2 / 0.27, 0.0)
-    nets = {"workers": allreduce, "replica": Net(1e6 * 8 / 0.05, 0.0)}
-    nets |= {"world": allreduce, "peers": allreduce, "direct": allreduce}
-    facts = Facts(4, ((250_000,),), 4, 0.25, 1e8, 0.0, ranks=2, nets=nets)
-    three, *_, gossip = advice_on(facts).guide
-    assert (three.frequency, gossip.frequency) == (3, 1.5)
-    assert three.allreduce == pytest.approx(0.27) and three.node == pytest.approx(0.05)
-    assert three.backward == pytest.approx(0.15) and three.saved == pytest.approx(0.18)
-    assert three.pays_here and not three.pays_there
-    assert gossip.saved == pytest.approx(0.09) and not gossip.pays_here
-
-
 # -- from numbers ----
 
 
@@ -195,7 +181,7 @@ def test_numbers_make_the_same_facts() -> None:
     assert seconds(la.local_sgd(10), half) == pytest.approx(0.5 + WHOLE / 20)
     # ranks of a node share its network interface: an eighth each takes as long as all of it; an
     # all-reduce over all 32 ranks passes each interface once
-    shared = facts_from(**NUMBERS, nprocs_per_node=8)
+    shared = facts_from(**NUMBERS, ranks=8)
     assert seconds(la.local_sgd(10), shared) == pytest.approx(0.5 + WHOLE / 10)
     assert seconds(la.ddp(), shared, backward=0.0) == pytest.approx(0.5 + 2 * 31 / 32 * 3.2)
 

@@ -19,6 +19,7 @@ import laconic as la
 from laconic.algorithms.compile import has_quorum
 from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.round import describe
+from laconic.algorithms.schedules import Schedule
 from laconic.algorithms.topology import Graph
 
 from tests.support.loops import descend
@@ -255,7 +256,7 @@ def test_a_set_of_functions_has_one_text() -> None:
 @pytest.mark.fault("two lambdas as schedules counted as the same recipe")
 def test_recipes_with_different_schedules_differ() -> None:
     def text(period: int) -> str:
-        when: la.Schedule = lambda step: step % period == 0  # noqa: E731
+        when: Schedule = lambda step: step % period == 0  # noqa: E731
         return describe((la.Round(when, la.updates.Average(), la.exchanges.Mean()),))
 
     assert text(2) == text(2) != text(3) and " at 0x" not in text(2)

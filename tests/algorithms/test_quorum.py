@@ -72,9 +72,9 @@ def changes(
 
 
 DELIVERED: dict[str, tuple[la.Recipe, tuple[int, ...]]] = {
-    "local_sgd": (la.local_sgd(4, quorum=3), (9, 10, 8, 3)),
-    "local_sgd, first come": (la.local_sgd(4, quorum=1), (0, 0, 0, 0)),
-    "local_sgd, own pace": (la.local_sgd(6, quorum=2, pace="own"), (0, 0, 0, 0)),
+    "local_sgd": (quorum.averaged(4, quorum=3), (9, 10, 8, 3)),
+    "local_sgd, first come": (quorum.averaged(4, quorum=1), (0, 0, 0, 0)),
+    "local_sgd, own pace": (quorum.averaged(6, quorum=2, pace="own"), (0, 0, 0, 0)),
     "fragments": (
         la.streaming_diloco(6, 3, 0, codec=None, quorum=2, lr=1.0, momentum=0.0),
         (0, 0, 0, 0),
@@ -109,11 +109,9 @@ def with_grace(quorum: int | None = None) -> la.Recipe:
 
 
 PLAIN: list[Callable[..., la.Recipe]] = [
-    partial(la.local_sgd, 4),
-    partial(la.local_sgd, 4, optimizer_state="reset"),
+    partial(quorum.averaged, 4),
     with_grace,
     partial(la.diloco, 4, outer=quorum.adam),
-    partial(la.slowmo, None, 4, 0.5, 0.9),
     partial(la.streaming_diloco, 6, 3, 0, codec=None),
 ]
 DTYPES = torch.float64, torch.float32, torch.bfloat16
@@ -126,8 +124,6 @@ def test_a_quorum_of_all_is_the_plain_recipe(place: int) -> None:
     recipe = PLAIN[place // 2]
     plain = recipe()
     dtype, workers = DTYPES[place % 3], (4, 3, 1)[place % 4 // 2 + (place == 4)]
-    if dtype == torch.bfloat16 and place < 4:
-        plain = (replace(plain[0], exchange=la.exchanges.ShardedMean()),)
     times = (1, 3, 2, 5)[:workers]
     one = la.simulate(partial(train, plain, dtype), workers=workers)
     other = la.simulate(partial(train, recipe(quorum=workers), dtype), workers, step_seconds=times)
@@ -165,7 +161,7 @@ def test_codes_of_missed_rounds_or_the_whole_result() -> None:
         torch.manual_seed(0)
         model = nn.Linear(64, 64, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        sync = la.attach(model, optimizer, la.local_sgd(1, quorum=2, codec="int8"))
+        sync = la.attach(model, optimizer, quorum.averaged(1, quorum=2, codec="int8"))
         received, results, steps = [], [], 12 if rank < 2 else 5
         for t in range(steps):
             before = sync.stats().bytes_received
@@ -207,7 +203,7 @@ def test_buffers() -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=1.0))
         norm: Any = model[1]
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        sync = la.attach(model, optimizer, la.local_sgd(2, quorum=2))
+        sync = la.attach(model, optimizer, quorum.averaged(2, quorum=2))
         means = []
         for t in range(steps[rank]):
             torch.manual_seed(7 * t + rank)
@@ -241,7 +237,7 @@ def test_recorded_rounds_are_repeated_whatever_the_times() -> None:
     assert [la.Closing.of(c.as_json()) for c in first[0].closings] == first[0].closings
     record = [la.Closing(0, 1, (0, 1, 2), (0, 0, 0)), la.Closing(0, 2, (0, 3), (0, 0))]
     with pytest.raises(la.LinkError, match="closings"):
-        quorum.simulated(Job(la.local_sgd(4, quorum=1), 3, 8), (8,) * 3, None, closings=record)
+        quorum.simulated(Job(quorum.averaged(4, quorum=1), 3, 8), (8,) * 3, None, closings=record)
 
 
 def test_switching_and_several_synchronizers() -> None:
@@ -256,7 +252,7 @@ def test_switching_and_several_synchronizers() -> None:
         for t in range(1, 27 if late else 37):
             training.step(job, model, optimizer, job.data()[rank][t - 1], t)
             if t == 6:
-                sync.switch(la.local_sgd(4, quorum=2))
+                sync.switch(quorum.averaged(4, quorum=2))
             if t == (9 if late else 14):
                 sync.switch(la.diloco(4, quorum=2))
                 assert sync.mean(float(rank)) == 1.0
@@ -277,9 +273,8 @@ def test_switching_and_several_synchronizers() -> None:
 
 ATTACHED: list[tuple[la.Recipe, dict[str, Any], str]] = [
     (la.diloco(4, quorum=5), {}, "at most the number of workers, 4, not 5"),
-    ((*la.local_sgd(2), *la.local_sgd(4, quorum=2)), {}, "waits for all workers"),
-    ((*la.ddp(), *la.local_sgd(4, quorum=2)), {}, "waits for all workers"),
-    (la.slowmo(la.local_sgd(2, quorum=2), 4), {}, "every so many steps|waits for all"),
+    ((*la.local_sgd(2), *quorum.averaged(4, quorum=2)), {}, "waits for all workers"),
+    ((*la.ddp(), *quorum.averaged(4, quorum=2)), {}, "waits for all workers"),
     (la.diloco(4, quorum=2), {"nprocs_per_node": 2}, "workers of one rank"),
     ((la.Round(la.every(4), la.updates.Average(), la.exchanges.QuorumMean(2)),), {}, "an anchor"),
     ((replace(quorum.NAIVE[0], delay=1),), {}, "without delay"),
@@ -314,7 +309,7 @@ def test_links_without_quorum_wrong_times_and_later_parameters(
     def train(rank: int) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
-        la.attach(model, optimizer, la.local_sgd(2, quorum=1))
+        la.attach(model, optimizer, quorum.averaged(2, quorum=1))
         optimizer.add_param_group({"params": [*model[1].parameters()]})
         model(torch.ones(1, 2) + rank).sum().backward()
         optimizer.step()
@@ -349,9 +344,9 @@ def stopped(
 
 RESUMED = [
     ("local_sgd", (14, 15, 13, 5)),
-    ("local_sgd, own pace, quorum, steps", (13, 13, 13, 4)),
-    ("diloco, int8, own pace, steps", (14, 15, 13, 5)),
-    ("slowmo", (1, 1, 1, 1)),
+    ("local_sgd, own pace, quorum", (13, 13, 13, 4)),
+    ("diloco, int8, own pace", (14, 15, 13, 5)),
+    ("slowmo, reset", (1, 1, 1, 1)),
     ("streaming_diloco, int4", (13, 14, 12, 4)),
 ]
 

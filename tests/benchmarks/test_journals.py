@@ -11,6 +11,7 @@ import pytest
 from benchmarks.cuda import page as cuda
 from benchmarks.cuda.__main__ import RESULTS
 from benchmarks.race import __main__ as race
+from benchmarks.study import inserted
 from benchmarks.validate.__main__ import main as validate
 
 from laconic.lab.race import runner
@@ -22,25 +23,24 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_gpu() -> None:
-    assert cuda.PAGE.read_text() == cuda.rendered(cuda.PAGE.read_text(), cuda.read(RESULTS))
+    text = cuda.PAGE.read_text()
+    assert text == inserted(text, cuda.NAME, cuda.table(cuda.read(RESULTS)))
 
 
 @pytest.mark.slow
 def test_tables_are_those_of_the_journals(tmp_path: Path) -> None:
-    from benchmarks.evidence import page as evidence  # they import matplotlib
-    from benchmarks.evidence import signals
-    from benchmarks.evidence.runs import journal as evidence_journal
+    from benchmarks.evidence import page, runs, signals  # they import matplotlib
 
     for name in ("race", "validation", "evidence"):
         shutil.copy(DOCS / f"{name}.md", tmp_path)
     words = ["--journal", str(DOCS / "race.jsonl"), "--page", str(tmp_path / "race.md")]
-    assert race.main(["table", *words, "--key", "f1fc677f"]) == 0
+    assert race.main(["table", *words]) == 0
     words = [word.replace("race", "validation") for word in words]
     assert validate(["--table", *words]) == 1, "one prediction misses its bound"
-    evidence.write(tmp_path, evidence_journal().load())
-    evidence.write_signals(tmp_path, signals.lines(signals.journal().load()))
-    for page in tmp_path.glob("*.md"):
-        assert page.read_text() == (DOCS / page.name).read_text(), page.name
+    page.write(tmp_path / "evidence.md", runs.study().load())
+    page.write_signals(tmp_path / "evidence.md", signals.lines(signals.study().load()))
+    for path in tmp_path.glob("*.md"):
+        assert path.read_text() == (DOCS / path.name).read_text(), path.name
 
 
 def test_a_race_that_was_killed_goes_on_and_tries_again_what_failed(

@@ -45,34 +45,15 @@ def test_the_files_and_variables_are_enough(
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once there are keys, the command prints the variables."""
     assert main(["keys", str(tmp_path)]) == 0
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    capsys.readouterr()
-    assert main(["keys", str(tmp_path)]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith(f"laconic: {tmp_path}/ca.pem exists") and not said.out
+    printed = capsys.readouterr().out
+    assert main(["keys", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == printed
+    assert main(["keys", str(tmp_path), "--days", "3"]) == 2
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "secret").symlink_to(tmp_path / "nowhere")
     assert main(["keys", str(tmp_path / "other")]) == 2
     assert not (tmp_path / "nowhere").exists() and len(list((tmp_path / "other").iterdir())) == 1
-
-
-def test_more_certificates_of_one_ca(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Workers with different certificates of it trust each other, and have one secret."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert main(["keys", str(first), "--keep-ca"]) == 0
-    assert mode(first / "ca-key.pem") == 0o600
-    assert main(["keys", str(second), "--ca", str(first)]) == 0
-    same = {f.name for f in second.iterdir() if f.read_bytes() == (first / f.name).read_bytes()}
-    assert same == {"ca.pem", "secret"} and not (second / "ca-key.pem").exists()
-    job_keys.turn_on(monkeypatch, second)
-    assert tls.contexts() is not None
-    capsys.readouterr()
-    assert main(["keys", str(tmp_path / "third"), "--ca", str(second)]) == 2
-    assert "has no ca-key.pem: it was made without --keep-ca" in capsys.readouterr().err
-    (second / "ca-key.pem").write_bytes((first / "key.pem").read_bytes())
-    assert main(["keys", str(tmp_path / "third"), "--ca", str(second)]) == 2
-    assert "ca-key.pem in" in capsys.readouterr().err and not (tmp_path / "third").exists()

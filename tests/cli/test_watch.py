@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from torch import nn
 
 import laconic as la
 from laconic.cli import main
+from laconic.cli.watch import Files
 
 
 def line(record: dict[str, Any], **more: Any) -> str:
@@ -93,7 +91,7 @@ def test_the_page_tells_where_a_run_is(tmp_path: Path, page: Any) -> None:
     changes = view(12, ["a", "b"], 1) + view(30, ["a", "b", "c", "d"], 1) + view(40, ["b", "d"], 3)
     path.write_text(start(ranks=3, workers=3) + steps(10) + changes)
     text = page(path)
-    assert "after step 12: 2 workers, 3 before, 1 lost so far, with 4 steps" in text
+    assert "after step 12: 2 workers, 1 lost so far, with 4 steps" in text
     assert "after step 30: 4 workers, c d joined, 1 lost so far, with 4 steps" in text
     assert "after step 40: 2 workers, a c left, 3 lost so far, with 12 steps" in text
 
@@ -136,26 +134,16 @@ def test_what_a_real_run_writes_is_shown(tmp_path: Path, page: Any) -> None:
         assert row(text, rank)[1] == "5" and row(text, rank)[-1] == "ended"
 
 
-@pytest.mark.slow
-def test_plain_lines_follow_a_run_until_interrupted(tmp_path: Path) -> None:
-    path, pipe = tmp_path / "run.jsonl", subprocess.PIPE
-    command = [sys.executable, "-m", "laconic", "watch", str(path)]
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        said = process.stdout
-        assert said is not None and process.stderr is not None
-        assert said.readline() == f"waiting for metrics in {path}\n"
-        path.write_text(start() + steps(10))
-        assert "rank 0: step 10, 10 steps/s, 2 MB/s sent, 25% waiting" in said.readline()
-        path.rename(tmp_path / "run.old")
-        (tmp_path / "new").write_text(start() + steps(30))
-        (tmp_path / "new").rename(path)  # a file that begins anew is read anew
-        assert "rank 0: step 30" in said.readline()
-        with path.open("a") as file:
-            file.write(view(40, ["a"], 1))
-        assert "rank 0: after step 40: 1 workers" in said.readline()
-        assert "rank 0: step 40" in said.readline()
-        with path.open("wb", buffering=0) as whole:  # not in parts, which would be followed, too
-            whole.write((start() + steps(50)).encode())
-        assert "rank 0: step 50" in said.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0 and process.stderr.read() == ""
+def test_a_file_is_followed_and_one_that_begins_anew_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    files = Files([path])
+    assert files.runs() == []
+    path.write_text(start() + steps(10) + steps(20)[:70])
+    assert [run.latest["step"] for run in files.runs()] == [10]
+    with path.open("a") as file:
+        file.write(steps(20)[70:] + view(40, ["a"], 1))
+    (run,) = files.runs()
+    assert run.latest["step"] == 40 and len(run.changes) == 1
+    path.write_text(start() + steps(30))
+    (run,) = files.runs()
+    assert run.latest["step"] == 30 and not run.changes

@@ -75,7 +75,7 @@ def digests(text: str) -> list[str]:
 @pytest.mark.slow
 def test_torchrun_starts_a_killed_worker_again(tmp_path: Path) -> None:
     port, trace = gloo.free_port(), tmp_path / "trace"
-    coordinator = [sys.executable, "-m", "laconic", "coordinator", "--port", str(port)]
+    coordinator = [sys.executable, "-m", "laconic", "coordinator", "--address", f"127.0.0.1:{port}"]
     command = [sys.executable, *TORCHRUN, TRAIN, *RUN, "--trace", str(trace)]
     address = {"LACONIC_COORDINATOR": f"127.0.0.1:{port}"}
     with ExitStack() as ending:

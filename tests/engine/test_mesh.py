@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import laconic as la
+from laconic.engine.session import Choice
 from laconic.errors import NotFiniteError
 
 from tests.support import gloo
@@ -100,7 +101,7 @@ def test_workers_sharded_by_fsdp(pool: gloo.Pool, name: str) -> None:
         assert all(close(runs[2 * w][0], expected[w], 1e-9) for w in range(2))
 
 
-def chosen(rank: int) -> la.Choice:
+def chosen(rank: int) -> Choice:
     model, optimizer, sync = sharded(la.auto())  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:  # of all matrices, on any machine
         patch.setattr("laconic.policy.chooser.turning", lambda *_: 1.0)

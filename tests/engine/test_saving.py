@@ -444,7 +444,7 @@ REFUSED = {
     "rank 1: rank-1-of-2.1.pt is not of the save": Refused(from_another_run),
     "rank 1: laconic.json is damaged": Refused(cut(MANIFEST, 0.5)),
     "rank 1: laconic.json has format and version": Refused(another_version),
-    "'0.weight' is (6, 3) float32 in the checkpoint and (7, 3)": Refused(hidden=7),
+    "(6, 3) float32 in the checkpoint, (7, 3) float32 here": Refused(hidden=7),
     "this run follows ddp()": Refused(recipe=la.ddp()),
     "rank 1: others lacks 'own'": Refused(others=lambda r: {} if r else {"own": Own(0)}),
     "rank 1: RuntimeError: no room": Refused(others=lambda r: {"own": Own(0, broken=r == 1)}),

@@ -95,7 +95,7 @@ def test_the_command_ends_with_a_picture_and_three_sentences(
         assert f"{name}: {text}" in " ".join(said.err.split())
         assert name == NO_COMMUNICATION or parse_recipe(name.removesuffix(FREE_NETWORK))
     assert all(f" {number}. " in " ".join(said.out.split()) for number in (1, 2, 3))
-    assert {"demo.png", "report.html", "results.json"} <= {p.name for p in tmp_path.iterdir()}
+    assert {"loss.svg", "report.html", "results.json"} <= {p.name for p in tmp_path.iterdir()}
     assert len(read(tmp_path).rows) == 7
     assert main(["demo", "--seconds", "1", "--out", str(tmp_path)]) == 1
     assert "failed: worker 2 did not answer" in capsys.readouterr().err

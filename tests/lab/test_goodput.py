@@ -13,8 +13,9 @@ import pytest
 
 from laconic.cli import main
 from laconic.lab.emulation import faults
-from laconic.lab.emulation.faults import COORDINATOR, Cut, Hang, Kill, Plan
-from laconic.lab.emulation.goodput import Killed, read, report, summary
+from laconic.lab.emulation.faults import COORDINATOR, Fault, Plan
+from laconic.lab.emulation.goodput import read, report, summary
+from laconic.lab.emulation.injection import KILLED, Happened
 
 BEGAN = 1_800_000_000.0
 """When the lab began, in seconds since 1970."""
@@ -38,10 +39,10 @@ def test_a_lost_run_counts_nothing() -> None:
         "b": [view(1, 0, 0, "ab"), begin(1, "host1")],
         "c": [view(8, 0, 0, "c"), begin(8, "host0"), event("finished", 9, 5, 5)],
     }
-    kills = [Killed(f"host{k}", BEGAN + 4 - 2 * k, BEGAN + 4 - 2 * k) for k in (1, 0)]
+    kills = [Happened(4 - 2 * k, f"host{k}", KILLED, BEGAN + 4 - 2 * k) for k in (1, 0)]
     found = summary(lost, kills, BEGAN, 10.0)
     assert found is not None and found.runs_lost == 1
-    assert report(found, 2, 10.0)[0] == "goodput 11.3%: 5 of 44 steps counted"
+    assert report(found)[0] == "goodput 11.3%: 5 of 44 steps counted"
     assert summary({}, [], BEGAN, 3.0) is None
 
 
@@ -61,7 +62,7 @@ def test_it_is_what_happened_to_each_worker_and_step(tmp_path: Path) -> None:
         lines = [json.dumps(each) + "\n" for each in [{"unit": 1}, *own]]
         (tmp_path / f"{id}.jsonl").write_text("".join(lines) + '{"presence": "vi')
     assert read(tmp_path) == events
-    found = summary(events, [Killed("host0", BEGAN + 4, BEGAN + 4.2)], BEGAN, 16.0)
+    found = summary(events, [Happened(4, "host0", KILLED, BEGAN + 4.2)], BEGAN, 16.0)
     assert found is not None and found.runs_lost == 0
     assert (found.computed, found.counted) == (14 + 21 + 20 + 80, 12 + 20 + 20 + 80)
     assert {w.id: (w.host, w.how, w.begin, w.end) for w in found.workers} == {
@@ -77,7 +78,8 @@ def test_it_is_what_happened_to_each_worker_and_step(tmp_path: Path) -> None:
 
 
 def test_events_are_in_order_and_random_kills_have_the_mean_time() -> None:
-    cut, hang, kill = Cut(2.0, 0, 1, 3.0), Hang(3.0, 2, 4.0), Kill(1.0, COORDINATOR)
+    cut, hang = Fault("cut", 2.0, 0, 1, 3.0), Fault("hang", 3.0, 2, None, 4.0)
+    kill = Fault("kill", 1.0, COORDINATOR)
     assert [(e.at, e.fault, e.begins) for e in Plan((hang, cut, kill)).events()] == [
         (1.0, kill, True), (2.0, cut, True), (3.0, cut, False), (3.0, hang, True),
         (4.0, hang, False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pty
@@ -13,7 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from benchmarks.stress import alive
 
 from laconic.algorithms.parse import parse_recipe
 from laconic.cli import main
@@ -61,7 +64,6 @@ def test_a_race_of_steps_counts_bytes_by_the_law_and_on_the_interface(tmp_path: 
         assert (last.step, last.loss) == (steps, row.loss)
         sent = row.ledger_bytes_per_step * steps
         assert last.megabytes * 1e6 == pytest.approx(sent, rel=1e-3)
-        assert sum(r.bytes * len(r.steps()) for r in row.rounds) == pytest.approx(sent, abs=100)
         assert len(row.timeline) == hosts and row.curve[-1].distance is not None
         if row.recipe == NO_COMMUNICATION:
             continue
@@ -79,18 +81,19 @@ def test_a_race_goes_on_after_a_recipe_that_diverges(
 ) -> None:
     """Two seeds, own rules and workload, unlike hosts."""
     wild, own = "diloco(1, lr=1e30, momentum=0.0)", "slowmo(sign_pull(4, size=0.02), period=8)"
-    options = ["--hosts", "2", "--steps", "16", "--repeat", "7,3", "--rules", str(RULES)]
-    unlike = ["--bandwidth-host", "1=20mbit", "--slow-host", "0=1.5"]
+    options = ["--hosts", "2", "--steps", "16", "--rules", str(RULES)]
+    options += ["--seed", "3", "--repeat", "2"]
+    unlike = ["--bandwidth", "1=20mbit", "--slow-host", "0=1.5"]
     unlike += ["--workload", str(WORKLOAD)]
     race = compare(tmp_path / "out", wild, own, *options, *unlike, code=1)
     said = " ".join(capsys.readouterr().out.split())
     rows = {(row.seed, row.recipe): row for row in race.rows}
-    assert list(rows) == [(s, n) for s in (7, 3) for n in (NO_COMMUNICATION, wild, own)]
-    assert rows[7, wild].status == "diverged" and rows[7, wild].loss is None
-    assert rows[7, own].status == rows[3, own].status == "ok"
-    assert rows[7, own].loss != rows[3, own].loss
+    assert list(rows) == [(s, n) for s in (3, 4) for n in (NO_COMMUNICATION, wild, own)]
+    assert rows[3, wild].status == "diverged" and rows[3, wild].loss is None
+    assert rows[3, own].status == rows[4, own].status == "ok"
+    assert rows[3, own].loss != rows[4, own].loss
     assert race.settings["host_bandwidth"] == {"1": 20e6}
-    assert f"not counted: {wild} diverged" in said and "2 runs each, seeds 7, 3" in said
+    assert f"Not counted: {wild} diverged" in said and "2 runs each, seeds 3, 4" in said
 
 
 @with_namespaces
@@ -110,7 +113,7 @@ def test_other_libraries_and_quorums_beside_the_recipes(tmp_path: Path) -> None:
             assert row.peer and row.status == "ok" and row.interface_bytes_per_step, row.error
             assert row.loss == pytest.approx(rows[ours].loss, rel=1e-3)
     recipe = 'diloco(24, momentum=0.9, quorum=3, grace=0.01, pace="own")'
-    unlike = ["--slow-host", "3=3", "--bandwidth-host", "2=10mbit", "--seconds", "3"]
+    unlike = ["--slow-host", "3=3", "--bandwidth", "2=10mbit", "--seconds", "3"]
     race = compare(tmp_path / "quorum", recipe, *unlike, "--workload", "digits")
     row = race.rows[-1]
     assert row.status == "ok" and len(row.worker_steps) == 4 and row.seconds >= 3.0
@@ -124,11 +127,20 @@ def test_an_interrupted_race_keeps_what_there_is(tmp_path: Path) -> None:
     command = ["compare", *recipes, "--workload", "digits", "--out", str(tmp_path)]
     argv = [sys.executable, "-m", "laconic", *command]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
-        until(lambda: any("local_sgd" in line for line in of_launcher(process.pid)), 250)
+        members: list[psutil.Process] = []
+
+        def trains() -> bool:
+            members[:] = of_launcher(process.pid)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return any("local_sgd" in " ".join(member.cmdline()) for member in members)
+            return False
+
+        until(trains, 250)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=200)
     assert process.returncode == 130 and said.endswith("laconic: interrupted\n")
-    assert "Traceback" not in said and not of_launcher(process.pid)
+    assert "Traceback" not in said
+    until(lambda: not alive(members))
     assert [row.recipe for row in read(tmp_path).rows] == [NO_COMMUNICATION]
 
 
@@ -149,11 +161,12 @@ def test_a_shell_is_on_its_host() -> None:
 
     expect(r"2 hosts, 1 Gbit/s each")
     expect(r"\[host1\] ")
-    os.write(terminal, b"hostname; setsid sleep 1000 & exit 7\n")
+    os.write(terminal, b"setsid sleep 1000 & hostname; sleep 1; exit 7\n")
     expect(r"host1\r\n")
+    members = of_launcher(pid)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7, "the shell's own"
     os.close(terminal)
-    assert not of_launcher(pid)
+    until(lambda: not alive(members))
 
 
 @with_namespaces

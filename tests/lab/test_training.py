@@ -14,10 +14,8 @@ from torch import Tensor
 import laconic as la
 from laconic.lab.race import rivals
 from laconic.lab.race.plan import Schedule, first_steps, kind_of, outermost, steps_within
-from laconic.lab.race.result import Rounds
 from laconic.lab.race.timeline import Recorder
 from laconic.lab.race.workloads import Workload, load, lr_factor
-from laconic.links import cost
 
 # -- workloads ----
 
@@ -124,7 +122,7 @@ def test_computing_is_what_is_neither_waiting_nor_paused(monkeypatch: pytest.Mon
     recorder.resume()
     now[0] = 4.0
     recorder.add_wait(1.0, 2.0)
-    with recorder.sending(7, cost.mean(1000, 4)):
+    with recorder.sending():
         now[0] = 6.0
     recorder.pause()
     now[0] = 9.0
@@ -135,7 +133,6 @@ def test_computing_is_what_is_neither_waiting_nor_paused(monkeypatch: pytest.Mon
         (0.0, 1.0, "compute"), (1.0, 2.0, "wait"), (2.0, 6.0, "compute"), (4.0, 6.0, "send"),
         (9.0, 10.0, "compute"),
     ]  # fmt: skip
-    assert recorder.rounds() == [Rounds(7, 7, 0, 1500)]
 
 
 def test_every_adapter_is_found_and_pinned() -> None:

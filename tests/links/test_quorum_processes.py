@@ -38,7 +38,7 @@ def slowly(rank: int, job: Job, steps: Sequence[int], seconds: Sequence[float]) 
 @pytest.mark.parametrize(
     "recipe",
     [
-        la.local_sgd(4, quorum=1),
+        quorum.averaged(4, quorum=1),
         OWN_PACE,
         pytest.param(CODED, marks=slow),
         la.streaming_diloco(6, 3, 0, codec=None, quorum=2),
@@ -119,7 +119,7 @@ def late(rank: int) -> list[Any]:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     link = gloo.link_of(3, timedelta(seconds=2))
-    with la.attach(model, optimizer, la.local_sgd(2, quorum=2, grace=60.0), link=link) as sync:
+    with la.attach(model, optimizer, quorum.averaged(2, quorum=2, grace=60.0), link=link) as sync:
         for t in range(4):
             time.sleep(3.0 * (rank == 2 and t == 3))
             descend(optimizer, model(torch.full((1, 2), rank + 1.0)).sum())
@@ -186,7 +186,7 @@ def train(
     rank: int, steps: int, seconds: float, codec: Any, before: Callable[[int, Any], object]
 ) -> tuple[Any, la.Synchronizer]:
     """Rounds of three workers of which all must come. ``before(step, sync)``: before each step."""
-    job = Job(la.local_sgd(4, quorum=3, codec=codec), 3, steps)
+    job = Job(quorum.averaged(4, quorum=3, codec=codec), 3, steps)
     model, optimizer = training.build(job, rank)
     limit, data = timedelta(seconds=seconds or 60.0), job.data()[rank]
     link = la.links.TorchLink(gloo._groups[3], torch.device("cpu"), limit)

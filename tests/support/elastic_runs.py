@@ -209,7 +209,7 @@ def coordinate(pipe: Connection, given: dict[str, str], port: int) -> None:
     use(given)
     leases.START_SECONDS = 1.0  # no run is under way
     with contextlib.redirect_stdout(Reporter(pipe)):  # type: ignore[type-var]
-        main(["coordinator", "--port", str(port)])
+        main(["coordinator", "--address", f"127.0.0.1:{port}"])
 
 
 # -- in the test's process ----

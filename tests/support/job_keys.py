@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from laconic.cli import main
-from laconic.cli.keys import CA, CERTIFICATE, KEY, SECRET, Authority, write
+from laconic.cli.keys import CA, CERTIFICATE, KEY, SECRET, write
 from laconic.links import job_secret, tls
+
+if TYPE_CHECKING:
+    from laconic.cli.authority import Authority
 
 VARIABLES = (tls.TRANSPORT, tls.SWITCH, *(tls.KEY, tls.CERTIFICATE, tls.CA_FILE, tls.CA_PATH))
 
@@ -18,17 +22,18 @@ class Jobs:
     ``expired``, or CA, ``expired_ca``, is not valid any more."""
 
     def __init__(self, directory: Path) -> None:
+        from laconic.cli.authority import Authority
+
         self.one, self.other = directory / "one", directory / "other"
-        main(["keys", str(self.one), "--keep-ca"])
         main(["keys", str(self.other)])
         self.expired, self.expired_ca = directory / "expired", directory / "expired_ca"
-        authority = Authority.read(self.one)
+        authority, ended = Authority.make(1.0), Authority.make(-1.0)
+        self._write(self.one, authority, *authority.sign(1.0))
         self._write(self.expired, authority, *authority.sign(-1.0))
-        ended = Authority.make(-1.0)
         self._write(self.expired_ca, ended, *ended.sign(-1.0))
 
     def _write(self, to: Path, authority: Authority, certificate: bytes, key: bytes) -> None:
-        write(to, {CA: authority.pem(), CERTIFICATE: certificate}, {KEY: key})
+        write(to, {CA: authority.pem(), CERTIFICATE: certificate}, {KEY: key, SECRET: b"5e" * 32})
 
 
 def variables(directory: Path, *, secret: bool = False) -> dict[str, str]:

@@ -309,9 +309,6 @@ class LateAccelerator(Accelerator):
         self.synchronize(device)
         return LateTime()
 
-    def peak_bytes(self, device: torch.device) -> int:
-        return 0
-
     def in_use(self) -> bool:
         return False
 

@@ -11,7 +11,7 @@ import torch
 
 import laconic as la
 from laconic.algorithms.exchanges import QuorumMean
-from laconic.algorithms.updates import OuterStep
+from laconic.algorithms.updates import OuterStep, SlowMomentum
 
 from tests.references import coded, problem
 from tests.references import quorum as reference
@@ -25,20 +25,19 @@ NAIVE = (la.Round(la.every(4), OuterStep(0.5, 0.6), QuorumMean(1)),)
 adam = partial(torch.optim.Adam, lr=0.03)
 INT8, INT4 = la.codecs.Int8(8), la.codecs.Int4(8)
 diloco, streaming = partial(la.diloco, momentum=0.5), partial(la.streaming_diloco, momentum=0.5)
+averaged = partial(la.diloco, lr=1.0, momentum=0.0)
+"""Local SGD."""
+SLOW = la.Round(la.every(4), SlowMomentum(0.5, 0.9), QuorumMean(2), optimizer_state="reset")
 ROWS: dict[str, tuple[la.Recipe, Quorum]] = {
-    "local_sgd": (la.local_sgd(4, quorum=3), Quorum(4, 3)),
-    "local_sgd, first come": (la.local_sgd(4, quorum=1), Quorum(4, 1)),
-    "local_sgd, grace": (la.local_sgd(4, quorum=2, grace=1.5), Quorum(4, 2, 1.5)),
-    "local_sgd, reset": (
-        la.local_sgd(4, quorum=3, optimizer_state="reset"),
-        Quorum(4, 3, reset=True),
-    ),
-    "local_sgd, own pace": (la.local_sgd(6, pace="own"), Quorum(6, 4, own=True)),
+    "local_sgd": (averaged(4, quorum=3), Quorum(4, 3)),
+    "local_sgd, first come": (averaged(4, quorum=1), Quorum(4, 1)),
+    "local_sgd, grace": (averaged(4, quorum=2, grace=1.5), Quorum(4, 2, 1.5)),
+    "local_sgd, own pace": (averaged(6, pace="own"), Quorum(6, 4, own=True)),
     "local_sgd, own pace, quorum": (
-        la.local_sgd(6, quorum=2, grace=0.5, pace="own"),
+        averaged(6, quorum=2, grace=0.5, pace="own"),
         Quorum(6, 2, 0.5, own=True),
     ),
-    "local_sgd, int8": (la.local_sgd(4, quorum=2, codec=INT8), Quorum(4, 2, codec=coded.int8(8))),
+    "local_sgd, int8": (averaged(4, quorum=2, codec=INT8), Quorum(4, 2, codec=coded.int8(8))),
     "diloco": (diloco(4, quorum=3), Quorum(4, 3, **DELAYED)),
     "diloco, own pace": (diloco(6, quorum=3, pace="own"), Quorum(6, 3, own=True, **DELAYED)),
     "diloco, grace": (
@@ -53,18 +52,7 @@ ROWS: dict[str, tuple[la.Recipe, Quorum]] = {
         diloco(6, quorum=2, grace=0.5, pace="own", codec=INT8),
         Quorum(6, 2, 0.5, True, codec=coded.int8(8), **DELAYED),
     ),
-    "slowmo": (
-        la.slowmo(None, 4, 0.5, 0.9, quorum=2),
-        Quorum(4, 2, rule="slow", lr=0.9, momentum=0.5),
-    ),
-    "slowmo, own pace": (
-        la.slowmo(None, 4, 0.5, 0.9, quorum=1, pace="own"),
-        Quorum(4, 1, own=True, rule="slow", lr=0.9, momentum=0.5),
-    ),
-    "slowmo, bfloat16": (
-        la.slowmo(None, 4, 0.5, 0.9, quorum=2, codec="bfloat16"),
-        Quorum(4, 2, rule="slow", lr=0.9, momentum=0.5, codec=coded.cast("bfloat16")),
-    ),
+    "slowmo, reset": ((SLOW,), Quorum(4, 2, rule="slow", lr=0.9, momentum=0.5, reset=True)),
     "streaming_diloco": (
         streaming(5, 2, 0, codec=None, quorum=2, by="layers"),
         Quorum(5, 2, fragments=LAYERS, **DELAYED),

@@ -2,7 +2,7 @@
 
 from laconic.advisor.advice import advice_on
 from laconic.advisor.advise import advise
-from laconic.advisor.rows import Guide, Row
+from laconic.advisor.rows import Row
 from laconic.advisor.show import Advice
 
-__all__ = ["Advice", "Guide", "Row", "advice_on", "advise"]
+__all__ = ["Advice", "Row", "advice_on", "advise"]

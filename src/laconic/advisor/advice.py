@@ -23,15 +23,13 @@ from laconic.advisor.choices import (
     more_steps,
     steps_of,
 )
-from laconic.advisor.rows import Guide, Row, Slow
+from laconic.advisor.rows import Row, Slow
 from laconic.advisor.show import Advice
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.parse import qualified
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fragments_of
-from laconic.buckets import BUCKET_BYTES
-from laconic.links import cost
 from laconic.policy.choice import TIE, choose
 from laconic.policy.facts import Facts
 from laconic.policy.predict import often, predict
@@ -45,8 +43,6 @@ LEAST_SHARE = 1 / 3
 FLATTERED = ("sparse_loco",)
 """Recipes that are not offered as alternatives, because they need more steps than assumed: the one
 setting that was measured needs more than twice those of DDP."""
-GUIDE_PERIODS = (3, 12, 48)
-"""H for which the inequality is evaluated: the guide's own value and the SlowMo paper's two."""
 
 
 def advice_on(
@@ -54,8 +50,6 @@ def advice_on(
     recipes: Sequence[str] = (),
     *,
     computes: tuple[float, ...] | None = None,
-    held: int | None = None,
-    peak: int | None = None,
 ) -> Advice:
     """Predict all `choices` and the user's own ``recipes`` from ``facts``, and recommend one."""
     compared = choices(facts, recipes)
@@ -67,13 +61,10 @@ def advice_on(
     return Advice(
         facts=facts,
         rows=tuple(rows),
-        guide=tuple(guides(facts)),
         recommendation=text,
         code=f"sync = laconic.attach(model, optimizer, {qualified(text)}{node})",
         reason=" ".join([*reason(rows[0], best), *map(str, slow)]),
         computes=computes,
-        held=held,
-        peak=peak,
         slow=slow,
         alternatives=tuple(row.recipe for row in alternatives(rows, best)),
     )
@@ -88,14 +79,14 @@ def slow_ranks(facts: Facts, computes: Sequence[float], ddp: Recipe) -> tuple[Sl
         factor = float(each.max() / each.median())
         without = predict(ddp, replace(facts, compute=facts.compute / factor)).seconds
         gain = float((each.max() / each).mean())
-        found.append(Slow(int(each.argmax()), "steps", factor, now, without, gain, len(each)))
+        found.append(Slow(int(each.argmax()), "steps", factor, now, without, gain))
     rates = torch.tensor(facts.rates, dtype=torch.float64)
     if len(rates) and unequal_hosts(rates):
         factor = float(rates.median() / rates.min())
         nets = {k: replace(net, rate=net.rate * factor) for k, net in facts.nets.items()}
         faster = replace(facts, rate=facts.rate * factor, nets=nets)
         without = predict(ddp, faster).seconds
-        found.append(Slow(int(rates.argmin()), "network", factor, now, without, None, len(rates)))
+        found.append(Slow(int(rates.argmin()), "network", factor, now, without, None))
     return tuple(found)
 
 
@@ -191,21 +182,6 @@ def _kind(row: Row) -> str:
     if row.quality == OWN_PACE:
         return f"{name} at own pace"
     return f"{name} with codec" if "codec=" in row.recipe else name
-
-
-def guides(facts: Facts) -> list[Guide]:
-    """Return the inequality for each of `GUIDE_PERIODS` and for SGP."""
-    size = facts.elements * facts.itemsize
-    # Each rank of a worker sends one part, all at once.
-    part = cost.mean(size // facts.ranks, facts.workers)
-    buckets = 1 if facts.overlaps("workers") else -(-size // BUCKET_BYTES)
-    allreduce, node = facts.net("workers").seconds(part, buckets), 0.0
-    if facts.ranks > 1:
-        # of gradients that nothing hides
-        node = predict((), replace(facts, backward=0.0, work={}, contention=0.0)).exposed
-    backward = facts.backward * facts.compute
-    gossip = 2 * (facts.workers - 1) / facts.workers  # the guide uses 2 for every n
-    return [Guide(h, allreduce, backward, node) for h in (*GUIDE_PERIODS, gossip)]
 
 
 def memory(recipe: Recipe, facts: Facts) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from laconic.advisor.advice import advice_on
 from laconic.advisor.bench import Bench
 from laconic.advisor.choices import PLAIN, rehearsed
-from laconic.advisor.measure import Measured, measure, trained
+from laconic.advisor.measure import measure, trained
 from laconic.advisor.show import Advice
 from laconic.algorithms.round import Recipe, describe
 from laconic.engine.attached import check_free
@@ -71,39 +70,12 @@ def advise(
         >>> advice.code.startswith("sync = laconic.attach(model, optimizer, laconic.")
         True
     """
-    found = measured(
-        model,
-        step_fn,
-        partial(rehearsed, recipes=recipes),
-        optimizer=optimizer,
-        nprocs_per_node=nprocs_per_node,
-        steps=steps,
-        link=link,
-        timeout=timeout,
-    )
-    return advice_on(
-        found.facts, recipes, computes=found.computes, held=found.held, peak=found.peak
-    )
-
-
-def measured(
-    model: nn.Module,
-    step_fn: Callable[[], object],
-    recipes: Callable[[int], Sequence[Recipe]],
-    *,
-    optimizer: Optimizer | None = None,
-    nprocs_per_node: int | Literal["env"] = 1,
-    steps: int = 20,
-    link: Link | None = None,
-    timeout: float = TIMEOUT,
-) -> Measured:
-    """Measure what `advise` needs. ``recipes`` returns the recipes for a number of workers."""
     with refused_by_all(link, timeout):
         check_int("steps", steps, 2)
         check_unwrapped(model)
         params = trained(model, optimizer)
-        _check(model, step_fn, params, optimizer)
-        recipes(PLAIN.workers)  # raises for text that is not a recipe
+        _check(step_fn, params, optimizer)
+        rehearsed(PLAIN.workers, recipes)  # raises for text that is not a recipe
     device = params[0].device
     with ExitStack() as stack:
         world = agreed_link(link, device, timeout)
@@ -122,17 +94,15 @@ def measured(
             )
         bench = Bench(world, sets["workers"], sets["replica"], device)
         with on_all_ranks(world.gather):
-            compared = recipes(sets["workers"].size)
+            compared = rehearsed(sets["workers"].size, recipes)
         _check_same(bench, params, compared, steps)
         with bench.shared_errors():
-            return measure(bench, model, step_fn, compared, steps, optimizer)
+            facts, computes = measure(bench, model, step_fn, compared, steps, optimizer)
+    return advice_on(facts, recipes, computes=computes)
 
 
 def _check(
-    model: nn.Module,
-    step_fn: Callable[[], object],
-    params: Sequence[Tensor],
-    optimizer: Optimizer | None,
+    step_fn: Callable[[], object], params: Sequence[Tensor], optimizer: Optimizer | None
 ) -> None:
     if not callable(step_fn):
         raise ValueError(f"step_fn must be a function that runs one local step, not {step_fn!r}")

@@ -35,42 +35,24 @@ PERIODS = (4, 16, 64, 256)
 PLAIN = Facts(16, ((1,),), 4, 1.0, 1e9, 0.0)
 """Stand-in facts for parsing recipes before anything is measured."""
 
-SAME = "the same mathematics as one large batch (Li et al., VLDB 2020)"
-INT8 = "no more steps for the same loss on text (docs/coded.md, benchmarks.factors)"
-INT4 = "2% more steps for the same loss on text (docs/coded.md, benchmarks.factors)"
-GRADIENT_QUALITY = {"ddp()": SAME, "ddp(codec='int8')": INT8, "ddp(codec='int4')": INT4}
-OUTER_QUALITY = (
-    "a second optimizer: with period 8 fewer steps in ten cases of 512 (docs/evidence.md)"
-)
-LOCAL = {
-    4: "loses some quality per step, less than longer periods do (docs/science.md: 12)",
-    16: "Lin et al. 2018 use 16 or 32, after the first decay of the learning rate",
-    64: "behind DDP per step, once gradients are noisy (docs/choose.md)",
-    256: "longer than Lin et al. 2018 tried: expect to lose quality",
-}
-SLOWMO = {
-    4: "recovers what local SGD loses, in runs of many slow steps (Wang et al., ICLR 2020)",
-    16: "Wang et al., ICLR 2020, have averages and slow steps every 12 steps",
-    64: "averages are rarer than in Wang et al., ICLR 2020",
-    256: "averages are far rarer than in Wang et al., ICLR 2020",
-}
-SGP = "close to all-reduce (Assran et al., ICML 2019; docs/science.md)"
-OSGP = "messages a step late (OSGP, Assran et al., ICML 2019)"
-DILOCO = {
-    4: "far more often than in any paper",
-    16: "more often than in Douillard et al. 2023; wants 100 and more rounds",
-    64: "more often than in Douillard et al. 2023; wants 100 and more rounds",
-    256: "in long runs as good as synchronous training, with 500 steps between rounds "
+QUALITY = {
+    "ddp()": "the same mathematics as one large batch (Li et al., VLDB 2020)",
+    "ddp(codec='int8')": "no more steps for the same loss on text (docs/coded.md)",
+    "ddp(codec='int4')": "2% more steps for the same loss on text (docs/coded.md)",
+    "outer_step": "a second optimizer: fewer steps in ten cases of 512 (docs/evidence.md)",
+    "power_sgd": "gradients of low rank (Vogels et al., NeurIPS 2019)",
+    "sgp()": "close to all-reduce (Assran et al., ICML 2019; docs/science.md)",
+    "sgp(delay=1)": "messages a step late (OSGP, Assran et al., ICML 2019)",
+    "local_sgd": "behind DDP per step, once gradients are noisy (docs/choose.md); "
+    "Lin et al. 2018 use periods of 16 or 32",
+    "slowmo": "recovers what local SGD loses in runs of many slow steps (Wang et al., ICLR 2020)",
+    "diloco": "as good as synchronous training in long runs, with 100 and more rounds "
     "(Douillard et al. 2023); the steps here are those of short runs",
+    "sparse_loco": "ahead of DiLoCo in long runs (Sarfi et al. 2025); sparse_loco(16) needed more "
+    "than 2 steps for one of ddp(), on text (docs/coded.md)",
+    "streaming_diloco": "like DiLoCo in long runs (Douillard et al. 2025)",
 }
-SPARSE_STEPS = "sparse_loco(16) needed more than 2 steps for one of ddp(), on text (docs/coded.md)"
-SPARSE = {
-    4: f"far more often than in any paper; {SPARSE_STEPS}",
-    16: f"ahead of DiLoCo in long runs (Sarfi et al. 2025); {SPARSE_STEPS}",
-    64: f"ahead of DiLoCo in long runs (Sarfi et al. 2025); {SPARSE_STEPS}",
-    256: "rarer than the default of 30, after Sarfi et al. 2025: expect to lose quality; "
-    f"{SPARSE_STEPS}",
-}
+"""What the literature, or this repository, says about a recipe, by its text or name."""
 OWN_PACE = (
     "as equal workers of the same speed together, on digits (docs/quorum.md); workers take "
     "different numbers of steps: end the loop by time or by data"
@@ -124,24 +106,20 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
     """
     gradients, streams = [], {}
     for candidate in candidates(facts):
+        period = round(1 / often(candidate.recipe[0]))
         if isinstance(candidate.recipe[0], GradientRound):
-            quality = GRADIENT_QUALITY.get(candidate.text, OUTER_QUALITY)
-            gradients.append(_choice(candidate.text, None, quality))
+            gradients.append(_choice(candidate.text, None))
         elif candidate.text.startswith("local_sgd"):
-            period = round(1 / often(candidate.recipe[0]))
-            gradients.append(_choice(candidate.text, period, _measured_quality(candidate.steps)))
+            gradients.append(_choice(candidate.text, period))
         else:
-            period = round(1 / often(candidate.recipe[0]))
-            quality = _streaming_quality(period, candidate.steps, facts.muon)
-            streams[period] = _choice(candidate.text, period, quality)
+            streams[period] = _choice(candidate.text, period)
     if facts.workers > 2:  # with two workers, gossip sends what an all-reduce does
-        gradients += [_choice("sgp()", None, SGP), _choice("sgp(delay=1)", None, OSGP)]
+        gradients += [_choice("sgp()", None), _choice("sgp(delay=1)", None)]
     found = []
     for period in sorted({*PERIODS, *streams}):
         others = _with_period(period, facts) if period in PERIODS else []
-        between = len(others) - 1 if others else 0  # `sparse_loco` gives up more
         stream = [streams[period]] if period in streams else []
-        found += [*others[:between], *stream, *others[between:]]
+        found += [*others[:-1], *stream, *others[-1:]]  # `sparse_loco` gives up more
         if facts.computes or facts.rates:
             found += _at_own_pace(period, facts) if period in PERIODS else []
     table = {choice.text: choice for choice in gradients + found}
@@ -154,16 +132,14 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
 
 def _with_period(period: int, facts: Facts) -> list[Choice]:
     momentum = momentum_for(facts.workers)
-    texts = [(f"local_sgd({period})", LOCAL[period])]
-    if momentum:  # below four workers slow momentum does not help
-        slow = max(4 * period, 48)
-        slowmo = f"slowmo(local_sgd({period}), period={slow}, momentum={momentum})"
-        texts.append((slowmo, SLOWMO[period]))
-    texts += [
-        (f"diloco({period})", DILOCO[period]),
-        (f"sparse_loco({period})", SPARSE[period]),
+    slow = f"slowmo(local_sgd({period}), period={max(4 * period, 48)}, momentum={momentum})"
+    texts = [
+        f"local_sgd({period})",
+        *([slow] if momentum else []),  # below four workers it does not help
+        f"diloco({period})",
+        f"sparse_loco({period})",
     ]
-    return [_choice(text, period, quality) for text, quality in texts]
+    return [_choice(text, period) for text in texts]
 
 
 def _at_own_pace(period: int, facts: Facts) -> list[Choice]:
@@ -175,7 +151,7 @@ def _at_own_pace(period: int, facts: Facts) -> list[Choice]:
         slowest = max(facts.computes, default=facts.compute)
         options = f"quorum={facts.workers - 1}, grace={2 * slowest:.1g}, {options}"
     texts = [f"diloco({period}, {options})", f"diloco({period}, {options}, codec='int4')"]
-    return [_choice(text, period, OWN_PACE) for text in texts]
+    return [_choice(text, period) for text in texts]
 
 
 def more_steps(steps: float) -> str:
@@ -185,24 +161,20 @@ def more_steps(steps: float) -> str:
     return "no more steps" if steps == 1 else f"{steps - 1:.0%} more steps"
 
 
-def _measured_quality(steps: float) -> str:
-    return f"{more_steps(steps)} for the same loss, on text with AdamW (benchmarks.factors)"
-
-
-def _streaming_quality(period: int, steps: float, turned: bool) -> str:
-    """``turned``: whether outer steps are in Muon's direction."""
-    if period > LONGEST:
-        return "like DiLoCo in long runs (Douillard et al. 2025); not measured on text"
-    if turned and math.log2(period) % 1:
-        return "between periods that were measured on text with AdamW (benchmarks.factors)"
-    more = _measured_quality(steps)
-    return f"{more}; long runs: Douillard et al. 2025" if period == LONGEST else more
-
-
-def _choice(text: str, period: int | None, quality: str) -> Choice:
+def _choice(text: str, period: int | None) -> Choice:
     recipe = parse_recipe(text)
     assert isinstance(recipe, tuple), "a recipe of this module"
-    return Choice(text, recipe, period, quality)
+    return Choice(text, recipe, period, _quality(text, recipe))
+
+
+def _quality(text: str, recipe: Recipe) -> str:
+    """Return what is known about a recipe."""
+    name = text.strip().removeprefix("laconic.").partition("(")[0].strip()
+    if name not in FAMILIES and not (name == "outer_step" and _turned(recipe)):
+        return OWN
+    if any(isinstance(r.exchange, QuorumMean) and r.exchange.pace == "own" for r in recipe):
+        return OWN_PACE
+    return QUALITY.get(text) or QUALITY.get(name, UNMEASURED)
 
 
 def _user_choice(text: str, facts: Facts, table: Mapping[str, Choice]) -> Choice:
@@ -214,39 +186,8 @@ def _user_choice(text: str, facts: Facts, table: Mapping[str, Choice]) -> Choice
             f"{text} has rounds inside groups of workers, which advise does not support"
         )
     check_quorum(recipe, facts.workers, plain=facts.ranks == 1)
-    return Choice(text, recipe, None, _user_quality(text, recipe, table), own=True)
-
-
-def _user_quality(text: str, recipe: Recipe, table: Mapping[str, Choice]) -> str:
-    """Return what is known about a recipe that is not written as one of the ``table``."""
-    for other in table.values():
-        if other.recipe == recipe and not other.own:
-            return other.quality
-    name = text.strip().removeprefix("laconic.").partition("(")[0].strip()
-    if name not in FAMILIES and not (name == "outer_step" and _turned(recipe)):
-        return OWN
-    if any(isinstance(r.exchange, QuorumMean) and r.exchange.pace == "own" for r in recipe):
-        return OWN_PACE
-    if not workers_differ(recipe):
-        factor, source = steps_of(recipe)
-        return _measured_quality(factor) if source == MEASURED else UNMEASURED
-    period = round(1 / max((often(r) for r in recipe if isinstance(r, Round)), default=1.0))
-    for make in TIMED:
-        factor = DELAYED[make].get(period, 0.0)
-        if factor and recipe == make(period, recipe[0].delay, 1.0).recipe:
-            if make is local:
-                return _measured_quality(factor)
-            return _streaming_quality(period, factor, make is muon)
-    nearest = min(PERIODS, key=lambda p: abs(math.log2(p / period)))
-    plain = {
-        f"local_sgd({period})": LOCAL,
-        f"diloco({period})": DILOCO,
-        f"sparse_loco({period})": SPARSE,
-    }
-    for like, qualities in plain.items():
-        if recipe == parse_recipe(like):
-            return f"as for {like.replace(str(period), str(nearest))}: {qualities[nearest]}"
-    return UNMEASURED
+    same = (c.quality for c in table.values() if c.recipe == recipe and not c.own)
+    return Choice(text, recipe, None, next(same, _quality(text, recipe)), own=True)
 
 
 def rehearsed(workers: int, recipes: Sequence[str] = ()) -> list[Recipe]:

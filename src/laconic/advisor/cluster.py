@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from laconic.advisor.measure import Measured
-from laconic.advisor.worker import Spec, measured_of
+from laconic.advisor.worker import Spec
 from laconic.lab.emulation.cluster import Cluster, Loopback, launch
 from laconic.lab.emulation.network import emulate
 from laconic.lab.race.runner import Settings
@@ -20,17 +20,17 @@ TIMEOUT = 60.0
 
 def check(settings: Settings) -> None:
     """Raise ``ValueError`` for settings that would fail later. Starts nothing."""
-    if settings.hosts * settings.per_host == 1:
-        raise ValueError("one process cannot communicate: give --hosts 2 or more")
+    if settings.hosts == 1:
+        raise ValueError("one worker cannot communicate: give --workers 2 or more")
     settings.check()
 
 
-def measure_on_hosts(
-    settings: Settings, recipes: Sequence[str], steps: int
-) -> tuple[Measured, str | None]:
+def advise_on_hosts(
+    settings: Settings, recipes: Sequence[str], steps: int, form: str
+) -> tuple[str, str | None]:
     """Measure the workload of ``settings`` on its hosts, with ``recipes`` in addition to the
-    advisor's and ``steps`` per timing. Return the measurement, and if hosts could not be emulated,
-    the reason."""
+    advisor's and ``steps`` per timing. Return the advice as text, see `show.text`, and if hosts
+    could not be emulated, the reason."""
     hosts = range(settings.hosts)
     spec = Spec(
         workload=settings.workload,
@@ -40,6 +40,7 @@ def measure_on_hosts(
         seed=settings.seeds[0],
         timeout=TIMEOUT,
         paces=[settings.slow_hosts.get(host, 1.0) for host in hosts],
+        form=form,
     )
     with emulate(settings.network) as (cluster, reason):
         if not cluster.emulated:  # ranks share their host's throttled link
@@ -50,7 +51,8 @@ def measure_on_hosts(
                 latencies=[*map(settings.impairments.round_trip, hosts)],
             )
         argv = ["-m", "laconic.advisor.worker", spec.to_json()]
-        return measured_of(output_lines(cluster, argv, settings.per_host)[-1]), reason
+        line = output_lines(cluster, argv, settings.per_host)[-1]
+        return json.loads(line)["advice"], reason
 
 
 def output_lines(

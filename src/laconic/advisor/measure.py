@@ -1,19 +1,17 @@
 """Measure the inputs of the cost model on all ranks at once.
 
 Every rank takes part in every measurement, because ranks share the network and possibly processors.
-The figures are gathered, and every rank computes the same `Measured` from all of them.
+The figures are gathered, and every rank computes the same facts from all of them.
 """
 
 from __future__ import annotations
 
 import math
-import resource
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +24,7 @@ from laconic.advisor.network import network_of
 from laconic.advisor.rehearse import now, rehearsals, rehearse
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Recipe
-from laconic.device import accelerator, seconds_between, time_mark
+from laconic.device import seconds_between, time_mark
 from laconic.policy.candidates import largest_fragment, takes_muon
 from laconic.policy.facts import BACKWARD, Facts
 from laconic.policy.probe import BufferWatch, unequal_workers
@@ -42,20 +40,6 @@ LOAD_BYTES = 2**22
 """Bytes that the background thread copies repeatedly."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The measured ``facts`` and other results.
-
-    ``computes``: seconds of a step on each rank. ``held``: bytes of parameters, gradients and
-    optimizer state. ``peak``: the most memory that any rank used, in bytes.
-    """
-
-    facts: Facts
-    computes: tuple[float, ...]
-    held: int
-    peak: int
-
-
 def measure(
     bench: Bench,
     model: nn.Module,
@@ -63,15 +47,17 @@ def measure(
     recipes: Sequence[Recipe],
     steps: int,
     optimizer: Optimizer | None = None,
-) -> Measured:
-    """Measure ``step``, the network, and the rounds of ``recipes``. Takes some seconds."""
+) -> tuple[Facts, tuple[float, ...]]:
+    """Measure ``step``, the network, and the rounds of ``recipes``. Takes some seconds.
+
+    Return the facts, and the seconds of a step on each rank.
+    """
     params = trained(model, optimizer)
     timed = _Steps(bench, step, params)
     watch = BufferWatch(model)
     timed.run(WARMUP)
     buffers, changing = watch.sizes()
     pace = _pace(bench, timed, steps)
-    peak = peak_bytes(bench.device)
     network = network_of(bench, sum(p.numel() * p.element_size() for p in params))
     net = network.nets["workers"]
     backward = BACKWARD if math.isnan(pace.backward) else min(pace.backward / pace.compute, 1.0)
@@ -106,10 +92,7 @@ def measure(
         with error_context(f"timing {type(r.update).__name__} and {type(r.exchange).__name__}"):
             seconds = rehearse(r, facts, params[0].dtype, bench.device, bench.barrier)
         work[key] = float(bench.gather(seconds).max())
-    facts = replace(facts, work=work)
-    held = 2 * sum(p.numel() * p.element_size() for p in params) + _state_bytes(optimizer)
-    most = bench.gather(float(held), float(peak)).amax(0).tolist()
-    return Measured(facts, pace.computes, int(most[0]), int(most[1]))
+    return replace(facts, work=work), pace.computes
 
 
 def trained(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
@@ -320,22 +303,3 @@ class _BackgroundLoad:
             self._target.copy_(self._source)
             self._count += 1
             time.sleep(2 * self._each)
-
-
-# -- memory ----
-
-
-def _state_bytes(optimizer: Optimizer | None) -> int:
-    """Return the bytes of the optimizer's own state."""
-    states: list[dict[str, Any]] = [] if optimizer is None else list(optimizer.state.values())
-    tensors = (t for state in states for t in state.values() if isinstance(t, Tensor))
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes in use so far, on the GPU or by the process."""
-    kind = accelerator(device)
-    if kind is not None:
-        return kind.peak_bytes(device)
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024

@@ -18,15 +18,15 @@ def facts_from(
     step_time: float,
     bandwidth: float,
     one_way: float,
-    nodes: int,
-    nprocs_per_node: int = 1,
+    workers: int,
+    ranks: int = 1,
     backward_share: float = BACKWARD,
     dtype: str = "float32",
     local_bandwidth: float | None = None,
     loss: float = 0.0,
     buffers: int = 0,
 ) -> Facts:
-    """Return facts for training on ``nodes`` workers of ``nprocs_per_node`` ranks each.
+    """Return facts for training on ``workers`` nodes of ``ranks`` ranks each.
 
     The model has ``params`` parameters of ``dtype``. A step computes for ``step_time`` seconds, a
     ``backward_share`` of them in the backward pass. Each node's network interface has ``bandwidth``
@@ -46,8 +46,8 @@ def facts_from(
     check_float("step-time", step_time, 0.0, strict=True)
     check_float("bandwidth", bandwidth, 0.0, strict=True)
     check_float("latency", one_way, 0.0)
-    check_int("nodes", nodes, 2)
-    ranks = check_int("nprocs-per-node", nprocs_per_node, 1)
+    check_int("workers", workers, 2)
+    check_int("ranks", ranks, 1)
     check_float("backward-share", backward_share, 0.0, most=1.0)
     check_choice("dtype", dtype, ITEMSIZES)
     if not 0 <= check_float("loss", loss, 0.0) < 1:
@@ -56,16 +56,16 @@ def facts_from(
     if local_bandwidth is not None:
         if ranks == 1:
             raise ValueError(
-                "local-bandwidth applies between the ranks of a node: give nprocs-per-node > 1"
+                "local-bandwidth applies between the ranks of a worker: give ranks > 1"
             )
         if local_bandwidth < bandwidth:
             raise ValueError(
-                "local-bandwidth is less than bandwidth: count each rank as a node of its own"
+                "local-bandwidth is less than bandwidth: count each rank as a worker of its own"
             )
     nets = {}
     if ranks > 1:
         shared = Net(bandwidth / ranks, one_way)
-        external = (nodes - 1) * ranks / (nodes * ranks - 1)  # the rest stays in the node
+        external = (workers - 1) * ranks / (workers * ranks - 1)  # the rest stays in the node
         direct = Net(bandwidth / ranks / external, one_way)
         nets = {"workers": shared, "direct": direct, "world": Net(bandwidth, one_way)}
         nets["replica"] = Net(local_bandwidth or float("inf"), 0.0)
@@ -73,7 +73,7 @@ def facts_from(
     rows, rest = divmod(rest, SIDE)
     shapes = ((SIDE, SIDE),) * squares + ((rows, SIDE),) * bool(rows) + ((rest,),) * bool(rest)
     return Facts(
-        workers=nodes,
+        workers=workers,
         shapes=shapes,
         itemsize=ITEMSIZES[dtype],
         compute=step_time,

@@ -1,34 +1,31 @@
 """Run one rank of a measurement on an emulated cluster.
 
 `laconic.advisor.cluster` starts this module on every host with a JSON specification. Rank 0 prints
-the measurement as a line of JSON.
+the advice as a line of JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.advisor.advise import measured
-from laconic.advisor.choices import rehearsed
-from laconic.advisor.measure import Measured
+from laconic.advisor import show
+from laconic.advisor.advise import advise
 from laconic.attach import init
 from laconic.lab.race import user_files, workloads
 from laconic.lab.race.worker import run
-from laconic.lab.race.workloads import Workload
+from laconic.lab.race.workloads import Workload, lr_factor
 from laconic.links import Link, Throttled, world_link
-from laconic.policy.facts import Facts, Net
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,8 @@ class Spec:
 
     ``bandwidths`` (bit/s per rank) and ``latencies`` (s, round trips), by host, are for a link to
     be throttled here. ``paces`` are the factors by which each host's compute time is extended.
-    ``recipes`` are the user's own, in addition to the advisor's."""
+    ``recipes`` are the user's own, in addition to the advisor's. ``form``: what to print, "answer",
+    "everything", or "json"."""
 
     workload: str
     data: str | None
@@ -48,6 +46,7 @@ class Spec:
     bandwidths: list[float] | None = None
     latencies: list[float] | None = None
     paces: list[float] | None = None
+    form: str = "answer"
 
     def to_json(self) -> str:
         """Return the specification for the worker's command line."""
@@ -61,26 +60,65 @@ def workload_of(name: str, data: str | None) -> Workload:
 
 
 class Training:
-    """A workload's model and optimizer on this rank."""
+    """A workload's model and optimizer on one rank. ``lr``: a factor on its learning rate.
+    ``pace``: the factor by which its compute time is extended."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.workload = workload_of(spec.workload, spec.data)
-        torch.manual_seed(spec.seed)
-        self.model: nn.Module = self.workload.model()
-        self.optimizer: Optimizer = self.workload.optimizer(self.model)
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._batches = self.workload.batches(rank, size, spec.seed)
-        self._pace = 1.0 if spec.paces is None else spec.paces[_host()]
+    def __init__(
+        self,
+        workload: Workload,
+        rank: int,
+        size: int,
+        seed: int,
+        lr: float = 1.0,
+        pace: float = 1.0,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.workload = workload
+        self.model: nn.Module = workload.model()
+        self.optimizer: Optimizer = workload.optimizer(self.model)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= lr
+        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self._batches = workload.batches(rank, size, seed)
+        self._rank, self._pace = rank, pace
 
-    def step(self) -> None:
-        """Run one local step: forward, backward, optimizer."""
+    def schedule(self, step: int, steps: int) -> None:
+        """Set the learning rate of ``step`` in a run of ``steps``."""
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * lr_factor(step, steps, self.workload)
+
+    def backward(self) -> Tensor:
+        """Run everything of a step except the optimizer. Return the loss."""
         start = time.perf_counter()
-        loss = self.workload.loss(self.model, next(self._batches))
+        batch = next(self._batches, None)
+        if batch is None:
+            raise ValueError(f"the batches of worker {self._rank} ended: they must be endless")
+        loss = self.workload.loss(self.model, batch)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         if self._pace > 1:
             time.sleep((self._pace - 1) * (time.perf_counter() - start))
+        return loss
+
+    def step(self) -> None:
+        """Run one local step: forward, backward, optimizer."""
+        self.backward()
         self.optimizer.step()
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Return the mean loss of the validation batches."""
+        self.model.eval()
+        losses = [float(self.workload.loss(self.model, b)) for b in self.workload.validation]
+        self.model.train()
+        return statistics.fmean(losses)
+
+
+def training_of(spec: Spec) -> Training:
+    """Return the training of this rank."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    pace = 1.0 if spec.paces is None else spec.paces[_host()]
+    return Training(workload_of(spec.workload, spec.data), rank, size, spec.seed, pace=pace)
 
 
 def _host() -> int:
@@ -95,36 +133,21 @@ def link_of(spec: Spec) -> Link:
     return Throttled(link, spec.bandwidths[_host()], spec.latencies[_host()])
 
 
-def facts_of(plain: dict[str, Any]) -> Facts:
-    """Rebuild facts from the result of `asdict`."""
-    nets = {name: Net(**net) for name, net in plain["nets"].items()}
-    shapes = tuple(tuple(shape) for shape in plain["shapes"])
-    names = ("computes", "rates", "receives", "shared", "buffers")
-    alike = {name: tuple(plain.get(name, ())) for name in names}
-    return Facts(**{**plain, **alike, "nets": nets, "shapes": shapes})
-
-
-def measured_of(line: str) -> Measured:
-    """Parse the line that rank 0 printed."""
-    plain = json.loads(line)
-    facts, computes = facts_of(plain["facts"]), tuple(plain["computes"])
-    return Measured(facts, computes, plain["held"], plain["peak"])
-
-
 def work(spec: Spec) -> None:
-    """Measure, and print the result on rank 0."""
+    """Measure, and print the advice on rank 0."""
     init()
-    training = Training(spec)
-    found = measured(
+    training = training_of(spec)
+    advice = advise(
         training.model,
         training.step,
-        partial(rehearsed, recipes=spec.recipes),
         optimizer=training.optimizer,
+        recipes=spec.recipes,
         steps=spec.steps,
         link=link_of(spec),
     )
     if os.environ["RANK"] == "0":
-        print(json.dumps(asdict(found)), file=sys.__stdout__, flush=True)
+        text = show.text(advice, spec.form)
+        print(json.dumps({"advice": text}), file=sys.__stdout__, flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laconic.algorithms.named import checked
+from laconic.algorithms.named import named
 from laconic.errors import check_bool, check_float
 
 
@@ -23,7 +23,7 @@ class Auto:
         return f"auto({', '.join(options)})"
 
 
-@checked
+@named
 def auto(target: float | None = None, *, outer: bool = True) -> Auto:
     """Measure the first steps and the network, then choose codec, period and overlap.
 

@@ -78,14 +78,12 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
                 f"quorum must be at most the number of workers, {workers}, not {most}: use 1 to "
                 f"{workers}, or None for all"
             )
-        if not isinstance(r.when, Every):
-            raise ValueError(f"a round with a quorum is due every so many steps, not {r.when!r}")
         if not isinstance(r, Round) or not _fits_quorum(r):
             raise ValueError(
-                f"{r.name} cannot have a quorum: it is a Round over the workers without delay, "
-                "which keeps or resets the optimizer's state, and its update has an anchor, whose "
-                "combine gives the new x, and nothing else. OuterStep, DelayedNesterov, "
-                "AnchoredAverage and SlowMomentum are such updates"
+                f"{r.name} cannot have a quorum: it is a Round over the workers, due every so many "
+                "steps, without delay, which keeps or resets the optimizer's state, and its update "
+                "has an anchor, whose combine gives the new x, and nothing else. OuterStep, "
+                "DelayedNesterov and SlowMomentum are such updates"
             )
     rules = {(r.when, r.exchange) for r in with_quorum}
     if len(rules) > len({r.when for r in with_quorum}):
@@ -94,7 +92,7 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
         other = next(r for r in recipe if r not in with_quorum)
         raise ValueError(
             f"{other.name} waits for all workers, and {with_quorum[0].name} does not: give all "
-            "rounds of the recipe a quorum. slowmo(None, ..., quorum=) has no other rounds"
+            "rounds of the recipe a quorum"
         )
     if with_quorum and not plain:
         raise ValueError(
@@ -160,7 +158,8 @@ def _fits_quorum(r: Round) -> bool:
     anchored = update.anchor is not None and update.slots.get(update.anchor) == "owner"
     plain = r.over in ("world", "workers") and not r.delay and r.optimizer_state != "average"
     first = isinstance(exchange, QuorumMean) and exchange.anchored and not is_of_optimizer(r.part)
-    return update.combines_only and anchored and plain and first
+    regular = isinstance(r.when, Every)
+    return update.combines_only and anchored and plain and first and regular
 
 
 def replicated(recipe: Recipe) -> Recipe:

@@ -87,7 +87,7 @@ def diloco(
         >>> sync = laconic.attach(model, optimizer, laconic.diloco(100, momentum=0.6))
     """
     check_int("period", period, 1)
-    some = quorum_mean(quorum, grace, pace, codec, delay, outer=outer)
+    some = quorum_mean(quorum, grace, pace, codec, delay, outer)
     decided = {"codec": codec is not None, "quorum": some is not None}
     check_sharded(sharded, outer=outer == "muon", **decided)
     check_merge(merge, mix, delay)
@@ -172,7 +172,7 @@ def streaming_diloco(
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
     check_choice("by", by, ("bytes", "layers"))
     check_delay(delay, period)
-    some = quorum_mean(quorum, grace, pace, codec, delay, outer=outer)
+    some = quorum_mean(quorum, grace, pace, codec, delay, outer)
     if some is not None and outer is None:
         update = DelayedNesterov(lr, momentum)
     exchange = some or pseudo_gradients(update, codec, sharded=True)

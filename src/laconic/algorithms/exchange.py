@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from inspect import iscoroutinefunction
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -76,13 +75,6 @@ class Exchange:
     """``collect(state, owned, n)`` moves what this rank keeps as the owner of the slice ``owned``,
     one of ``n`` ranks, into state as long as the message, which alone is copied into other
     buckets."""
-
-    def __init_subclass__(cls) -> None:
-        if not iscoroutinefunction(cls.run):
-            raise ValueError(
-                f"{cls.__name__}.run must be a coroutine that awaits the link's collectives: "
-                "async def run(...), with await link.mean(message)"
-            )
 
     @property
     def identical(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from laconic.algorithms.identity import plain
-from laconic.algorithms.round import NamedRecipe, Recipe
+from laconic.algorithms.round import NamedRecipe
 from laconic.errors import did_you_mean
 
 P = ParamSpec("P")
@@ -42,28 +42,20 @@ def no_option(name: str, option: str, function: Callable[..., Any]) -> str:
     return f"{name} has no option {option!r}{meant}: its options are {', '.join(choices) or 'none'}"
 
 
-def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Make ``function`` raise the ``ValueError`` of `bind` in place of a ``TypeError``."""
-
-    @functools.wraps(function)
-    def call(*arguments: P.args, **options: P.kwargs) -> R:
-        bind(function.__name__, function, arguments, options)
-        return function(*arguments, **options)
-
-    return call
-
-
-def named(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
-    """Wrap a function that makes a recipe: check its arguments, and name its result.
+def named(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function that makes a recipe, or `auto`: check its arguments, as `bind` does.
 
     The recipe prints as the call that made it.
     """
     name = function.__name__
 
     @functools.wraps(function)
-    def call(*arguments: P.args, **options: P.kwargs) -> Recipe:
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
         given = bind(name, function, arguments, options)
-        return NamedRecipe(function(*arguments, **options), call_text(name, function, given))
+        made: Any = function(*arguments, **options)
+        text = call_text(name, function, given)
+        result: R = NamedRecipe(made, text) if isinstance(made, tuple) else made
+        return result
 
     return call
 

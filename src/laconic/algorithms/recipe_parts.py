@@ -66,8 +66,7 @@ def quorum_mean(
     pace: Pace,
     codec: CodecOption,
     delay: int,
-    optimizer_state: str = "keep",
-    outer: Outer | None = None,
+    outer: Outer | None,
 ) -> QuorumMean | None:
     """Return the average over the workers that have arrived, or None if a round waits for all."""
     exchange = QuorumMean(quorum, grace, pace)  # checks them
@@ -78,14 +77,8 @@ def quorum_mean(
                 "or pace='own'"
             )
         return None
-    refused = {"delay=0": bool(delay)}
-    refused["optimizer_state='keep' or 'reset'"] = optimizer_state == "average"
-    needed = [option for option, given in refused.items() if given]
-    if needed:
-        raise ValueError(
-            "rounds with quorum= or pace='own' fold results at once, and average parameters only: "
-            f"use {', '.join(needed)}"
-        )
+    if delay:
+        raise ValueError("rounds with quorum= or pace='own' fold results at once: use delay=0")
     if outer == "muon":
         raise ValueError(
             "outer='muon' waits for all workers: leave out quorum= and pace=, or use another outer="

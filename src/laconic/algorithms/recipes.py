@@ -19,7 +19,6 @@ from laconic.algorithms.diloco_recipes import (
 from laconic.algorithms.elastic_recipes import easgd, lsgd
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import Alone, FastComponents, LowRank, Mean, Push
-from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
     CodecOption,
@@ -30,14 +29,12 @@ from laconic.algorithms.recipe_parts import (
     identical,
     mean_over_workers,
     outermost,
-    quorum_mean,
     skip,
 )
 from laconic.algorithms.round import GradientRound, OptimizerState, Recipe, Round, workers_differ
 from laconic.algorithms.schedules import Every, Unless, after, every, until
 from laconic.algorithms.topology import Graph
 from laconic.algorithms.updates import (
-    AnchoredAverage,
     Average,
     Mix,
     NoLoCo,
@@ -75,16 +72,12 @@ def local_sgd(
     delay: int = 0,
     codec: CodecOption = None,
     optimizer_state: OptimizerState = "keep",
-    quorum: int | None = None,
-    grace: float = 0.0,
-    pace: Pace = "equal",
 ) -> Recipe:
     """Average the parameters every ``period`` steps: ``x <- mean(x)``.
 
     Stich 2018, arXiv 1805.09767. With a ``delay``, each worker keeps the progress that it makes in
     the meantime. A delay longer than ``period`` triggers a warning, because workers drift apart:
-    the same difference is subtracted again before the first message is folded in. Rounds with a
-    quorum or at each worker's own pace are those of `diloco`.
+    the same difference is subtracted again before the first message is folded in.
 
     Args:
         period: steps between two rounds, at least 1.
@@ -94,18 +87,11 @@ def local_sgd(
             ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
         optimizer_state: what a round does with the local optimizer's state: ``"keep"``,
             ``"average"``, or ``"reset"``.
-        quorum: how many workers must have arrived before a round may close. None: all.
-        grace: seconds for which a round then still waits for the other workers.
-        pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
-            many as it can while the fastest worker takes ``period``.
 
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8, delay=2))
     """
     check_delay(delay, check_int("period", period, 1))
-    some = quorum_mean(quorum, grace, pace, codec, delay, optimizer_state)
-    if some is not None:
-        return (Round(every(period), AnchoredAverage(), some, optimizer_state=optimizer_state),)
     mean = mean_over_workers(codec)
     return (Round(every(period), Average(), mean, delay=delay, optimizer_state=optimizer_state),)
 
@@ -137,10 +123,16 @@ def post_local_sgd(
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.post_local_sgd(1000, 16))
     """
-    check_int("start", start, 0)
-    gradients = (replace(r, when=until(start, r.when)) for r in ddp(codec=codec))
     averages = local_sgd(period, delay=delay, codec=codec, optimizer_state=optimizer_state)
-    return (*gradients, *(replace(r, when=after(start, r.when)) for r in averages))
+    return _followed(ddp(codec=codec), check_int("start", start, 0), averages)
+
+
+def _followed(first: Recipe, start: int, then: Recipe) -> Recipe:
+    """Return a recipe that is ``first`` in the first ``start`` steps, and ``then`` after them."""
+    return (
+        *(replace(r, when=until(start, r.when)) for r in first),
+        *(replace(r, when=after(start, r.when)) for r in then),
+    )
 
 
 @named
@@ -231,16 +223,11 @@ def slowmo(
     average: bool = True,
     codec: CodecOption = None,
     optimizer_state: OptimizerState = "keep",
-    quorum: int | None = None,
-    grace: float = 0.0,
-    pace: Pace = "equal",
 ) -> Recipe:
     """Take a slow momentum step every ``period`` steps over any base recipe.
 
     Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1; see `SlowMomentum`. When a slow step is
-    due, the base's averaging is skipped, because the slow step averages exactly. Slow steps with a
-    quorum or at each worker's own pace are those of `diloco`, without a base. Their lr is that of
-    the lowest rank that contributes.
+    due, the base's averaging is skipped, because the slow step averages exactly.
 
     Args:
         base: a recipe, or None for no other rounds.
@@ -255,10 +242,6 @@ def slowmo(
             ``"int4"``, or a codec of `laconic.codecs`. None: not coded. A base has its own codec.
         optimizer_state: what a round does with the local optimizer's state: ``"keep"``,
             ``"average"``, or ``"reset"``. Use ``"reset"`` for Nesterov SGD and ``"keep"`` for Adam.
-        quorum: how many workers must have arrived before a round may close. None: all.
-        grace: seconds for which a round then still waits for the other workers.
-        pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
-            many as it can while the fastest worker takes ``period``.
 
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.slowmo(laconic.local_sgd(3), period=48))
@@ -272,19 +255,10 @@ def slowmo(
     check_bool("average", average)
     if not average and codec is not None:
         raise ValueError("average=False sends nothing, so there is nothing to code: omit codec=")
-    some = quorum_mean(quorum, grace, pace, codec, 0, optimizer_state)
-    decided = {"average": not average, "codec": codec is not None, "quorum": some is not None}
-    check_sharded(sharded, **decided)
+    check_sharded(sharded, average=not average, codec=codec is not None)
     exchange: Exchange = Alone() if not average else mean_over_workers(codec, sharded=sharded)
-    if base is not None and not workers_differ(base) and some is None:
+    if base is not None and not workers_differ(base):
         exchange = identical(sharded, codec, optimizer_state, average=average)
-    if some is not None:
-        if base is not None or not average:
-            raise ValueError(
-                "with quorum= or pace='own' no round waits for all workers: use base=None and "
-                "average=True"
-            )
-        exchange = some
     update = SlowMomentum(momentum, lr)
     return (
         *(skip(r, slow) for r in base or ()),
@@ -312,10 +286,7 @@ def power_sgd(rank: int = 4, *, start: int = 0, codec: CodecOption = None) -> Re
     check_int("start", start, 0)
     exchange = LowRank(rank, None if codec is None else codec_of(codec))
     low = GradientRound(every(1), Average(), exchange, over="world")
-    if not start:
-        return (low,)
-    dense = (replace(r, when=until(start, r.when)) for r in ddp())
-    return (*dense, replace(low, when=after(start, low.when)))
+    return _followed(ddp(), start, (low,)) if start else (low,)
 
 
 @named

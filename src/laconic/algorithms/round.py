@@ -89,6 +89,11 @@ class Round:
                 "steps since: give it a `fold` for rounds with a delay, such as "
                 "x.sub_(sent).add_(received) with keeps_sent = True, or use delay=0"
             )
+        if self.update.whole and self.update.in_every_step:
+            raise ValueError(
+                f"{update} is about whole tensors, and changes x in every step, which is done "
+                "tensor by tensor: leave out `before_step` and `after_step`, or `whole`"
+            )
         if self.update.whole and isinstance(self.part, Fragment) and self.part.by == "bytes":
             raise ValueError(
                 f"{update} needs whole tensors, and a fragment by bytes may "
@@ -211,11 +216,6 @@ class NamedRecipe(tuple[AnyRound, ...]):
 def renamed(recipe: Recipe, rounds: Iterable[AnyRound]) -> Recipe:
     """``rounds``, which were made of those of ``recipe``, under its text."""
     return NamedRecipe(rounds, recipe.text if isinstance(recipe, NamedRecipe) else None)
-
-
-def unchanged(recipe: Recipe) -> Recipe:
-    """``recipe`` itself."""
-    return recipe
 
 
 def is_recipe(value: object) -> bool:

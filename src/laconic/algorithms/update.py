@@ -43,10 +43,6 @@ class Tensors:
     def __init__(self, shapes: Sequence[torch.Size] = ()) -> None:
         self.shapes = tuple(shapes)
 
-    def only(self, index: int) -> Tensors:
-        """That tensor alone."""
-        return Tensors(self.shapes[index : index + 1])
-
     def map(
         self,
         flat: Tensor,

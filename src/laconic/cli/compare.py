@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.cli.completion import RECIPES
-from laconic.cli.options import NETWORK, NO_IMPAIRMENTS, declare, given, impairments_of
+from laconic import MODULE_OF
+from laconic.cli.options import BETWEEN, FREE, NETWORK, declare, impairments_of
+from laconic.cli.progress import Display
 from laconic.cli.streams import print_json
 from laconic.errors import check_int
 
 if TYPE_CHECKING:
     from laconic.lab.race.result import Result
-    from laconic.lab.race.runner import Event
 
 DEFAULT = (
     "ddp()",
@@ -31,24 +30,15 @@ TABLE_WIDTH = 80
 """The least columns of the table. In narrower terminals its lines break, but nothing is lost."""
 
 
-OPTIONS = """
---hosts --per-host --group-size --bandwidth --bandwidth-host --slow-host
---workload --data --rules
---peer PEER  another library to race against, such as torch-ddp; repeatable
---free RECIPE  a recipe on a free network: what the others can reach; repeatable
---seed
---repeat SEEDS  number of runs per recipe, or a list of seeds such as 3,7,11 (default: 1)
---json --open --out
-"""
-LENGTH = """
---seconds SECONDS  training time of each recipe (default: 30)
---steps N  steps of each recipe, instead of --seconds
-"""
+OPTIONS = (
+    "--hosts --per-host --group-size --slow-host --workload --data --rules --peer --free --seed "
+    "--repeat --json --out"
+)
 
 
 def add(parser: Any) -> None:
     """Add the description and the options of the command."""
-    recipes = ", ".join(RECIPES[:-1])
+    recipes = ", ".join(sorted(n for n, where in MODULE_OF.items() if where.endswith("recipes")))
     parser.description = (
         "Train the same model under each recipe on hosts connected by a slow network, emulated on "
         "this machine, and show what each recipe costs and gains."
@@ -59,24 +49,23 @@ def add(parser: Any) -> None:
     parser.add_argument(
         "recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(DEFAULT)}"
     )
-    network = {"hosts": 4, "per_host": 1, "bandwidth": "100mbit"}
-    declare(parser, OPTIONS, **network, workload="text", seed=0, out="laconic-compare")
-    declare(parser, NETWORK, **NO_IMPAIRMENTS)
-    declare(parser.add_mutually_exclusive_group(), LENGTH)
+    hosts = {"hosts": 4, "per_host": 1}
+    declare(parser, OPTIONS, **hosts, workload="text", seed=0, repeat=1, out="laconic-compare")
+    network = parser.add_argument_group("network", BETWEEN)
+    declare(network, NETWORK, by_host=True, bandwidth="100mbit", **FREE)
+    declare(parser.add_mutually_exclusive_group(), "--seconds --steps", seconds="30")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if every recipe finished, 1 if one failed or diverged."""
     # before a race of minutes
-    import matplotlib  # noqa: F401
     import rich  # noqa: F401
 
     from laconic.lab.emulation.jobs import terminate_as_exit
     from laconic.lab.race import report, runner
+    from laconic.lab.race.result import NO_COMMUNICATION
 
-    seconds = arguments.seconds
-    if seconds is None and arguments.steps is None:
-        seconds = 30.0
+    repeat = check_int("repeat", arguments.repeat, 1)
     settings = runner.Settings(
         recipes=tuple(arguments.recipes or DEFAULT),
         rivals=tuple(arguments.peer),
@@ -91,47 +80,26 @@ def run(arguments: argparse.Namespace) -> int:
         slow_hosts=arguments.slow_host,
         workload=arguments.workload,
         data=arguments.data,
-        seconds=seconds,
+        seconds=arguments.seconds if arguments.steps is None else None,
         steps=arguments.steps,
-        seeds=_seeds(arguments),
+        seeds=tuple(range(arguments.seed, arguments.seed + repeat)),
     )
     settings.check()
+    names = (NO_COMMUNICATION, *settings.names())
     report.prepare(arguments.out)
     command = shlex.join(["laconic", *sys.argv[1:]])
     result = None
     try:
-        with terminate_as_exit(), Display(settings) as display:
+        with terminate_as_exit(), Display(dict.fromkeys(names, ""), repeat) as display:
             for result in runner.run(settings, command, display.watch):
                 report.save(result, arguments.out)
     finally:
         if result is not None:
-            entrants = 1 + len(settings.names())
-            available = sum(row.status != "absent" for row in result.rows[:entrants])
-            left = entrants + available * (len(settings.seeds) - 1) - len(result.rows)
+            available = sum(row.status != "absent" for row in result.rows[: len(names)])
+            left = len(names) + available * (repeat - 1) - len(result.rows)
             show(result, arguments.out, left, as_json=arguments.json)
     assert result is not None, "a race has at least the row without communication"
-    if arguments.open:
-        report.show(arguments.out)
     return 0 if all(row.status in ("ok", "absent") for row in result.rows) else 1
-
-
-def _seeds(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """Return the seeds: ``--repeat`` seeds from ``--seed`` on, or those listed in it."""
-    start, repeat = arguments.seed, arguments.repeat
-    if repeat is None:
-        return (start,)
-    try:
-        numbers = tuple(map(int, repeat.split(",")))
-    except ValueError:
-        raise ValueError(
-            f"--repeat must be a number of runs or a list of seeds, such as 3 or 3,7,11, "
-            f"not {repeat!r}"
-        ) from None
-    if len(numbers) == 1:
-        return tuple(range(start, start + check_int("repeat", numbers[0], 1)))
-    if given(arguments, ["seed"]):
-        raise ValueError("--repeat with a list of seeds already sets the seeds: remove --seed")
-    return numbers
 
 
 def show(result: Result, directory: Path, left: int = 0, *, as_json: bool = False) -> None:
@@ -151,77 +119,3 @@ def show(result: Result, directory: Path, left: int = 0, *, as_json: bool = Fals
         console.print(f"Interrupted: {left} run{'s' * (left != 1)} did not start.", highlight=False)
     console.print(report.verdict(result), highlight=False, markup=False)
     console.print("Written: " + ", ".join(paths), highlight=False, markup=False)
-
-
-class Display:
-    """Shows a progress bar per row during a race, or prints plain lines if there is no terminal."""
-
-    def __init__(self, settings: Any) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        console = Console(stderr=True)
-        self._live = console.is_terminal
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.fields[short]}"),
-            BarColumn(bar_width=16),
-            TextColumn("{task.fields[status]}"),
-            console=console,
-            disable=not self._live,
-        )
-        from laconic.lab.race.result import NO_COMMUNICATION
-
-        self._tasks = {
-            name: self._progress.add_task(
-                name, total=None, start=False, status="waiting", short=_short(name)
-            )
-            for name in (NO_COMMUNICATION, *settings.names())
-        }
-        self._steps: dict[str, int] = {}
-
-    def __enter__(self) -> Display:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def watch(self, name: str, event: Event) -> None:
-        """Show an event from a row's worker."""
-        task = self._tasks[name]
-        kind = event["event"]
-        if kind in ("launched", "planning"):
-            status = {"launched": "starting", "planning": "timing its steps"}[kind]
-            self._progress.start_task(task)
-            self._progress.update(task, status=status)
-        elif kind == "start":
-            self._steps[name] = event["steps"]
-            self._progress.update(task, total=event["steps"], status="training")
-        elif kind == "step":
-            self._steps[name] = event["steps"]
-            sent = "" if math.isnan(event["sent"]) else f"  {event['sent'] / 1e6:.1f} MB"
-            status = (
-                f"{event['step']}/{event['steps']}  loss {event['loss']:.2f}  "
-                f"{event['pace']:.3g} s/step{sent}"
-            )
-            self._progress.update(
-                task, total=event["steps"], completed=event["step"], status=status
-            )
-        elif kind == "done":
-            self._finish(name, event["row"])
-
-    def _finish(self, name: str, row: Any) -> None:
-        loss = "" if row.loss is None else f"loss {row.loss:.3f}  "
-        status = row.error or f"{row.steps} steps  {loss}{row.seconds_per_step:.3g} s/step"
-        task = self._tasks[name]
-        total = self._steps.get(name, 1)
-        completed = row.steps if row.status != "failed" else 0
-        self._progress.update(task, total=total, completed=completed, status=status)
-        if not self._live:
-            self._console.print(f"{name}: {row.status}: {status}", highlight=False, markup=False)
-
-
-def _short(name: str) -> str:
-    """Shorten a recipe's name for a terminal of 80 columns."""
-    return name if len(name) <= 24 else name[:23] + "…"

@@ -8,12 +8,6 @@ import threading
 from typing import Any
 
 from laconic.cli.options import declare
-from laconic.errors import check_int
-
-OPTIONS = """
---host HOST  the address to listen at
---port N  a free one
-"""
 
 
 def add(parser: Any) -> None:
@@ -26,7 +20,7 @@ def add(parser: Any) -> None:
         "variables that `laconic keys` prints it uses TLS, and admits only workers with a "
         "certificate of the same CA."
     )
-    declare(parser, OPTIONS, host="127.0.0.1", port=29400)
+    declare(parser, "--address", address="127.0.0.1:29400")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,20 +28,17 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.links import tls
     from laconic.links.elastic.coordinator import Coordinator
 
-    check_int("--port", arguments.port, 1)
-    if arguments.port >= 2**16:
-        raise ValueError(f"--port must be below {2**16}, not {arguments.port}")
+    host, port = arguments.address
+    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        coordinator = Coordinator(arguments.host, arguments.port)
+        coordinator = Coordinator(host, port)
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]  # Python adds the address
         raise ValueError(
-            f"cannot listen at {arguments.host}:{arguments.port}: {reason}; give an "
-            "address of this host as --host, and a free --port; if a worker serves this one, "
-            "no other coordinator is needed"
+            f"cannot listen at {at}: {reason}; give an --address of this host with a free port; if "
+            "a worker serves this one, no other coordinator is needed"
         ) from error
     how = "" if tls.contexts() is None else ", with TLS"
-    at = f"{arguments.host}:{arguments.port}"
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     print(f"coordinator at {at}{how}; end it with Ctrl-C", flush=True)

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +14,14 @@ from laconic.cli.options import declare, given
 from laconic.cli.streams import print_json
 
 if TYPE_CHECKING:
-    from laconic.lab.doctor.finding import Finding, Level
+    from laconic.lab.doctor.finding import Finding
     from laconic.lab.doctor.network_checks import Rendezvous
-    from laconic.lab.doctor.outlook import Task
 
 WIDTH = 80
-COLORS = {"ok": "32", "warning": "33", "problem": "31"}
+LEVELS = ("problem", "warning", "ok")
 
 
-OPTIONS = """
---master HOST:PORT  rank 0's host and a free port on it
---rank N  number of this host, from 0
---world N  number of hosts
---timeout SECONDS  seconds to wait for the other hosts
---params COUNT  parameters of your model, such as 125M: rank 0 says which recipe auto() would choose
---step-time TIME  compute time of its step, such as 0.3s; with --params
---json
-"""
+OPTIONS = "--master --rank --hosts --timeout --json"
 
 
 def add(parser: Any) -> None:
@@ -38,10 +29,10 @@ def add(parser: Any) -> None:
     parser.description = (
         "Check torch, the network, the machine and the kernel, and say what to do about each "
         "problem. Run it on every host at about the same time, under torchrun or with --master, "
-        "--rank and --world, to also check connections, clocks, versions and speed between hosts, "
+        "--rank and --hosts, to also check connections, versions and speed between hosts, "
         "and to see which recipe auto() would choose."
     )
-    declare(parser, OPTIONS, timeout="60")
+    declare(parser, OPTIONS, timeout="60s")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,14 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.lab.doctor import host_checks, network_checks
 
     timeout = check_float("timeout", arguments.timeout, 0.0, strict=True)
-    rendezvous, task = _rendezvous(arguments), _task(arguments)
-    if given(arguments, ["timeout"]) and (rendezvous is None or rendezvous.world == 1):
-        raise ValueError("--timeout is for several hosts: give --master, --rank and --world, too")
-    if task is not None and (rendezvous is None or rendezvous.world == 1):
-        raise ValueError(
-            "--params and --step-time are for several hosts, whose network is measured: use "
-            "torchrun, or --master, --rank and --world"
-        )
+    rendezvous = _rendezvous(arguments)
+    if given(arguments, "--timeout") and (rendezvous is None or rendezvous.world == 1):
+        raise ValueError("--timeout is for several hosts: give --master, --rank and --hosts, too")
     under_torchrun = rendezvous is not None and arguments.master is None
     if under_torchrun and os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # only the first process of each host runs the checks
@@ -67,67 +53,44 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             others = rendezvous.world - 1
             print(f"waiting for {others} other host(s) ...", file=sys.stderr, flush=True)
-        network = network_checks.check_network(rendezvous, findings, timeout=timeout, task=task)
+        network = network_checks.check_network(rendezvous, findings, timeout=timeout)
         findings += network.findings
         numbers = network.numbers()
     if arguments.json:
         print_json({"findings": [asdict(f) for f in findings], **numbers})
     else:
-        for line in report(findings, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ):
-            print(line)
+        print("\n".join(report(findings)))
     return 1 if any(finding.level == "problem" for finding in findings) else 0
 
 
 def _rendezvous(arguments: argparse.Namespace) -> Rendezvous | None:
     from laconic.lab.doctor.network_checks import Rendezvous, rendezvous_of
 
-    options = (arguments.master, arguments.rank, arguments.world)
+    options = (arguments.master, arguments.rank, arguments.hosts)
     if options == (None, None, None):
         return rendezvous_of(os.environ) if "RANK" in os.environ else None
     if None in options:
-        raise ValueError("--master, --rank and --world belong together: give all three")
-    host, colon, port = arguments.master.rpartition(":")
-    if not colon or not port.isdecimal():
-        text = f"--master must be HOST:PORT, like 10.0.0.1:29500, not {arguments.master!r}"
-        raise ValueError(text)
-    return Rendezvous(arguments.rank, arguments.world, host.strip("[]"), int(port))
+        raise ValueError("--master, --rank and --hosts belong together: give all three")
+    return Rendezvous(arguments.rank, arguments.hosts, *arguments.master)
 
 
-def _task(arguments: argparse.Namespace) -> Task | None:
-    """Return the model that the user states, if any."""
-    from laconic.lab.doctor.outlook import Task
-
-    if (arguments.params is None) != (arguments.step_time is None):
-        raise ValueError("--params and --step-time belong together: give both")
-    if arguments.params is None:
-        return None
-    return Task(arguments.params, arguments.step_time)
-
-
-def report(findings: Iterable[Finding], *, color: bool = False) -> list[str]:
+def report(findings: Sequence[Finding]) -> list[str]:
     """Return lines of at most 80 columns with the findings by group, the worst first in each."""
-    groups: dict[str, list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault(finding.group, []).append(finding)
     lines = []
-    order: tuple[Level, ...] = ("problem", "warning", "ok")
-    for group, found in groups.items():
+    for group in dict.fromkeys(finding.group for finding in findings):
         lines.append(group)
-        for finding in sorted(found, key=lambda f: order.index(f.level)):
-            mark = f"{finding.level:8}"
-            if color:
-                mark = f"\033[{COLORS[finding.level]}m{mark}\033[0m"
-            first, *rest = textwrap.wrap(finding.text, WIDTH - 11)
-            lines.append(f"  {mark} {first}")
-            lines += [" " * 11 + line for line in rest]
-            if finding.remedy:
-                remedy = textwrap.wrap(f"-> {finding.remedy}", WIDTH - 11, subsequent_indent="   ")
-                lines += [" " * 11 + line for line in remedy]
-    levels = [finding.level for found in groups.values() for finding in found]
-    counts = {level: levels.count(level) for level in order}
-    lines.append(", ".join(f"{n} {_plural(level, n)}" for level, n in counts.items()))
-    return lines
-
-
-def _plural(level: str, count: int) -> str:
-    return level if level == "ok" or count == 1 else f"{level}s"
+        found = [finding for finding in findings if finding.group == group]
+        for finding in sorted(found, key=lambda finding: LEVELS.index(finding.level)):
+            mark, space = f"  {finding.level:8} ", " " * 11
+            lines += textwrap.wrap(
+                finding.text, WIDTH, initial_indent=mark, subsequent_indent=space
+            )
+            remedy = f"-> {finding.remedy}" if finding.remedy else ""
+            more = f"{space}   "
+            lines += textwrap.wrap(remedy, WIDTH, initial_indent=space, subsequent_indent=more)
+    counts = [sum(finding.level == level for finding in findings) for level in LEVELS]
+    named = zip(counts, LEVELS, strict=True)
+    return [
+        *lines,
+        ", ".join(f"{n} {level}{'s' * (n != 1 and level != 'ok')}" for n, level in named),
+    ]

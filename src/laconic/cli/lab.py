@@ -5,20 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 from laconic.cli.options import (
+    BETWEEN,
+    FREE,
     NETWORK,
-    NO_IMPAIRMENTS,
+    TYPES,
     declare,
     given,
     impairments_of,
-    names,
     parse_host,
+    parse_limit,
 )
-from laconic.units import format_rate, parse_duration
+from laconic.units import format_rate
 
 if TYPE_CHECKING:
     from laconic.lab.emulation.faults import Plan
@@ -26,37 +28,18 @@ if TYPE_CHECKING:
     from laconic.lab.emulation.network import Network
     from laconic.lab.emulation.program import Ended, Failure, Process, Settings
 
-COLORS = ("cyan", "green", "yellow", "magenta", "blue")
-"""Colors of the hosts' names on a terminal."""
-
+COLORS = (36, 32, 33, 35, 34)
+"""Of the hosts' names on a terminal: ANSI's cyan, green, yellow, magenta and blue."""
+CLEAR = "\r\x1b[K"
+"""What erases the line of a terminal."""
+RESTART_SECONDS = 5.0
+"""After which a program that was killed at random starts again."""
 HORIZON_SECONDS = 24 * 3600.0
 """How far random kills are planned."""
 
 
-NETWORKS = f"""
---hosts
---bandwidth LIMIT  bandwidth of each host, such as 20mbit, or unlimited
---bandwidth-host HOST=LIMIT  bandwidth of one host, such as 2=10mbit; repeatable
-{NETWORK.strip()}
-"""
-SHELL = """
---shell HOST  open a shell on a host: of the newest running lab, of the lab of a process
-    (HOST@PROCESS), or of a new lab if none runs or if other options describe one
-"""
-PROGRAMS = """
---per-host N  processes per host (default: 1)
---out DIR  store each rank's output and the rates in DIR
-"""
-FAULTS = """
---kill HOST@TIME  kill a host's program; repeatable
---hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
---cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
---mtbf TIME  kill a random host's program again and again, with this mean time in between
---seed N  of the random kills
---restart TIME  start a killed program again after this time, or never (default: never; with --mtbf
-    5s)
---list-faults TIME  print the faults up to this time, and run nothing
-"""
+PROGRAMS = "--per-host --out"
+FAULTS = "--kill --kill-every --hang --cut --restart"
 
 
 def add(parser: Any) -> None:
@@ -65,76 +48,58 @@ def add(parser: Any) -> None:
         "Run any program on hosts connected by a slow network, emulated on this machine. The "
         "program is started as by torchrun; if it is torchrun, it runs on every host."
     )
-    parser.epilog = "laconic lab clean ends processes left behind by labs that were killed."
     parser.usage = """laconic lab [OPTIONS] [--] PROGRAM [ARGUMENTS]
-       laconic lab [OPTIONS] --shell HOST
-       laconic lab clean"""
-    declare(parser, NETWORKS, hosts=4, bandwidth="100mbit", **NO_IMPAIRMENTS)
-    declare(parser, PROGRAMS)
+       laconic lab [OPTIONS] --shell HOST"""
+    declare(parser, f"--hosts {PROGRAMS} --seed --shell", hosts=4, seed=0)
+    network = parser.add_argument_group("network", f"{BETWEEN} RATE may be unlimited.")
+    types = {**TYPES, "RATE": parse_limit}
+    declare(network, NETWORK, by_host=True, types=types, bandwidth="100mbit", **FREE)
     faults = parser.add_argument_group(
         "faults",
         "With any of them the lab runs a coordinator, and LACONIC_COORDINATOR names it to the "
         "program. The summary shows how many steps of an elastic program counted, and who was "
         "present. TIME counts from the start; HOST may be coordinator.",
     )
-    declare(faults, FAULTS, seed=0)
-    declare(parser, SHELL)
+    declare(faults, FAULTS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return the exit code of the first process that failed, or 0."""
     command: list[str] = arguments.command
-    if command == ["clean"]:
-        _refuse(arguments, NETWORKS + PROGRAMS + FAULTS + SHELL, "lab clean")
-        return clean()
     if command[:1] == ["--"]:
         command = command[1:]
-    import rich  # noqa: F401
-
     from laconic.lab.emulation import program
     from laconic.lab.emulation.jobs import terminate_as_exit
+    from laconic.lab.emulation.network import Network
 
-    network = network_of(arguments)
+    impairments = impairments_of(arguments)
+    network = Network(arguments.hosts, arguments.bandwidth, arguments.bandwidth_host, impairments)
+    network.check()
+    if given(arguments, "--seed") and not given(arguments, "--jitter --loss --kill-every"):
+        raise ValueError(
+            "--seed is the seed of --jitter, --loss and --kill-every: give one of them"
+        )
     if arguments.shell is not None:
         if command:
             raise ValueError("give a program or --shell, not both: use a second terminal for both")
-        _refuse(arguments, PROGRAMS + FAULTS, "--shell")
+        for name in given(arguments, f"{PROGRAMS} {FAULTS}"):
+            raise ValueError(f"{name} has no effect with --shell: leave it out")
         return shell(arguments, network)
-    faults = faults_of(arguments, network.hosts)
-    if arguments.list_faults is not None:
-        return list_faults(faults, arguments.list_faults)
+    restart = arguments.restart
+    if restart is None and arguments.kill_every is not None:
+        restart = RESTART_SECONDS
     settings = program.Settings(
         tuple(command),
         network,
         arguments.per_host,
         arguments.out,
-        faults,
-        restart_of(arguments),
+        faults_of(arguments, network.hosts),
+        restart,
     )
     with terminate_as_exit(), Display(settings) as display:
         ended = program.run(settings, display)
     return 0 if ended.first is None else ended.first.exit_code
-
-
-def _refuse(arguments: argparse.Namespace, options: str, beside: str) -> None:
-    """Raise ``ValueError`` if one of these options is given."""
-    for name in given(arguments, names(options)):
-        raise ValueError(f"{name} has no effect with {beside}: leave it out")
-
-
-def network_of(arguments: argparse.Namespace) -> Network:
-    """Return the network that the options describe."""
-    from laconic.lab.emulation.network import Network
-
-    network = Network(
-        arguments.hosts,
-        arguments.bandwidth,
-        arguments.bandwidth_host,
-        impairments_of(arguments),
-    )
-    network.check()
-    return network
 
 
 def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
@@ -142,70 +107,38 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
     from laconic.lab.emulation import faults
 
     found: list[faults.Fault] = [
-        *map(faults.parse_kill, arguments.kill),
-        *map(faults.parse_hang, arguments.hang),
-        *map(faults.parse_cut, arguments.cut),
+        *(faults.parse("kill", text) for text in arguments.kill),
+        *(faults.parse("hang", text) for text in arguments.hang),
+        *(faults.parse("cut", text) for text in arguments.cut),
     ]
-    plans = [faults.Plan(tuple(found))]
-    if arguments.mtbf is not None:
-        kills = faults.random_kills(arguments.mtbf, hosts, arguments.seed, HORIZON_SECONDS)
-        plans.append(kills)
-    elif given(arguments, ["seed"]):
-        raise ValueError("--seed is the seed of random kills: give --mtbf, such as --mtbf 60s")
-    plan = faults.combined(plans)
+    plan = faults.Plan(tuple(found))
+    if arguments.kill_every is not None:
+        kills = faults.random_kills(arguments.kill_every, hosts, arguments.seed, HORIZON_SECONDS)
+        plan = faults.Plan((*found, *kills.faults))
     plan.check(hosts)
-    if arguments.mtbf is None and not found:
-        for name in given(arguments, ["restart", "list_faults"]):
-            raise ValueError(f"{name} needs faults: give --kill, --hang, --cut or --mtbf")
+    if arguments.kill_every is None and not found:
+        if arguments.restart is not None:
+            raise ValueError("--restart needs --kill, --kill-every, --hang or --cut")
         return None
     return plan
-
-
-def restart_of(arguments: argparse.Namespace) -> float | None:
-    """Return the seconds after which a killed program is started again, or None for never."""
-    text = arguments.restart or ("never" if arguments.mtbf is None else "5s")
-    return None if text.strip().lower() == "never" else parse_duration(text)
-
-
-def list_faults(plan: Plan | None, until: float) -> int:
-    """Print the faults up to a time, in seconds."""
-    assert plan is not None, "faults_of has raised"
-    for fault in sorted(plan.faults, key=lambda fault: fault.at):
-        if fault.at <= until:
-            write(1, f"{fault}\n".encode())
-    return 0
 
 
 def shell(arguments: argparse.Namespace, network: Network) -> int:
     """Open a shell on a host of a running lab or of a new one. Return its exit code."""
     from laconic.lab.emulation import cluster
     from laconic.lab.emulation.jobs import terminate_as_exit
-    from laconic.lab.emulation.join import join, running, trusted
+    from laconic.lab.emulation.join import join, running
     from laconic.lab.emulation.shell import open_shell
 
-    text, at, launcher = arguments.shell.partition("@")
-    host = parse_host(text)
-    if at:
-        _refuse(arguments, NETWORKS, "--shell HOST@PROCESS, whose lab runs already")
-    found = running()
-    ours = [name for name in found if trusted(name)]
-    # Our labs come last and win: another user may use the name of one of them, or a newer one.
-    labs = {name.split("-")[2]: name for name in (*found, *ours)}
-    new_network = given(arguments, names(NETWORKS))
-    launchers = [] if new_network else [name.split("-")[2] for name in ours or found]
-    if at:
-        if launcher not in labs:
-            choices = ", ".join(labs) or "none"
-            raise ValueError(f"no lab of process {launcher!r} runs here; running labs: {choices}")
-        launchers = [launcher]
+    host = parse_host(arguments.shell)
+    labs = [] if given(arguments, f"--hosts {NETWORK}") else running()
     with contextlib.ExitStack() as stack:
         stack.enter_context(terminate_as_exit())
-        if launchers:
-            entry = join(labs[launchers[-1]], host)
+        if labs:
+            entry = join(labs[-1], host)
             for descriptor in entry.descriptors():
                 stack.callback(os.close, descriptor)
-            newest = f", the newest of {', '.join(launchers)}" if len(launchers) > 1 else ""
-            log(f"host{host} of the lab of process {launchers[-1]}{newest}; Ctrl-D leaves")
+            log(f"host{host} of the lab of process {labs[-1]}; Ctrl-D leaves")
         else:
             cluster.check_host(host, network.hosts)
             new = stack.enter_context(
@@ -220,27 +153,6 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
             log(f"{describe(network)}; join from other terminals with laconic lab --shell HOST")
             log("Ctrl-D ends the lab")
         return open_shell(entry, {**os.environ, **cluster.interface_variables("eth0")})
-
-
-def clean() -> int:
-    """End orphaned processes of labs whose launcher is dead. Return 1 if one could not be ended."""
-    from laconic.lab.emulation import orphans
-
-    stuck, live_launchers = 0, set()
-    found = sorted(orphans.members(), key=lambda member: member.pid)
-    for member in found:
-        if member.launcher_lives:
-            live_launchers.add(member.launcher)
-            continue
-        what = f"process {member.pid} ({member.command[:60]}) of the lab of process"
-        ended = orphans.end(member)
-        stuck += not ended
-        print(f"{'ended' if ended else 'cannot end'} {what} {member.launcher}")
-    if all(member.launcher_lives for member in found):
-        print("no processes are left of labs that have ended")
-    for launcher in sorted(live_launchers):
-        print(f"not touched: the lab of process {launcher}, which is running")
-    return 1 if stuck else 0
 
 
 def describe(network: Network) -> str:
@@ -263,63 +175,42 @@ class Display:
     """
 
     def __init__(self, settings: Settings) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
         self._settings = settings
-        terminals = [stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr)]
-        self._terminals = terminals
-        # One console for both: output that bypasses it would break the line of rates.
-        self._console = Console(stderr=terminals[1], highlight=False, soft_wrap=True)
-        self._live = Live(
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
 
     def __enter__(self) -> Display:
-        if any(self._terminals):
-            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.stop()
+        if os.isatty(2):
+            write(2, CLEAR.encode())
 
     def started(self, reason: str | None) -> None:
         """Print what the programs run on, and what is not emulated."""
         network = self._settings.network
-        self._log(describe(network))
+        log(describe(network))
         if reason is not None:
-            self._log(f"{reason}; all hosts are this machine")
-            self._log("NOT slowed down: programs without laconic. laconic slows its own messages")
+            log(f"{reason}; all hosts are this machine")
+            log("NOT slowed down: programs without laconic. laconic slows its own messages")
             if network.impairments:
-                self._log("latency: half of it is added by laconic to each of its own messages")
+                log("latency: half of it is added by laconic to each of its own messages")
 
     def printed(self, process: Process, error: bool, lines: Sequence[bytes]) -> None:
         """Print lines of a process."""
-        if not self._terminals[error]:
-            prefix = f"{process.name} | ".encode()
-            write(2 if error else 1, b"".join(prefix + line + b"\n" for line in lines))
-            return
-        from rich.text import Text
-
-        style = COLORS[process.host % len(COLORS)]
-        text = Text()
-        for number, line in enumerate(lines):
-            text.append("\n" * (number > 0)).append(f"{process.name} | ", style)
-            text.append_text(Text.from_ansi(line.decode(errors="replace")))
-        self._console.print(text)
+        descriptor, prefix = 2 if error else 1, f"{process.name} | "
+        if os.isatty(descriptor):
+            color = COLORS[process.host % len(COLORS)]
+            prefix = f"{CLEAR}\x1b[{color}m{prefix}\x1b[0m"
+        write(descriptor, b"".join(prefix.encode() + line + b"\n" for line in lines))
 
     def rates(self, seconds: float, rates: Sequence[float] | None) -> None:
         """Update the line of rates."""
-        if any(self._terminals):
-            self._live.update(rates_line(seconds, rates), refresh=True)
+        if os.isatty(2):
+            line = rates_line(seconds, rates)[: get_terminal_size().columns - 1]
+            write(2, f"{CLEAR}{line}".encode())
 
     def happened(self, happened: Happened) -> None:
         """Print what the lab did to a host."""
-        self._log(str(happened))
+        log(str(happened))
 
     def failed(self, first: Failure) -> None:
         """Print which process failed, and how."""
@@ -327,36 +218,30 @@ class Display:
 
         single = self._settings.network.hosts * (self._settings.per_host or 1) == 1
         others = "" if single else f"; the others are ended within {GRACE_SECONDS:g} s"
-        self._log(f"{first.process.name} failed: {first.how}{others}")
+        log(f"{first.process.name} failed: {first.how}{others}")
 
     def ended(self, ended: Ended) -> None:
         """Print a summary."""
         from laconic.lab.emulation.goodput import report
 
         if ended.sent is not None:
-            self._log("sent, with all headers, and the mean rate:")
+            log("sent, with all headers, and the mean rate:")
             for host, sent in enumerate(ended.sent):
                 rate = format_rate(8 * sent / ended.seconds)
-                self._log(f"  host{host}  {sent / 1e6:10.2f} MB  {rate}")
+                log(f"  host{host}  {sent / 1e6:10.2f} MB  {rate}")
         if ended.happened:
-            self._log("faults:")
+            log("faults:")
             for happened in ended.happened:
-                self._log(f"  {happened}")
+                log(f"  {happened}")
         if ended.goodput is not None:
-            for line in report(ended.goodput, self._settings.network.hosts, ended.seconds):
-                self._log(line)
+            for line in report(ended.goodput):
+                log(line)
         if ended.first is not None:
             name = ended.first.process.name
-            self._log(f"{name} failed first: {ended.first.how}; its last lines:")
+            log(f"{name} failed first: {ended.first.how}; its last lines:")
             for last in ended.first.last:
-                self._log(f"  {last.decode(errors='replace')}")
-        self._log(f"{ended.seconds:.1f} s")
-
-    def _log(self, text: str) -> None:
-        if self._terminals[True]:
-            self._console.print(f"laconic: {text}", markup=False)
-        else:
-            log(text)
+                log(f"  {last.decode(errors='replace')}")
+        log(f"{ended.seconds:.1f} s")
 
 
 def rates_line(seconds: float, rates: Sequence[float] | None) -> str:
@@ -370,7 +255,7 @@ def rates_line(seconds: float, rates: Sequence[float] | None) -> str:
 
 def log(text: str) -> None:
     """Print one line of our own on stderr."""
-    write(2, f"laconic: {text}\n".encode())
+    write(2, f"{CLEAR if os.isatty(2) else ''}laconic: {text}\n".encode())
 
 
 def write(descriptor: int, data: bytes) -> None:

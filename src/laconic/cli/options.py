@@ -1,17 +1,16 @@
-"""Options of the commands, in the form in which ``--help`` shows them.
+"""The options of all commands: one name for one thing, with one meaning wherever it appears.
 
-A row is an option with the name of its value, two spaces, and its help. Rows without a help name
-options of `SHARED`. The name of the value gives its type, by `TYPES`; without one, the option is a
-flag.
+`VOCABULARY` has them in the form in which ``--help`` shows them: the name, the name of the value,
+two spaces, and the help. The name of the value gives its type, by `TYPES`; without one, the option
+is a flag.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laconic.units import (
     parse_bandwidth,
@@ -24,37 +23,88 @@ from laconic.units import (
 if TYPE_CHECKING:
     from laconic.lab.emulation.impairments import Impairments
 
-SHARED = """
+VOCABULARY = """
+--workers N  number of workers
+--ranks N  ranks of each worker, such as the GPUs of a node
 --hosts N  number of hosts
 --per-host N  processes per host, each one worker
 --group-size N  workers per group, for recipes such as hierarchical
---bandwidth RATE  bandwidth of each host, such as 20mbit
---bandwidth-host HOST=RATE  bandwidth of one host, such as 2=10mbit; repeatable
 --slow-host HOST=FACTOR  make one host compute more slowly, such as 2=1.5; repeatable
+--sites N  sites with equal shares of the workers
+
+--bandwidth RATE  rate at which each host or worker sends, such as 20mbit
+--download RATE  rate at which each worker receives, if it is not that at which it sends
+--uplink RATE  rate that a site's workers share toward others
+--local-bandwidth RATE  rate between the ranks of a worker
 --latency TIME  round-trip time of a packet and its answer (ping), such as 50ms
+--jitter TIME  how far a ping may differ from the latency, such as 10ms
+--loss SHARE  share of packets lost in each direction, such as 0.1% or 0.001
+
+--params COUNT  number of parameters of the model, such as 1.3B
+--buffers COUNT  numbers in the model's buffers that training changes, as BatchNorm's
+--dtype DTYPE  dtype of parameters and gradients
+--step-time TIME  compute time of a step, such as 0.9s
+--backward-share SHARE  share of the step time spent in the backward pass
+--spread SHARE  standard deviation of step times over their mean
+
 --workload WORKLOAD  digits, text, text-small, or your own, such as my.py:make
 --data FILE  training data of the text workload or your own
 --rules FILE  file with your own recipes, such as my_rules.py
+--free RECIPE  a recipe on a free network: what the others can reach; repeatable
+--peer PEER  another library to race against, such as torch-ddp; repeatable
+--values NAME=A,B,...  the values of a name to try, such as momentum=0,0.2,0.4; repeatable
+--seconds SECONDS  training time of each run
+--steps COUNT  steps of each run
 --seed N  random seed
---open  show the report in a browser
+--repeat N  runs of each recipe or setting, with as many seeds
+--trials N  number of trials, including resumed ones
+--no-stop  train every setting to the end, good or bad
+
+--price PRICE  price of a worker per hour
+--egress PRICE  price of a GB that leaves a site
+--mtbf TIME  mean time between two failures of a worker, such as 30d
+--repair TIME  time until a failed machine is back
+--checkpoint STEPS  steps between checkpoints, from which a run starts again (else it is elastic)
+--cluster FILE  the cluster in YAML or JSON; see --example
+--example  print such a file, and nothing else
+--from-metrics FILE  records of a real run, to use its step times and network
+
+--kill HOST@TIME  kill a host's program; repeatable
+--kill-every TIME  kill a random host's program again and again, with this mean time in between
+--hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
+--cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
+--restart TIME  start a killed program again after this time (5s with --kill-every)
+--shell HOST  open a shell on a host of the newest running lab, or of a new one
+--elastic  instead, kill one of four workers during a training, and replace it
+
+--address HOST:PORT  address to listen at
+--master HOST:PORT  rank 0's host and a free port on it
+--rank N  number of this host, from 0
+--timeout TIME  how long to wait for the other hosts
+
+--all  also print a table of all recipes, and how they compare
+--once  show the current state and exit
 --json  print JSON
 --out DIR  directory for the results
---plot FILE  write a plot to FILE, such as plot.png
+
+--days N  days for which the certificates are valid
 """
-NETWORK = """
---latency
---latency-host HOST=TIME  latency of one host, such as 2=50ms; between two hosts, the mean of their
-    values applies; repeatable
---jitter TIME  how far a ping may differ from the latency, such as 10ms
---jitter-host HOST=TIME  jitter of one host, such as 2=10ms; between two hosts, the mean of their
-    values applies; repeatable
---loss SHARE  share of packets lost in each direction, such as 0.1%% or 0.001
---loss-host HOST=SHARE  loss of one host, such as 2=0.1%%; between two hosts, the mean of their
-    values applies; repeatable
---network-seed N  seed of jitter and loss
-"""
-"""Of an emulated network; see `impairments_of`."""
-NO_IMPAIRMENTS = {"latency": "0", "jitter": "0", "loss": "0", "network_seed": 0}
+
+
+class Option(NamedTuple):
+    """What the help says about an option."""
+
+    value: str
+    help: str
+
+
+def _option(row: str) -> tuple[str, Option]:
+    spec, _, about = row.partition("  ")
+    name, _, value = spec.partition(" ")
+    return name, Option(value, about)
+
+
+OPTIONS = dict(map(_option, filter(None, VOCABULARY.splitlines())))
 
 
 def parse_host(text: str) -> int:
@@ -70,24 +120,67 @@ def parse_limit(text: str) -> float | None:
     return None if text.strip().lower() == "unlimited" else parse_bandwidth(text)
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """Return the host and the port of an address."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"not HOST:PORT, such as 10.0.0.1:29500: {text!r}")
+    return host.strip("[]"), int(port)
+
+
 TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("N", "STEPS"), int),
-    **dict.fromkeys(("SECONDS", "MEGABYTES", "PRICE", "FACTOR"), float),
-    **dict.fromkeys(("DIR", "OLD", "FILE"), Path),
-    **dict.fromkeys(("latency", "jitter"), parse_latency),
-    "data": lambda text: text and str(Path(text).resolve()),
-    **dict.fromkeys(("rules", "compute", "restart"), str),
+    **dict.fromkeys(("PRICE", "FACTOR"), float),
+    **dict.fromkeys(("DIR", "FILE"), Path),
+    "--data": lambda text: str(Path(text).resolve()),
+    "--rules": str,
     "COUNT": parse_count,
-    "LIMIT": parse_limit,
+    "HOST:PORT": parse_address,
     "RATE": parse_bandwidth,
+    "SECONDS": parse_duration,
     "SHARE": parse_share,
-    "TIME": parse_duration,
+    "TIME": parse_latency,
 }
-"""Of the value of an option with this name, or else of a value with this name; else text."""
+"""Of an option, or of a value with this name; else text."""
 
 
-class ByHost(argparse.Action):
-    """An option with values by host, such as ``2=10mbit``. Another value for a host is an error."""
+class OfHost(NamedTuple):
+    """A value of one host, such as ``2=10mbit``."""
+
+    host: int
+    value: Any
+
+
+def host_and(parse: Callable[[str], Any], required: bool) -> Callable[[str], Any]:
+    """Return a parser of ``HOST=VALUE``, and of ``VALUE`` unless the host is ``required``."""
+
+    def read(text: str) -> Any:
+        host, equals, value = text.rpartition("=")
+        if required and not equals:
+            raise ValueError(f"not HOST=VALUE: {text!r}")
+        return OfHost(parse_host(host), parse(value)) if equals else parse(value)
+
+    return read
+
+
+def worded(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return ``parse`` with errors that argparse prints as they are."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+class Once(argparse.Action):
+    """An option with one value. A second one is an error: it would replace the first silently.
+
+    The name of the option is added to ``given`` of the arguments. Values of single hosts are in the
+    arguments as a dictionary, under the name that `single` returns.
+    """
 
     def __call__(
         self,
@@ -96,98 +189,93 @@ class ByHost(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        host, value = values
-        found = getattr(namespace, self.dest)
-        if host in found:
-            raise argparse.ArgumentError(self, f"has two values for host {host}")
-        setattr(namespace, self.dest, {**found, host: value})
+        if isinstance(values, OfHost):
+            found = getattr(namespace, single(self.dest))
+            if values.host in found:
+                raise argparse.ArgumentError(self, f"has two values for host {values.host}")
+            setattr(namespace, single(self.dest), {**found, values.host: values.value})
+            return
+        given = getattr(namespace, "given", ())
+        if option_string and self.dest in given:
+            raise argparse.ArgumentError(self, "is given twice: leave out one of them")
+        namespace.given = (*given, self.dest)
+        setattr(namespace, self.dest, values)
 
 
-def rows(text: str) -> Iterator[tuple[list[str], str, str]]:
-    """Yield the flags, the name of the value, and the help of each option."""
-    for row in re.split(r"\n(?=-)", text.strip()):
-        spec, _, about = row.partition("  ")
-        words = spec.split()
-        flags = [word for word in words if word.startswith("--")]
-        if about:
-            yield flags, " ".join(words[len(flags) :]), " ".join(about.split())
-        else:
-            yield from (next(row for row in rows(SHARED) if row[0] == [name]) for name in flags)
+def attribute(option: str) -> str:
+    """Return the name of an option among the arguments."""
+    return option.removeprefix("--").replace("-", "_")
 
 
-def names(text: str) -> list[str]:
-    """Return the names of the options, as attributes of the arguments."""
-    return [flags[0].removeprefix("--").replace("-", "_") for flags, _, _ in rows(text)]
+def single(name: str) -> str:
+    """Return the name under which the arguments have the values of single hosts."""
+    return name.removesuffix("_host") + "_host"
 
 
-def declare(parser: Any, text: str, **defaults: Any) -> None:
-    """Add the options to a parser, or a group of one. Their help states their ``defaults``."""
-    for name, (flags, value, about) in zip(names(text), rows(text), strict=True):
-        default = defaults.get(name)
-        more: dict[str, Any] = {"help": about, "default": default}
-        if default is not None:
-            more["help"] += " (default: %(default)s)"
+NETWORK = "--bandwidth --latency --jitter --loss"
+"""Of emulated hosts, with values for single ones; see `impairments_of`."""
+BETWEEN = (
+    "HOST= gives one host another value, such as --latency 2=50ms. Between two hosts, the mean of "
+    "their latencies, jitters and losses counts."
+)
+FREE = {"latency": "0", "jitter": "0", "loss": "0"}
+
+
+def declare(
+    parser: Any,
+    options: str,
+    *,
+    by_host: bool = False,
+    types: Mapping[str, Callable[[str], Any]] = TYPES,
+    **defaults: Any,
+) -> None:
+    """Add ``options`` to a parser, or a group of one. Their help states their ``defaults``.
+
+    With ``by_host`` they have a value for all hosts, and others for single hosts.
+    """
+    for name in options.split():
+        value, about = OPTIONS[name]
+        default = defaults.get(attribute(name))
+        about += "" if default is None else f" (default: {default})"
+        more: dict[str, Any] = {"help": about.replace("%", "%%"), "default": default}
         if not value:
-            parser.add_argument(*flags, action="store_true", help=about)
+            parser.add_argument(name, action="store_true", help=more["help"])
             continue
-        _, by_host, kind = value.rpartition("HOST=")
-        parse = TYPES.get(name.removesuffix("_host"), TYPES.get(kind, str))
-        if by_host:
-            more |= {"action": ByHost, "default": {}}
-        elif about.endswith("; repeatable"):
+        kind = value.removeprefix("HOST=")
+        parse = types.get(name, types.get(kind, str))
+        if isinstance(default, str):  # argparse would not, beside a value of one host
+            more["default"] = parse(default)
+        if about.endswith("; repeatable") and kind == value:
             more |= {"action": "append", "default": []}
-        if by_host or parse not in (int, float):  # whose errors argparse words itself
-            parse = _reader(parse, bool(by_host))
-        parser.add_argument(*flags, metavar=value, type=parse, **more)
+        elif by_host or kind != value:
+            parse = host_and(parse, required=kind != value)
+            value = value if kind != value else f"[HOST=]{value}"
+        more["type"] = parse if parse in (int, float) else worded(parse)
+        parser.add_argument(name, metavar=value, **more)
+        parser.set_defaults(**{single(attribute(name)): {}} if "HOST=" in value else {})
 
 
-def _reader(parse: Callable[[str], Any], by_host: bool) -> Callable[[str], Any]:
-    """Return ``parse``, after a host and = or not, with errors as argparse prints them."""
+def given(arguments: argparse.Namespace, options: str) -> list[str]:
+    """Return which of the options are given."""
 
-    def read(text: str) -> Any:
-        try:
-            if not by_host:
-                return parse(text)
-            host, equals, value = text.partition("=")
-            if not equals:
-                raise ValueError(f"not HOST=VALUE: {text!r}")
-            return parse_host(host), parse(value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+    def is_given(name: str) -> bool:
+        values = (getattr(arguments, each, None) for each in (name, single(name)))
+        found = any(v is True or (isinstance(v, (list, dict)) and v) for v in values)
+        return found or name in arguments.given
 
-    return read
-
-
-def flag(name: str) -> str:
-    """Return the option of this name as it is written."""
-    return "--" + name.replace("_", "-")
-
-
-def given(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Return which of the options are given, as they are written."""
-    return [
-        flag(name)
-        for name in names
-        if name in arguments.given
-        or (value := getattr(arguments, name)) is True
-        or (isinstance(value, (list, dict)) and value)
-    ]
+    return [option for option in options.split() if is_given(attribute(option))]
 
 
 def impairments_of(arguments: argparse.Namespace) -> Impairments:
-    """Return what the options of `NETWORK` describe. Raises ``ValueError`` for bad values."""
+    """Return the latency, jitter and loss of an emulated network."""
     from laconic.lab.emulation.impairments import Impairments
 
-    found = Impairments(
+    return Impairments(
         arguments.latency,
         arguments.jitter,
         arguments.loss,
         arguments.latency_host,
         arguments.jitter_host,
         arguments.loss_host,
-        arguments.network_seed,
+        arguments.seed,
     )
-    random = (found.jitter, found.loss, *found.host_jitter.values(), *found.host_loss.values())
-    if given(arguments, ["network_seed"]) and found.seed >= 0 and not any(random):
-        raise ValueError("--network-seed is the seed of jitter and loss: give --jitter or --loss")
-    return found

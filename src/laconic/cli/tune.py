@@ -11,40 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from laconic.cli.options import declare
 from laconic.errors import check_float, check_int
-from laconic.units import parse_duration
 
 if TYPE_CHECKING:
     import optuna
 
-    from laconic.advisor.tune.runs import Length, Task
+    from laconic.advisor.tune.runs import Task
     from laconic.advisor.tune.space import Space
     from laconic.advisor.tune.tuning import Trial
 
 TRIALS, STEPS = 20, 240
 """Defaults."""
-OPTIONS = """
---param NAME=A,B,...  the values of a name, such as momentum=0,0.2,0.4; repeatable
---workload --data --rules
---workers N  number of workers
---group-size
---bandwidth RATE  bandwidth of each worker, such as 20mbit
---latency
---compute TIME  compute time of a step on your machines, such as 50ms, for predicted times (default:
-    measured here)
---emulated  train on emulated hosts, as laconic compare does, and measure times
---no-stop  train every setting to the end, good or bad
---repeat N  train each setting with N seeds and use the mean loss
---seed --out
-"""
-LENGTH = f"""
---steps N  steps per trial (default: {STEPS})
---seconds SECONDS  length of a trial as time predicted by the cost model
---megabytes MEGABYTES  length of a trial as megabytes sent by each worker
-"""
-BUDGET = f"""
---trials N  number of trials, including resumed ones (default: {TRIALS})
---budget TIME  time for all trials on this machine, such as 10min
-"""
+OPTIONS = (
+    "--values --workload --data --rules --workers --group-size --bandwidth --latency --step-time "
+    "--trials --no-stop --repeat --seed --out"
+)
 
 
 def add(parser: Any) -> None:
@@ -57,7 +37,7 @@ def add(parser: Any) -> None:
     parser.epilog = (
         "Free names in the recipe are tuned, and so is lr: the learning rate of the local "
         "optimizer, as a multiple of the workload's. For example: laconic tune "
-        "'slowmo(local_sgd(12), period=outer, momentum=momentum)' --param outer=12,24,48"
+        "'slowmo(local_sgd(12), period=outer, momentum=momentum)' --values outer=12,24,48"
     )
     parser.add_argument(
         "recipe",
@@ -68,50 +48,42 @@ def add(parser: Any) -> None:
         "usually tuned, or a recipe with free names",
     )
     network = {"workers": 4, "bandwidth": "100mbit", "latency": "0"}
-    declare(parser, OPTIONS, **network, workload="digits", repeat=1, seed=0, out="laconic-tune")
-    declare(parser.add_mutually_exclusive_group(), LENGTH)
-    declare(parser.add_mutually_exclusive_group(), BUDGET)
+    usual = {"workload": "digits", "trials": TRIALS, "repeat": 1, "seed": 0, "out": "laconic-tune"}
+    declare(parser, OPTIONS, **network, **usual)
+    declare(parser.add_mutually_exclusive_group(), "--steps --seconds", steps=STEPS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if a setting was found."""
-    import matplotlib  # noqa: F401
-    import rich  # noqa: F401
+    from rich.console import Console
 
-    from laconic.advisor.tune import tuning
+    from laconic.advisor.tune import report, tuning
     from laconic.advisor.tune.journal import open_journal
     from laconic.advisor.tune.space import LR
-    from laconic.lab.emulation.jobs import terminate_as_exit
 
-    trials, seconds = _budget(arguments)
+    trials = check_int("trials", arguments.trials, 1)
     space, task = _space_and_task(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     settings = _settings(arguments, space, task)
-    with terminate_as_exit(), open_journal(arguments.out / "journal.jsonl", settings) as study:
+    log = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    with open_journal(arguments.out / "journal.jsonl", settings) as study:
         timed = _timed(study, space, task)
 
         def evaluate(setting: Any, report_loss: Any) -> Any:
             return timed.run(space.text(setting), float(setting[LR]), report_loss)
 
-        limits: dict[str, Any] = {"trials": trials, "seconds": seconds, "seed": arguments.seed}
         done = len(tuning.ended(study, space))
         try:
-            for trial in tuning.tune(study, space, evaluate, prune=not arguments.no_stop, **limits):
-                done += 1
-                _log(f"{done}/{trials or '?'} {_trial_text(space, trial)}")
+            prune = not arguments.no_stop
+            tried = tuning.tune(
+                study, space, evaluate, trials=trials, seed=arguments.seed, prune=prune
+            )
+            for number, trial in enumerate(tried, done + 1):
+                log.print(f"{number}/{trials} {report.trial_text(space, trial)}")
         finally:
-            if finished := tuning.ended(study, space):
-                _show(space, finished, timed, arguments.out)
+            _show(space, tuning.ended(study, space), timed)
         tuning.best(tuning.ended(study, space))  # raises if no trial succeeded
     return 0
-
-
-def _budget(arguments: argparse.Namespace) -> tuple[int | None, float]:
-    """Return the maximum number of trials and seconds."""
-    if arguments.budget is not None:
-        return None, check_float("budget", arguments.budget, 0.0, strict=True)
-    trials = TRIALS if arguments.trials is None else arguments.trials
-    return check_int("trials", trials, 1), math.inf
 
 
 def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
@@ -124,50 +96,33 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
     workers = check_int("workers", arguments.workers, 1)
     check_int("seed", arguments.seed, 0)
     repeat = check_int("repeat", arguments.repeat, 1)
-    if repeat > 1 and arguments.emulated:
-        raise ValueError("--repeat works with simulated workers only: remove --emulated")
     grids: dict[str, Any] = {}
-    for text in arguments.param:
-        name, values = parse_values(text)
+    for name, values in map(parse_values, arguments.values):
         if name in grids:
-            raise ValueError(f"--param is given twice for {name}")
+            raise ValueError(f"--values is given twice for {name}")
         grids[name] = values
-    if arguments.compute is not None and arguments.emulated:
-        raise ValueError(
-            "--compute is for predicted times, but --emulated measures them: remove one"
-        )
-    length = _length(arguments)
     settings = Settings(
         recipes=(),
         rules=arguments.rules,
-        hosts=workers if arguments.emulated else 1,
-        per_host=1 if arguments.emulated else workers,
+        hosts=1,
+        per_host=workers,
         group_size=arguments.group_size,
         bandwidth=arguments.bandwidth,
         impairments=Impairments(latency=arguments.latency),
         workload=arguments.workload,
         data=arguments.data,
-        seconds=length.amount if arguments.emulated and length.unit == "seconds" else None,
-        steps=None if arguments.emulated and length.unit == "seconds" else STEPS,
+        seconds=None,
+        steps=arguments.steps,
         seeds=tuple(range(arguments.seed, arguments.seed + repeat)),
     )
     space = space_of(arguments.recipe, grids, workers, settings.user_recipes())
     compute = math.nan
-    if arguments.compute is not None:
-        compute = check_float("compute", parse_duration(arguments.compute), 0.0, strict=True)
-    task = Task(settings, length, arguments.emulated, compute)
-    settings.check()
-    return space, task
-
-
-def _length(arguments: argparse.Namespace) -> Length:
-    from laconic.advisor.tune.runs import Length
-
+    if arguments.step_time is not None:
+        compute = check_float("step-time", arguments.step_time, 0.0, strict=True)
     if arguments.seconds is not None:
-        return Length("seconds", check_float("seconds", arguments.seconds, 0.0, strict=True))
-    if arguments.megabytes is not None:
-        return Length("megabytes", check_float("megabytes", arguments.megabytes, 0.0, strict=True))
-    return Length("steps", STEPS if arguments.steps is None else arguments.steps)
+        check_float("seconds", arguments.seconds, 0.0, strict=True)
+    settings.check()
+    return space, Task(settings, compute, arguments.seconds)
 
 
 def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[str, Any]:
@@ -176,21 +131,16 @@ def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[s
 
     workload = arguments.workload.rpartition(":")[0] or arguments.workload
     files = [Path(name) for name in (workload, arguments.rules, arguments.data) if name]
+    names = (
+        "seconds", "workload", "workers", "group_size", "bandwidth", "latency", "step_time",
+        "no_stop", "seed", "repeat",
+    )  # fmt: skip
     return {
         "recipe": space.recipe,
         "values": {name: list(values) for name, values in space.grids.items()},
-        "length": f"{task.length.amount:g} {task.length.unit}",
-        "workload": arguments.workload,
+        "steps": task.race.steps,
+        **{name: getattr(arguments, name) for name in names},
         "files": {f.name: _digest(f) for f in files if f.is_file()},
-        "workers": task.workers,
-        "group_size": arguments.group_size,
-        "bandwidth": task.race.bandwidth,
-        "latency": task.race.impairments.latency,
-        "compute": arguments.compute,
-        "emulated": task.emulated,
-        "no_stop": arguments.no_stop,
-        "seed": arguments.seed,
-        "repeat": arguments.repeat,
         "torch": torch.__version__,
     }
 
@@ -216,45 +166,20 @@ def _timed(study: optuna.Study, space: Space, task: Task) -> Task:
     return task
 
 
-def _title(space: Space, task: Task) -> str:
-    from laconic.units import format_rate, format_seconds
-
-    how = "emulated hosts" if task.emulated else "simulated workers, times predicted"
-    latency = format_seconds(task.race.impairments.latency)
-    network = f"{format_rate(task.race.bandwidth)}, {latency} round trip"
-    length = f"{task.length.amount:g} {task.length.unit} each"
-    return f"{space.recipe}\n{task.race.workload}, {task.workers} {how}, {network}, {length}"
-
-
-def _trial_text(space: Space, trial: Trial) -> str:
-    from laconic.advisor.tune.report import setting_text
-
-    endings = {"ok": "", "stopped": f", stopped after {trial.run.steps} steps"}
-    ending = endings.get(trial.status, f", diverged after {trial.run.steps} steps")
-    return f"{setting_text(space, trial.setting)}: loss {trial.run.loss:.4f}{ending}"
-
-
-def _log(text: str) -> None:
-    from rich.console import Console
-
-    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _show(space: Space, trials: list[Trial], task: Task, out: Path) -> None:
-    """Print the table, the summary and the paths of the files."""
+def _show(space: Space, trials: list[Trial], task: Task) -> None:
+    """Print the table and the summary, if a trial has finished."""
     from rich.console import Console
 
     from laconic.advisor.tune import report
+    from laconic.units import format_rate, format_seconds
 
     if not any(trial.status == "ok" for trial in trials):
-        report.write_csv(space, trials, out / "trials.csv")
         return
-    console, title = Console(), _title(space, task)
-    paths = report.write(space, trials, title, out)
-    console.print(title, highlight=False, markup=False)
-    console.print()
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    latency = format_seconds(task.race.impairments.latency)
+    console.print(
+        f"{space.recipe}\n{task.race.workload}, {task.workers} simulated workers, times predicted, "
+        f"{format_rate(task.race.bandwidth)}, {latency} round trip\n"
+    )
     console.print(report.table(space, trials))
-    text = report.summary(space, trials, task.race.group_size)
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-    written = ", ".join(map(str, (*paths, out / "journal.jsonl")))
-    console.print(f"Written: {written}", highlight=False, soft_wrap=True)
+    console.print(report.summary(space, trials, task.race.group_size))

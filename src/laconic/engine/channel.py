@@ -4,9 +4,10 @@ memory. The channels of a parameter round: which tensors it is about.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import get_args
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.round import Round
-from laconic.algorithms.update import Clock, Slot, State, Update
+from laconic.algorithms.update import Slot, State, Update
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize
 from laconic.device import Accelerator, Event, accelerator
 from laconic.engine.session import Session
@@ -86,20 +87,17 @@ def open_channels(
     # buckets span groups, since a few biases by themselves would need as many messages as the rest
     spans = groups if update.uses_lr else [[t for group in groups for t in group]]
     found = []
-    whole = exchange.whole or update.whole
-    for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=whole):
+    for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=update.whole):
         bucket.number, number = number, number + 1
         each = bucket.length // replica.size
         part = slice(replica.rank * each, (replica.rank + 1) * each)
         within = exchange.region(link, each)
         region = slice(part.start + within.start, part.start + within.stop)
-        found.append(Channel(bucket, exchange.shaped(bucket.shapes), part, region))
+        found.append(Channel(bucket, exchange, part, region))
     return found
 
 
-def by_tensor(
-    channel: Channel, update: Update, clock: Clock
-) -> Iterator[tuple[Tensor, State, Clock]]:
+def by_tensor(channel: Channel, update: Update) -> Iterator[tuple[Tensor, State]]:
     """Each tensor of the bucket, with its part of the state that lives on all workers. Changes made
     in place are written back."""
     bucket = channel.bucket
@@ -113,8 +111,7 @@ def by_tensor(
     for index, segment in enumerate(bucket.segments):
         x = segment.view() if views is None else views[index]
         own = {name: split[index] for name, split in pieces.items()}
-        only = replace(clock, tensors=clock.tensors.only(index)) if update.whole else clock
-        yield x, rest | own, only
+        yield x, rest | own
         if views is None:
             segment.write(x)
 
@@ -265,7 +262,7 @@ class ChannelSet:
         return channel.exchange.init(x.to(state_dtype(bucket.dtype), copy=True), channel.owned)
 
 
-class HostState(MutableMapping[str, Tensor]):
+class HostState(UserDict[str, Tensor]):
     """A state whose tensors are in pinned host memory. `on_device` gives it to computations on
     ``device``. Numbers (tensors without dimensions) are as they were made."""
 
@@ -274,37 +271,30 @@ class HostState(MutableMapping[str, Tensor]):
         assert kind is not None, "the CPU's state is in host memory"
         self._kind: Accelerator = kind
         self._device = device
-        self._tensors: dict[str, Tensor] = {}
         self._copied: dict[str, Event] = {}
         """By name, the point after the last copies from and to its memory."""
-        self.update(state)
+        super().__init__(state)
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor in host memory, once no copy from or to it is under way."""
         copied = self._copied.pop(name, None)
         if copied is not None:
             copied.synchronize()
-        return self._tensors[name]
+        return self.data[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        now = self.get(name)
         if value.dim():
-            if now is None or (now.shape, now.dtype) != (value.shape, value.dtype):
-                now = self._pinned(value)
-            value = now.copy_(value)
-        self._tensors[name] = value
+            value = self._memory(self.get(name), value).copy_(value)
+        self.data[name] = value
 
     def __delitem__(self, name: str) -> None:
         self[name]  # nothing may be copied to memory that is freed
-        del self._tensors[name]
+        del self.data[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def _pinned(self, like: Tensor) -> Tensor:
+    def _memory(self, now: Tensor | None, like: Tensor) -> Tensor:
+        """The memory of ``now``, if a tensor ``like`` this one fits there; else new memory."""
+        if now is not None and (now.shape, now.dtype) == (like.shape, like.dtype):
+            return now
         return self._kind.pinned(like.nbytes).view(like.dtype).view(like.shape)
 
     @contextmanager
@@ -317,7 +307,7 @@ class HostState(MutableMapping[str, Tensor]):
 
     def to_device(self, name: str) -> Tensor:
         """Queue a copy of a tensor to the device."""
-        host = self._tensors[name]
+        host = self.data[name]
         if not host.dim():
             return host
         if name in self._copied:  # perhaps on another stream
@@ -326,13 +316,11 @@ class HostState(MutableMapping[str, Tensor]):
 
     def from_device(self, name: str, value: Tensor) -> None:
         """Queue a copy of a tensor from the device."""
-        now = self._tensors.get(name)
         if not value.dim():
             self[name] = value
             return
-        if now is None or (now.shape, now.dtype) != (value.shape, value.dtype):
-            now = self._tensors[name] = self._pinned(value)
-        now.copy_(value, non_blocking=True)
+        memory = self._memory(self.data.get(name), value)
+        self.data[name] = memory.copy_(value, non_blocking=True)
         self._copied[name] = self._kind.current_stream(self._device).record_event()
 
 

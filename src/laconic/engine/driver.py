@@ -21,10 +21,10 @@ from laconic.engine.joint_optimizer import (
     Events,
     JointOptimizer,
     StepHooks,
-    UnseenSteps,
     class_names,
     listen,
     members,
+    warn_of_unseen_steps,
 )
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
@@ -85,7 +85,8 @@ class Driver:
         self.events = Events()
         self._closure = False
         """Whether a closure computes this step's gradients."""
-        self._unseen = UnseenSteps((), "")
+        self._end_watch: Callable[[], None] = lambda: None
+        """Ends the watch for steps of other optimizers."""
         if optimizer is not None:
             session.bind(optimizer)
         drift = DriftCheck(session)
@@ -132,7 +133,8 @@ class Driver:
         after = self._after_step if self.hooked else lambda *_: None
         self._handles = listen(optimizer, self._before_optimizer, after)
         if self.hooked:
-            self._unseen = UnseenSteps(self.session.params(), class_names(members(optimizer)))
+            names = class_names(members(optimizer))
+            self._end_watch = warn_of_unseen_steps(self.session.params(), names)
 
     # -- one step ----
 
@@ -145,7 +147,7 @@ class Driver:
     def begin_step(self, closure: bool) -> None:
         """Prepare a step of the optimizer. With a ``closure`` its gradients are still to come."""
         session = self.session
-        self._unseen.end()
+        self._end_watch()
         refuse_capture(session.device, "optimizer.step()")
         session.refuse_in_consensus("optimizer.step()")
         session.check_complete()
@@ -305,7 +307,7 @@ class Driver:
     def detach(self) -> None:
         """See `Synchronizer.detach`."""
         self.ending.complete = self.ending.step  # the user keeps this worker's own model
-        self._unseen.end()
+        self._end_watch()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -344,13 +346,11 @@ class Driver:
         return saved
 
     @torch.no_grad()
-    def load_on_all(
-        self, parts: Callable[[], dict[int, Saved]], load_model: LoadModel | None
-    ) -> None:
-        """Load ``parts()`` on every rank, or raise on every rank; see `Loading.prepare`."""
+    def load_on_all(self, state: States, load_model: LoadModel | None = None) -> None:
+        """Load ``state`` on every rank, or raise on every rank; see `Loading.prepare`."""
         session = self.session
         session.call("load_state_dict()", 0)  # the ranks' present steps may differ
-        loaded = Loading.prepare(self.run, parts, load_model)
+        loaded = Loading.prepare(self.run, state, load_model)
         loaded.agree(session)
         self._take(loaded)
         if self.run.quorum is not None:
@@ -360,7 +360,7 @@ class Driver:
     def load_here(self, state: States) -> str | None:
         """As `load_state_dict`, without communication. Returns what is wrong, if anything is; then
         nothing has changed."""
-        loaded = Loading.prepare(self.run, lambda: loading.parts_of(state, self.run), None)
+        loaded = Loading.prepare(self.run, state, None)
         if loaded.problem is None:
             self._take(loaded)
         else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from laconic.algorithms.exchange import Arrival, Combine, Exchange
-from laconic.algorithms.exchanges.mean import Mean
+from laconic.algorithms.exchange import Exchange
+from laconic.algorithms.exchanges.coded import LastMean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.schedules import ends
 from laconic.algorithms.update import Clock, State
@@ -47,29 +47,6 @@ JOINED = (
     "parameters were added to the optimizer, or thawed, after backward() had averaged the "
     "gradients of the others in codes, which is not done twice: do that before backward()"
 )
-
-
-@dataclass(frozen=True)
-class LastMean(Mean):
-    """The uncoded mean of messages and of all that the rounds of ``coded`` before have not sent: of
-    the residuals e and the owner's o, which counts n times, since the mean divides it by n.
-    ``owned``: the owner's slice."""
-
-    coded: Exchange
-    owned: slice
-
-    async def run(
-        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
-    ) -> Arrival:
-        if self.coded.collect is not None:
-            self.coded.collect(state, self.owned, link.size)
-        total = message + state["residual"]
-        if "lag" in state and len(state["lag"]) == len(total):
-            total.add_(state["lag"], alpha=link.size)
-        arrival = await super().run(link, total, combine, clock, {})
-        for name in state.keys() & {"residual", "lag"}:
-            state[name].zero_()
-        return arrival
 
 
 class GradientRunner:

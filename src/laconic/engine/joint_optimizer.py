@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from laconic.device import not_compiled
-from laconic.tensors import is_sharded, sums
 
 
 class JointOptimizer(Optimizer):
@@ -156,8 +155,7 @@ Hook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 """The code of torch's wrapper around each class's ``step``, which calls the hooks."""
 MOVES = 3
-"""How often parameters must have moved between backward passes, without a step, for a warning.
-Once or twice may be the program's own initialization."""
+"""After how many steps of other optimizers there is a warning."""
 
 
 Event = Literal["step begins", "step ended", "finish", "switch", "failure"]
@@ -235,49 +233,23 @@ def _wrappers_at_work(optimizer: Optimizer) -> int:
     return count
 
 
-class UnseenSteps:
-    """Warns if ``params`` move from one backward pass to the next, and the attached optimizer never
-    steps. ``name``: its class. `end` it with the first step.
+def warn_of_unseen_steps(params: Sequence[Tensor], name: str) -> Callable[[], None]:
+    """Warn if other optimizers move ``params``, and the attached one, of the class ``name``, never
+    steps. Returns a function that ends this, to be called with the first step."""
+    own, moves = {id(p) for p in params}, 0
 
-    Looks at the first of them that receives a gradient, and hooks only two: torch goes on calling a
-    parameter's hooks at each pass when all were removed, which costs 2 microseconds."""
-
-    def __init__(self, params: Sequence[Tensor], name: str) -> None:
-        self._name = name
-        self._watched: Tensor | None = None
-        """The first parameter that received a gradient."""
-        self._seen: Tensor | None = None
-        self._moves = 0
-        hook = not_compiled(self._on_gradient)
-        self._handles = [
-            p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for p in (*params[:1], *params[1:][-1:])
-            if p.requires_grad and p.is_leaf and not is_sharded(p)
-        ]
-
-    def _on_gradient(self, p: Tensor) -> None:
-        if self._watched is None:
-            self._watched = p
-        if p is not self._watched:
-            return
-        now = sums([p])
-        if self._seen is not None and not torch.equal(now, self._seen):
-            self._moves += 1
-        self._seen = now
-        if self._moves == MOVES:
-            self.end()
+    def on_step(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal moves
+        moves += any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        if moves == MOVES:
             warnings.warn(
-                f"the parameters move, and {self._name}.step() was never called: laconic "
-                "communicates after each step() of the attached optimizer. Attach the optimizer "
-                "whose step() the loop calls, or the one inside (SAM: base_optimizer)",
+                f"the parameters move, and {name}.step() was never called: laconic communicates "
+                "after each step() of the attached optimizer. Attach the optimizer whose step() "
+                "the loop calls, or the one inside (SAM: base_optimizer)",
                 stacklevel=2,
             )
 
-    def end(self) -> None:
-        """Watch no more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    return register_optimizer_step_post_hook(not_compiled(on_step)).remove
 
 
 def check_steps(optimizer: Optimizer) -> None:

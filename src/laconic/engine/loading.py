@@ -34,6 +34,7 @@ from laconic.engine.saved_state import (
     Others,
     Saved,
     Source,
+    States,
     channel_states,
     difference,
     load_channels,
@@ -47,7 +48,6 @@ from laconic.links.simulated import idle_link
 from laconic.parts import module_buffers
 from laconic.tensors import copies, local, overwrite, restore
 
-State = Mapping[str, Any]
 LoadModel = Callable[[int | None], None]
 _DIFFERENT_WEIGHTS = (
     "this state comes from other ranks, so every rank must load the same weights before it, such "
@@ -95,11 +95,6 @@ def state_dict(run: RecipeRun) -> Saved:
         }
 
 
-def parts_of(state: State | Sequence[State | None], run: RecipeRun) -> dict[int, Saved]:
-    """The ``state`` that a user passes, by the rank that saved it."""
-    return saved_state.parts_of(state, header(run))
-
-
 @dataclass
 class Loading:
     """One load on one rank. Until `complete` nothing has changed that `cancel` does not restore.
@@ -118,14 +113,13 @@ class Loading:
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
-    def prepare(
-        cls, run: RecipeRun, parts: Callable[[], dict[int, Saved]], load_model: LoadModel | None
-    ) -> Loading:
-        """Read ``parts()``, saved states by rank. ``load_model(rank)`` loads that rank's model
-        into this one, and ``load_model(None)`` the one that this rank goes on with."""
+    def prepare(cls, run: RecipeRun, state: States, load_model: LoadModel | None) -> Loading:
+        """Read ``state``, as the user passes it, or, with ``load_model``, saved states by rank.
+        ``load_model(rank)`` loads that rank's model into this one, and ``load_model(None)`` the one
+        that this rank goes on with."""
         loading = cls(run)
         try:
-            loading._read(parts(), load_model)
+            loading._read(state, load_model)
         except ValueError as error:
             loading.problem = str(error)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
@@ -133,11 +127,13 @@ class Loading:
             loading.problem = f"this is not what sync.state_dict() returned: {kind}: {error}"
         return loading
 
-    def _read(self, parts: dict[int, Saved], load_model: LoadModel | None) -> None:
+    def _read(self, state: States, load_model: LoadModel | None) -> None:
+        here = header(self.run)
+        parts: Any = saved_state.parts_of(state, here) if load_model is None else state
         policy = self.run.session.policy
         if policy is not None:
             self._undo.append(policy.undo())
-        mine = saved_state.own_part(parts, header(self.run), regroup=load_model is not None)
+        mine = saved_state.own_part(parts, here, regroup=load_model is not None)
         if mine is None and self.run.quorum is not None:
             raise ValueError(
                 "rounds with a quorum are resumed by the same ranks, each from its own state: to "

@@ -229,9 +229,6 @@ class ShardedTensors(Tensors):
         self._sizes = bucket.sizes
         self._inside, self._comm = inside, comm
 
-    def only(self, index: int) -> Tensors:
-        raise ValueError("an update that changes matrices after every step needs whole ones")
-
     def map(
         self,
         flat: Tensor,

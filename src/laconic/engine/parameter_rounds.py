@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
-from laconic.algorithms.update import Clock, State, returned
+from laconic.algorithms.update import Clock, EveryStep, State, returned
 from laconic.buckets import Bucket, bucketize
 from laconic.engine.channel import Channel, ChannelSet, by_tensor, is_owned
 from laconic.engine.comparison import held_by_all
@@ -308,8 +308,7 @@ class ParameterRunner:
 
     def before_step(self, step: int) -> None:
         """The update's `before_step` on every parameter. ``step``: the one about to be taken."""
-        if self.round.update.before_step is not None:
-            _on_every_tensor(self, self.round.update.before_step, step)
+        self._on_every_tensor(self.round.update.before_step, step)
 
     def undo_before_step(self, step: int) -> None:
         """Divide by the push weights again, by which `before_step` has multiplied."""
@@ -318,9 +317,16 @@ class ParameterRunner:
 
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
-        update = self.round.update
-        if update.after_step is not None and update.pulls:
-            _on_every_tensor(self, update.after_step, step)
+        if self.round.update.pulls:
+            self._on_every_tensor(self.round.update.after_step, step)
+
+    def _on_every_tensor(self, method: EveryStep | None, step: int) -> None:
+        if method is None:
+            return
+        for channel in self.channels:
+            clock = self.clock(channel.bucket, step)
+            for x, state in by_tensor(channel, self.round.update):
+                method(x, state, clock)
 
     # -- what the workers agree on ----
 
@@ -390,13 +396,3 @@ def _rebase(channel: Channel, x: Tensor) -> None:
     if rebase is not None:
         with channel.states() as (_, exchange_state):
             rebase(x, exchange_state)
-
-
-def _on_every_tensor(
-    runner: ParameterRunner, method: Callable[[Tensor, State, Clock], None], step: int
-) -> None:
-    """Call the update's ``method`` on every parameter."""
-    for channel in runner.channels:
-        clock = runner.clock(channel.bucket, step)
-        for each in by_tensor(channel, runner.round.update, clock):
-            method(*each)

@@ -155,7 +155,7 @@ class RecipeRun:
         policy = None if chosen else self.session.policy
         links = self.session.links
         return {
-            "recipe": describe(own) if policy is None else policy.description,
+            "recipe": describe(own) if policy is None else policy.text,
             "options": f"buffers={settings.buffers}, seed={settings.seed}",
             "group_size": links["group"].size if "group" in links else 0,
         }

@@ -193,19 +193,18 @@ class Reports:
             self._deal, self._ids = deal + 1, list(reports)
             self._sending.clear()
             for index, sampler in enumerate(self._samplers):
-                state, lost = base["deals"][index], 0
+                state = base["deals"][index]
                 counts = dict.fromkeys(range(state["workers"]), 0)
                 for worker, id in enumerate(base["ids"]):
                     if id in gone:
-                        counts[worker], missing = sampler.counts_for(*last[id].drawn[index])
-                        lost += missing
+                        counts[worker] = last[id].drawn[index][1]  # that have contributed
                     elif known[id].deal == deal:  # else it has drawn nothing of this deal
                         counts[worker] = known[id].drawn[index][0]
                 if not base["ids"]:  # the run begins, perhaps where a saved one ended
                     for report in reports.values():
                         own_state = report["deals"][index]
                         counts[own_state["worker"]] = own_state["drawn"]
-                place = self._ids.index(me), len(reports), lost
+                place = self._ids.index(me), len(reports)
                 drawn = sampler.progress().drawn
                 deals.append(Recorded(drawn, state, list(counts.values()), *place))
                 sampler.load_state_dict(state)

@@ -73,7 +73,7 @@ def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int |
         )
     same = all(first[key] == here[key] for key in ("ranks", "workers"))
     # options of auto() are those of later choices: the recipe in force is saved, too
-    alike = all(header["recipe"].startswith("Auto(") for header in (first, here))
+    alike = all(header["recipe"].startswith("auto(") for header in (first, here))
     keys = ["options"] if alike else ["options", "recipe"]
     keys += ["group_size"] if same else []
     if any(first[key] != here[key] for key in keys):
@@ -242,7 +242,7 @@ def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFli
 
 
 Saved = dict[str, Any]
-States = Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
+States = Mapping[Any, Any] | Sequence[Mapping[str, Any] | None]
 """What `Synchronizer.state_dict` has returned: a rank's own, or that of all ranks, by rank."""
 
 

@@ -64,11 +64,7 @@ class Policy(Protocol):
 
     @property
     def text(self) -> str:
-        """How messages name it, such as ``auto()``."""
-
-    @property
-    def description(self) -> str:
-        """All its options, which must be the same on all ranks and when a run is resumed."""
+        """The call that makes it, such as ``auto()``: the same on all ranks and in saved states."""
 
     @property
     def recipe(self) -> Recipe:
@@ -333,7 +329,8 @@ class Session:
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, stacked."""
-        return self.comm.call(partial(self.world.gather, x), "comparing the ranks")
+        gathered: Tensor = self.comm.call(partial(self.world.gather, x), "comparing the ranks")
+        return gathered
 
     def gather_json(self, value: Any) -> list[Any]:
         """What each rank passes (anything that JSON can hold), by rank."""

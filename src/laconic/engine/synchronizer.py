@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from laconic.algorithms.round import Recipe
-from laconic.engine import consensus, loading
+from laconic.engine import consensus
 from laconic.engine.driver import Driver
 from laconic.engine.loading import LoadModel
 from laconic.engine.recorder import Stats
@@ -194,14 +194,14 @@ class Synchronizer:
 
         Raises ``ValueError`` on every rank where any of them cannot load its part.
         """
-        self.driver.load_on_all(lambda: loading.parts_of(state, self.driver.run), None)
+        self.driver.load_on_all(state)
 
-    def load_parts(self, parts: Mapping[int, Saved], load_model: LoadModel) -> None:
+    def load_parts(self, parts: dict[int, Saved], load_model: LoadModel) -> None:
         """Go on from the consensus of another run's ranks. ``parts`` holds their saved states by
         rank. ``load_model(rank)`` loads that rank's model into this one, and ``load_model(None)``
         the one that this rank goes on with; only what `finish` averages is replaced by the
         consensus."""
-        self.driver.load_on_all(lambda: dict(parts), load_model)
+        self.driver.load_on_all(parts, load_model)
 
     def check_own_weights(self) -> None:
         """Raise ``ValueError`` unless the model holds this worker's own weights."""

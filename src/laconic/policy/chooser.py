@@ -141,11 +141,6 @@ class Chooser:
         return self.auto.text
 
     @property
-    def description(self) -> str:
-        """The options of `auto`."""
-        return repr(self.auto)
-
-    @property
     def recipe(self) -> Recipe:
         """The current recipe."""
         return self.now.recipe

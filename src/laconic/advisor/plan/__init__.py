@@ -1,6 +1,6 @@
 """The planner: simulate a run of any recipe on a described cluster.
 
-cluster.py   what is described: sites, workers, links, failures, prices
+cluster.py   what is described: sites, workers, failures, prices
 fields.py    reading that from YAML, JSON or options, with errors that name the field
 times.py     step times at random, and failures
 rounds.py    what a recipe's rounds cost on the workers that are present
@@ -8,9 +8,7 @@ run.py        what both kinds of simulations share: clocks, failures, a log, the
 together.py  the simulation of rounds that wait for all workers
 quorum.py    the simulation of rounds that close with a quorum
 simulate.py  one run, and its result
-law.py       the loss that a published scaling law expects
 report.py    figures with their ranges, what limits the run, and what would help
 measured.py  a cluster from the metrics of a real run
-show.py      all of that as text and as a picture
-at_scale.py  the real mathematics with many simulated workers
+show.py      all of that as text
 """

@@ -1,6 +1,6 @@
-"""What a plan describes: sites with workers, the links between them, failures, and prices.
+"""What a plan describes: sites with workers, failures, and prices.
 
-Units are seconds, bit/s, bytes. Latencies are one way.
+Units are seconds, bit/s, bytes. Latencies are round trips.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from laconic.advisor.numbers import facts_from
 from laconic.errors import check_choice, check_float, check_int
@@ -18,7 +18,7 @@ from laconic.links.cost import Shared
 from laconic.policy.facts import BACKWARD, Facts
 from laconic.units import format_share
 
-Distribution = Literal["lognormal", "normal", "exponential", "constant"]
+T = TypeVar("T")
 Policy = Literal["elastic", "static"]
 
 SPREAD = 0.05
@@ -50,12 +50,10 @@ class Site:
     def __post_init__(self) -> None:
         check_int("workers", self.workers, 1)
         check_float("rate", self.rate, 0.0, strict=True)
-        for name in ("uplink", "download"):
+        for name in ("uplink", "download", "step"):
             if getattr(self, name) is not None:
                 check_float(name, getattr(self, name), 0.0, strict=True)
         check_float("latency", self.latency, 0.0)
-        if self.step is not None:
-            check_float("step", self.step, 0.0, strict=True)
         check_float("price", self.price, 0.0)
 
     @property
@@ -65,61 +63,37 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Path:
-    """The connection ``between`` two sites, where it differs from the others. ``latency``: a round
-    trip. ``rate``: bit/s that all messages in one direction share; None: no limit."""
-
-    between: tuple[str, str]
-    latency: float | None = None
-    rate: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.latency is not None:
-            check_float("latency", self.latency, 0.0)
-        if self.rate is not None:
-            check_float("rate", self.rate, 0.0, strict=True)
-
-
-@dataclass(frozen=True)
 class Failures:
     """What fails, and what happens then.
 
-    ``mtbf``: mean seconds between two failures of one chip, while it runs; infinite: never. They
-    are exponentially distributed. A worker has `Cluster.chips`. ``repair``: seconds until a failed
-    machine is available again; ``repairs`` is their distribution. ``restart``: seconds until its
-    process runs then. ``detection``: seconds until the others notice a loss; None: the rule for a
-    host that falls silent (docs/elastic.md).
+    ``mtbf``: mean seconds between two failures of one worker, while it runs; infinite: never. They
+    are exponentially distributed. ``repair``: seconds until a failed machine is available again.
+    ``restart``: seconds until its process runs then. ``detection``: seconds until the others notice
+    a loss; None: the rule for a host that falls silent (docs/elastic.md).
 
     ``policy``: in an ``elastic`` run the others go on, and the worker joins when it is back. A
     ``static`` run starts again from its checkpoint, when the machine is back. ``checkpoint``: steps
     between two checkpoints; None: a run that is lost begins anew. ``save``: seconds to write one.
     ``min_workers``: with fewer, an elastic run waits.
 
-    With `Cluster.slices`, a failure costs a worker a slice, and not its state: it pauses for
-    ``reconfigure`` seconds and continues with the slices left, and pauses again when the slice is
-    back. Failures and repairs during a pause do not make it longer.
-
     ``at``: workers, by number, that fail at these times, beside those that fail at random.
     """
 
     mtbf: float = math.inf
     repair: float = 600.0
-    repairs: Literal["exponential", "constant"] = "constant"
     restart: float = 30.0
     detection: float | None = None
     policy: Policy = "elastic"
     checkpoint: int | None = None
     save: float = 0.0
     min_workers: int = 1
-    reconfigure: float = 30.0
     at: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.mtbf > 0:
             raise ValueError(f"mtbf must be greater than 0, not {self.mtbf!r}")
-        for name in ("repair", "restart", "save", "reconfigure"):
+        for name in ("repair", "restart", "save"):
             check_float(name, getattr(self, name), 0.0)
-        check_choice("repairs", self.repairs, ("exponential", "constant"))
         if self.detection is not None:
             check_float("detection", self.detection, 0.0)
         check_choice("policy", self.policy, get_args(Policy))
@@ -138,31 +112,23 @@ class Cluster:
     """Workers that train a model together.
 
     ``parameters`` of ``dtype``. ``step``: mean seconds of a step without communication; ``spread``:
-    the standard deviation of a worker's step times, as a share of that, with this ``distribution``.
-    ``backward``: the share of a step in which gradients become available. ``latency``: a round trip
-    between workers of different sites. ``jitter``: it takes up to so many seconds more or less, and
-    each message half of that, uniformly. ``loss``: share of the packets that are lost, at most 10%.
-    ``tokens``: in a step of one worker, for the loss. ``chips`` and ``slices`` of a worker: see
-    `Failures`. ``gigabyte``: price of 10**9 bytes that leave a site. ``measured``: costs to use in
-    place of those that follow from the numbers."""
+    the standard deviation of a worker's step times, as a share of that (lognormal). ``backward``:
+    the share of a step in which gradients become available. ``latency``: a round trip between
+    workers of different sites. ``jitter``: it takes up to so many seconds more or less, and each
+    message half of that, uniformly. ``loss``: share of the packets that are lost, at most 10%.
+    ``gigabyte``: price of 10**9 bytes that leave a site."""
 
     parameters: int
     sites: tuple[Site, ...]
     step: float = 1.0
     dtype: str = "float32"
     spread: float = SPREAD
-    distribution: Distribution = "lognormal"
     backward: float = BACKWARD
     latency: float = 0.0
     jitter: float = 0.0
     loss: float = 0.0
-    links: tuple[Path, ...] = ()
-    tokens: int | None = None
-    chips: int = 1
-    slices: int = 1
     gigabyte: float = 0.0
     failures: Failures = field(default_factory=Failures)
-    measured: Facts | None = None
 
     def __post_init__(self) -> None:
         check_int("parameters", self.parameters, 1)
@@ -172,33 +138,14 @@ class Cluster:
         if len({*names}) < len(names):
             raise ValueError(f"sites must have different names, not {', '.join(names)}")
         check_float("step", self.step, 0.0, strict=True)
-        check_float("spread", self.spread, 0.0)
-        check_choice("distribution", self.distribution, get_args(Distribution))
         check_float("backward", self.backward, 0.0, most=1.0)
-        for name in ("latency", "jitter", "gigabyte"):
+        for name in ("spread", "latency", "jitter", "gigabyte"):
             check_float(name, getattr(self, name), 0.0)
         if check_float("loss", self.loss, 0.0) > MOST_LOSS:
             raise ValueError(
                 f"loss must be at most {MOST_LOSS:.0%}, not {format_share(self.loss)}: with more, "
                 "TCP comes nearly to a halt, and the model of lost packets does not hold"
             )
-        for name in ("chips", "slices"):
-            check_int(name, getattr(self, name), 1)
-        if self.slices > self.chips:
-            raise ValueError(f"slices must be at most chips, {self.chips}, not {self.slices}")
-        seen: dict[frozenset[str], int] = {}
-        for k, link in enumerate(self.links):
-            for end in link.between:
-                check_choice(f"links[{k}].between", end, names)
-            a, b = link.between
-            if a == b:
-                raise ValueError(f"links[{k}].between must be two different sites, not {a} twice")
-            before = seen.setdefault(frozenset(link.between), k)
-            if before != k:
-                raise ValueError(
-                    f"links[{k}].between must be a pair without another link, and links[{before}] "
-                    f"is between {a} and {b} too"
-                )
         if self.failures.min_workers > self.workers:
             raise ValueError(
                 f"failures.min_workers must be at most the number of workers, {self.workers}, not "
@@ -208,97 +155,76 @@ class Cluster:
     @property
     def workers(self) -> int:
         """How many there are, on all sites."""
-        return sum(site.workers for site in self.sites)
-
-    @cached_property
-    def site_of(self) -> tuple[int, ...]:
-        """The index of each worker's site. Ranks follow the order of the sites."""
-        return tuple(s for s, site in enumerate(self.sites) for _ in range(site.workers))
-
-    @cached_property
-    def steps(self) -> tuple[float, ...]:
-        """The mean seconds of a step on each worker."""
-        own = [self.step if site.step is None else site.step for site in self.sites]
-        return tuple(own[s] for s in self.site_of)
+        return sum(self.everybody)
 
     @property
     def everybody(self) -> tuple[int, ...]:
         """The number of workers on each site."""
         return tuple(site.workers for site in self.sites)
 
+    @cached_property
+    def site_of(self) -> tuple[int, ...]:
+        """The index of each worker's site. Ranks follow the order of the sites."""
+        return _by_worker(range(len(self.sites)), self.everybody)
+
+    @cached_property
+    def steps(self) -> tuple[float, ...]:
+        """The mean seconds of a step on each worker."""
+        return _by_worker(self._own_steps(), self.everybody)
+
+    def _own_steps(self) -> list[float]:
+        return [self.step if site.step is None else site.step for site in self.sites]
+
     @property
     def deterministic(self) -> bool:
         """Whether all runs are alike."""
-        varies = self.spread and self.distribution != "constant"
-        return not (varies or self.jitter or self.failures.happen)
+        return not (self.spread or self.jitter or self.failures.happen)
 
     def facts(self, present: Sequence[int] | None = None) -> Facts:
         """Return what the cost model needs, with ``present`` workers on each site (None: all)."""
-        return _facts(self, self.everybody if present is None else tuple(present))
-
-    def link(self, a: int, b: int) -> Path:
-        """The connection between two sites, by index."""
-        if not self.links:
-            return Path(("", ""))
-        ends = {self.sites[a].name, self.sites[b].name}
-        return next((each for each in self.links if {*each.between} == ends), Path(("", "")))
-
-
-def _facts(cluster: Cluster, present: tuple[int, ...]) -> Facts:
-    n, here = sum(present), [s for s, count in enumerate(present) if count]
-    sites = cluster.sites
-    begins = dict(zip(here, accumulate((present[s] for s in here), initial=0), strict=False))
-    latencies = [sites[s].latency for s in here if present[s] > 1]
-    shared = []
-    for a in here:
-        uplink = sites[a].uplink
-        if uplink is not None and n > present[a]:
-            shared.append(Shared(present[a], n - present[a], uplink, begins[a]))
-        for b in here:
-            if a == b:
-                continue
-            link = cluster.link(a, b)
-            latencies.append(cluster.latency if link.latency is None else link.latency)
-            if link.rate is not None:
-                shared.append(Shared(present[a], present[b], link.rate, begins[a], begins[b]))
-    rate = min(min(sites[s].rate, sites[s].receives) for s in here)
-    one_way = max(latencies, default=0.0) / 2
-    steps = {s: cluster.step if (own := sites[s].step) is None else own for s in here}
-    compute = max(steps.values())
-    if cluster.measured is None:
-        base = facts_from(
-            params=cluster.parameters,
+        counts = self.everybody if present is None else tuple(present)
+        n, here = sum(counts), [s for s, count in enumerate(counts) if count]
+        sites = [self.sites[s] for s in here]
+        latencies = [site.latency for s, site in zip(here, sites, strict=True) if counts[s] > 1]
+        if len(here) > 1:
+            latencies.append(self.latency)
+        first = [*accumulate((counts[s] for s in here), initial=0)]
+        shared = [
+            Shared(counts[s], n - counts[s], site.uplink, begin)
+            for s, site, begin in zip(here, sites, first[:-1], strict=True)
+            if site.uplink is not None and n > counts[s]
+        ]
+        rate = min(min(site.rate, site.receives) for site in sites)
+        one_way = max(latencies, default=0.0) / 2
+        steps = self._own_steps()
+        compute = max(steps[s] for s in here)
+        known = facts_from(
+            params=self.parameters,
             step_time=compute,
             bandwidth=rate,
             one_way=one_way,
-            nodes=max(n, 2),
-            backward_share=cluster.backward,
-            dtype=cluster.dtype,
-            loss=cluster.loss,
+            workers=max(n, 2),
+            backward_share=self.backward,
+            dtype=self.dtype,
+            loss=self.loss,
         )
-    else:
-        base = replace(cluster.measured, compute=compute, skew=0.0)
-    rates = {s: sites[s].rate for s in here}
-    receives = {s: sites[s].receives for s in here}
-    unlike = len({*rates.values(), *receives.values()}) > 1
-    known = {k: replace(net, rate=min(net.rate, rate)) for k, net in base.nets.items()}
-    return replace(
-        base,
-        workers=n,
-        compute=compute,
-        rate=rate,
-        one_way=one_way,
-        nets=known,
-        rates=_by_worker(rates, present) if unlike else (),
-        receives=_by_worker(receives, present) if unlike else (),
-        computes=_by_worker(steps, present) if len({*steps.values()}) > 1 else (),
-        shared=tuple(shared),
-    )
+        unlike = len({rate for site in sites for rate in (site.rate, site.receives)}) > 1
+        rates = _by_worker([site.rate for site in self.sites], counts)
+        receives = _by_worker([site.receives for site in self.sites], counts)
+        computes = _by_worker(steps, counts)
+        return replace(
+            known,
+            workers=n,
+            rates=rates if unlike else (),
+            receives=receives if unlike else (),
+            computes=computes if len({*computes}) > 1 else (),
+            shared=tuple(shared),
+        )
 
 
-def _by_worker(of: dict[int, float], present: Sequence[int]) -> tuple[float, ...]:
+def _by_worker(of: Sequence[T], present: Sequence[int]) -> tuple[T, ...]:
     """Return what each worker has, by site."""
-    return tuple(value for s, value in of.items() for _ in range(present[s]))
+    return tuple(value for value, count in zip(of, present, strict=True) for _ in range(count))
 
 
 def uniform(

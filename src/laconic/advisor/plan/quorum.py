@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from laconic.advisor.plan.rounds import Rounds, message_bytes
-from laconic.advisor.plan.run import MARKS, Log, Run
+from laconic.advisor.plan.run import Log, Run
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import AnyRound
 from laconic.algorithms.schedules import Every, own_pace
-from laconic.policy.predict import quorum_travel, work_key
+from laconic.policy.predict import quorum_travel
 
 DRAWN = 1024
 """Step times of a worker that are drawn at once."""
@@ -37,7 +37,7 @@ class _Kind:
     worker, the first round that waits for it during the grace. ``mine``: the workers that wait for
     it, in order of arrival. ``absent``: how many workers the next round expects that are not there;
     ``later``: those that only a later round expects, by its number. ``reached``: when the quorum
-    had arrived, if it has. ``send``: seconds of each worker's message; ``work``: of the processors.
+    had arrived, if it has. ``send``: seconds of each worker's message.
     """
 
     rounds: list[AnyRound]
@@ -52,7 +52,6 @@ class _Kind:
     later: Counter[int] = field(default_factory=Counter)
     reached: float | None = None
     send: list[float] = field(default_factory=list)
-    work: float = 0.0
 
     def moves(self, worker: int, change: int) -> None:
         """The worker has left (``change`` is 1) or come (-1)."""
@@ -79,12 +78,11 @@ class _Kind:
 @dataclass
 class _UnderWay:
     """What a worker does from one of its rounds to the next: seconds of ``receiving``, of
-    ``computing`` until ``end``, of ``work`` and of ``sending``, one after the other."""
+    ``computing`` until ``end``, and of ``sending``, one after the other."""
 
     end: float = 0.0
     receiving: float = 0.0
     computing: float = 0.0
-    work: float = 0.0
     sending: float = 0.0
 
     def after(self, at: float, seconds: float, later: float) -> float:
@@ -117,7 +115,6 @@ class Quorum(Run):
         for kind in self.kinds:
             there = [quorum_travel(r, self._facts)[0] for r in kind.rounds]
             kind.send = [sum(each) for each in zip(*there, strict=True)]
-            kind.work = sum(self._facts.work.get(work_key(r), 0.0) for r in kind.rounds)
         self._speeds: dict[int, float] = {}
         self._sendings: dict[int, float] = {}
         self._there: dict[int, float] = {}
@@ -169,8 +166,7 @@ class Quorum(Run):
         """What the workers would have done after the time ``at`` has not happened."""
         for each in self._under_way:
             self.log.spent["compute"] -= each.after(at, each.computing, 0.0)
-            self.log.spent["processors"] -= each.after(at, each.work, each.work)
-            network = each.after(at, each.sending, each.work + each.sending)
+            network = each.after(at, each.sending, each.sending)
             network += each.after(at, each.receiving, -each.computing)
             self.log.spent["bandwidth"] -= network
         self._under_way = [_UnderWay() for _ in range(self._n)]
@@ -205,15 +201,9 @@ class Quorum(Run):
         self._worked[worker] += seconds
         self._step[worker] = due
         self.log.spent["compute"] += seconds
-        if self._slices is None:
-            end = now + seconds
-        else:
-            at = torch.tensor([now], dtype=torch.float64)
-            work = torch.tensor([seconds], dtype=torch.float64)
-            end = float(self._slices.finish(at, work, torch.tensor([worker]))[0])
         under_way = self._under_way[worker]
-        under_way.end, under_way.computing = end, seconds
-        self._deliver(worker, index, end)
+        under_way.end, under_way.computing = now + seconds, seconds
+        self._deliver(worker, index, now + seconds)
 
     def _deliver(self, worker: int, index: int, now: float) -> None:
         kind = self.kinds[index]
@@ -221,16 +211,14 @@ class Quorum(Run):
         if self.cluster.jitter and sending:
             jitter = self.cluster.jitter / 2  # that of a message
             sending = max(sending + self._jitter.uniform(-jitter, jitter), 0.0)
-        self._spend(sending, kind.work)
-        under_way = self._under_way[worker]
-        under_way.end, under_way.work, under_way.sending = now, kind.work, sending
-        heapq.heappush(self._arrivals, (now + kind.work + sending, worker, index))
+        self._spend(sending)
+        self._under_way[worker].end, self._under_way[worker].sending = now, sending
+        heapq.heappush(self._arrivals, (now + sending, worker, index))
 
-    def _spend(self, network: float, work: float) -> None:
+    def _spend(self, network: float) -> None:
         latency = min(self._latency, network)
         self.log.spent["latency"] += latency
         self.log.spent["bandwidth"] += network - latency
-        self.log.spent["processors"] += work
 
     # -- the syncer's rules ----
 
@@ -284,7 +272,6 @@ class Quorum(Run):
                 each.moves(worker, 1)
         for each in self.kinds:
             each.reached = None
-        self.log.rounds += 1
         remote = len(roster) - (roster[0] == 0)
         receive = self._result_seconds(index, remote)
         behind = max(self._sent_until - until, 0.0)  # other results that rank 0 still sends
@@ -293,7 +280,7 @@ class Quorum(Run):
             arrived = self._there.pop(worker)
             self.log.spent["stragglers"] += until - arrived
             receiving = receive[worker] + (behind if worker else 0.0)
-            self._spend(receiving, 0.0)
+            self._spend(receiving)
             self._under_way[worker] = _UnderWay(until + receiving, receiving)
             count = self._step[worker] - kind.since[worker]
             share = 1 / len(self.kinds)
@@ -305,7 +292,6 @@ class Quorum(Run):
         for worker in roster:
             self._go_on(worker, until + self._under_way[worker].receiving, index)
         self._account(kind, roster)
-        self._mark(until)
 
     def _paces(self, kind: _Kind, roster: Sequence[int]) -> list[tuple[int, int]]:
         exchange = kind.exchange
@@ -343,13 +329,6 @@ class Quorum(Run):
         self.log.sent += 2 * remote * size
         sites = self.cluster.site_of
         self.log.crossed += 2 * size * sum(sites[worker] != sites[0] for worker in roster)
-
-    def _mark(self, now: float) -> None:
-        step = self.log.counted / self._n
-        if not self.log.marks or step >= self.log.marks[-1][1] + 1e-9:
-            self.log.marks.append((now, step, self._n))
-            if len(self.log.marks) > 4 * MARKS:
-                self.log.marks = self.log.marks[::2]
 
     # -- failures ----
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
+
+import torch
 
 from laconic.advisor.advice import reason as reason_of
 from laconic.advisor.advice import rows_of
 from laconic.advisor.choices import Choice, choices, steps_of
-from laconic.advisor.plan.cluster import Cluster
-from laconic.advisor.plan.law import Expected, continued, expected
+from laconic.advisor.plan.cluster import Cluster, Site
 from laconic.advisor.plan.simulate import Result, check_plannable, recipe_of, simulate_plan
 from laconic.advisor.rows import Row
 from laconic.algorithms.round import Recipe
@@ -40,13 +40,19 @@ TRIED = 10**7
 """With a change, at most so many steps of all workers together are simulated."""
 HELPS = 0.05
 """A change helps if the run takes less time by this share."""
+FIGURES = (
+    "seconds", "goodput", "utilization", "bytes", "crossed", "memory", "money", "failures", "joins",
+    "restarts",
+)  # fmt: skip
+"""Figures of a `Result` of which a plan has the range."""
+QUANTILES = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
 MATTERS = 0.05
 """The share of the time above which something other than computing limits a run."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The 5%, 50% and 95% quantiles over the runs."""
+    """The `QUANTILES` over the runs."""
 
     low: float
     median: float
@@ -63,17 +69,16 @@ class Planned:
     results: tuple[Result, ...]
     steps_factor: float
     steps_from: str
-    loss: Expected
 
-    def range(self, of: Callable[[Result], float]) -> Range:
-        """Return the range of a figure."""
-        values = sorted(of(result) for result in self.results)
-        return Range(*(_quantile(values, q) for q in (0.05, 0.5, 0.95)))
+    def range(self, figure: str) -> Range:
+        """Return the range of one of the `FIGURES`."""
+        values = torch.tensor([getattr(r, figure) for r in self.results], dtype=torch.float64)
+        return Range(*values.quantile(QUANTILES).tolist())
 
     @property
     def seconds(self) -> Range:
         """Of the whole run."""
-        return self.range(lambda result: result.seconds)
+        return self.range("seconds")
 
     @property
     def shares(self) -> dict[str, float]:
@@ -106,31 +111,20 @@ class Plan:
     reason: str
     limit: str
     changes: tuple[Change, ...]
-    compared: int
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        rows = []
-        for row in self.rows:
-            figures: dict[str, Any] = {
-                name: asdict(row.range(partial(_figure, name)))
-                for name in (
-                    "seconds", "goodput", "utilization", "bytes", "crossed", "memory", "money",
-                    "failures", "joins", "restarts",
-                )
-            }  # fmt: skip
-            rows.append(
-                {
-                    "recipe": row.text,
-                    **figures,
-                    "shares": row.shares,
-                    "steps_factor": row.steps_factor,
-                    "steps_from": row.steps_from,
-                    "loss": asdict(row.loss),
-                    "marks": row.results[0].marks,
-                    "events": row.results[0].events,
-                }
-            )
+        rows = [
+            {
+                "recipe": row.text,
+                **{name: asdict(row.range(name)) for name in FIGURES},
+                "shares": row.shares,
+                "steps_factor": row.steps_factor,
+                "steps_from": row.steps_from,
+                "events": row.results[0].events,
+            }
+            for row in self.rows
+        ]
         plain = {
             "workers": self.cluster.workers,
             "sites": [asdict(site) for site in self.cluster.sites],
@@ -144,10 +138,6 @@ class Plan:
         return json.dumps(finite(plain), indent=2)
 
 
-def _figure(name: str, result: Result) -> float:
-    return float(getattr(result, name))
-
-
 def plan(
     cluster: Cluster,
     recipes: Sequence[str] = (),
@@ -155,22 +145,18 @@ def plan(
     steps: int = 10_000,
     seeds: int | None = None,
     changes: bool = True,
-    curve: Sequence[tuple[float, float]] = (),
 ) -> Plan:
     """Plan a run of ``steps`` steps on ``cluster``.
 
     ``recipes``: those to simulate; none: the ones that ``laconic advise`` compares. ``seeds``: how
     many runs of each; None: `SEEDS`, or fewer of large plans. ``changes``: whether to look for what
-    would help. ``curve``: points ``(step, loss)`` of a pilot of the one recipe, from which its loss
-    is continued. Raises ``ValueError`` for a recipe that cannot run on the cluster.
+    would help. Raises ``ValueError`` for a recipe that cannot run on the cluster.
     """
     check_int("steps", steps, 1)
     large = steps * cluster.workers > LARGE
     seeds = (FEW_SEEDS if large else SEEDS) if seeds is None else check_int("seeds", seeds, 1)
     if cluster.workers < 2:
         raise ValueError("a plan needs at least 2 workers")
-    if curve and len(recipes) != 1:
-        raise ValueError("a curve is that of one recipe: give that recipe")
     facts = cluster.facts()
     compared = list(_plannable(choices(facts), cluster))
     if recipes:
@@ -178,8 +164,6 @@ def plan(
     else:
         wanted = _promising(compared, facts, FEW_SIMULATED if large else SIMULATED)
     rows = tuple(_planned(choice, cluster, steps, seeds) for choice in wanted)
-    if curve:
-        rows = (replace(rows[0], loss=continued(curve, steps)),)
     if recipes:
         best = min(rows, key=_progress)
         most = "It makes the most progress per second of the given recipes."
@@ -187,7 +171,7 @@ def plan(
     else:
         best, reason = _recommended(wanted, rows, facts)
     found = tuple(_changes(best, cluster, compared, steps)) if changes else ()
-    return Plan(cluster, steps, rows, best, reason, limit(best, cluster), found, len(compared))
+    return Plan(cluster, steps, rows, best, reason, limit(best, cluster), found)
 
 
 def _plannable(found: Sequence[Choice], cluster: Cluster) -> Iterator[Choice]:
@@ -209,10 +193,7 @@ def _promising(compared: Sequence[Choice], facts: Facts, count: int) -> list[Cho
 
 def _planned(choice: Choice, cluster: Cluster, steps: int, seeds: int) -> Planned:
     results = runs(choice.recipe, cluster, steps, 1 if cluster.deterministic else seeds)
-    factor = _steps(choice.recipe)
-    tokens = None if cluster.tokens is None else cluster.tokens * cluster.workers * steps
-    loss = expected(choice.recipe, cluster.parameters, cluster.workers, tokens)
-    return Planned(choice.text, choice.recipe, results, *factor, loss)
+    return Planned(choice.text, choice.recipe, results, *_steps(choice.recipe))
 
 
 def _steps(recipe: Recipe) -> tuple[float, str]:
@@ -255,22 +236,20 @@ def _longer(
     by which they are longer than the ``short`` ones. By chance, runs differ: over k steps as
     sqrt(k)."""
 
-    def longer(of: Callable[[Result], float]) -> list[float]:
-        slopes = [(of(b) - of(a)) / half for a, b in zip(short, long, strict=True)]
+    def longer(name: str) -> list[float]:
+        ends = [getattr(b, name) for b in long]
+        slopes = [(b - getattr(a, name)) / half for a, b in zip(short, ends, strict=True)]
         mean = statistics.fmean(slopes)
         return [
-            of(b) + more * mean + math.sqrt(more * half) * (slope - mean)
-            for b, slope in zip(long, slopes, strict=True)
+            end + more * mean + math.sqrt(more * half) * (slope - mean)
+            for end, slope in zip(ends, slopes, strict=True)
         ]
 
-    names = ("seconds", "bytes", "crossed", "money", "rounds")
-    columns = {name: longer(partial(_figure, name)) for name in names}
+    names = ("seconds", "bytes", "crossed", "money")
+    columns = {name: longer(name) for name in names}
     for k, result in enumerate(long):
         figures: dict[str, Any] = {name: column[k] for name, column in columns.items()}
-        figures["rounds"] = round(figures["rounds"])
-        steps = result.steps + more
-        end = (figures["seconds"], float(steps), result.workers)
-        yield replace(result, steps=steps, marks=(*result.marks, end), **figures)
+        yield replace(result, steps=result.steps + more, **figures)
 
 
 def _recommended(
@@ -314,8 +293,7 @@ def limit(planned: Planned, cluster: Cluster) -> str:
     words = {
         "stragglers": "waiting for the slowest worker",
         "bandwidth": f"the bandwidth of {bottleneck(cluster)}",
-        "latency": f"the latency {_farthest(cluster)}",
-        "processors": "processors that encode and copy messages",
+        "latency": f"the latency, {format_seconds(2 * cluster.facts().one_way)} per round trip",
         "failures": "failures",
     }
     return f"{words[cause]} {part}"
@@ -323,39 +301,16 @@ def limit(planned: Planned, cluster: Cluster) -> str:
 
 def bottleneck(cluster: Cluster) -> str:
     """Return the name of the resource that is busy for longest in a collective."""
-    facts, n = cluster.facts(), cluster.workers
-    rates = [min(site.rate, site.receives) for site in cluster.sites]
-    slowest = cluster.sites[rates.index(min(rates))]
-    same = len({*rates}) == 1
-    where = "each worker's interface" if same else f"the workers' interfaces in {slowest.name}"
-    found = [(min(rates), f"{where}, {format_rate(min(rates))}")]
+    n, slowest = cluster.workers, min(cluster.sites, key=lambda s: min(s.rate, s.receives))
+    rate = min(slowest.rate, slowest.receives)
+    alike = len({min(site.rate, site.receives) for site in cluster.sites}) == 1
+    where = "each worker's interface" if alike else f"the workers' interfaces in {slowest.name}"
+    found = [(rate, f"{where}, {format_rate(rate)}")]
     for site in cluster.sites:
         if site.uplink is not None and site.workers < n:
             share = site.uplink * (n - 1) / (site.workers * (n - site.workers))
             found.append((share, f"the uplink of {site.name}, {format_rate(site.uplink)}"))
-    for link in cluster.links:
-        if link.rate is not None:
-            a, b = (next(s for s in cluster.sites if s.name == name) for name in link.between)
-            share = link.rate * (n - 1) / (a.workers * b.workers)
-            found.append((share, f"the link {a.name} to {b.name}, {format_rate(link.rate)}"))
-    rate, name = min(found)
-    measured = facts.net("workers").rate
-    return name if measured >= rate * (1 - 1e-9) else f"the network, {format_rate(measured)}"
-
-
-def _farthest(cluster: Cluster) -> str:
-    if len(cluster.sites) == 1:
-        return f"inside {cluster.sites[0].name}, {format_seconds(cluster.sites[0].latency)}"
-    pairs = [
-        (
-            cluster.latency if (own := cluster.link(a, b).latency) is None else own,
-            f"between {cluster.sites[a].name} and {cluster.sites[b].name}",
-        )
-        for a in range(len(cluster.sites))
-        for b in range(a)
-    ]
-    latency, name = max(pairs)
-    return f"{name}, {format_seconds(latency)}"
+    return min(found)[1]
 
 
 # -- what would help ----
@@ -408,23 +363,16 @@ def _variants(
         yield "uplinks twice as fast", recipe, replace(cluster, sites=wide), False
     fast = tuple(replace(s, rate=2 * s.rate, download=s.download and 2 * s.download) for s in sites)
     yield "network interfaces twice as fast", recipe, replace(cluster, sites=fast), False
-    if len(sites) > 1 and cluster.workers > 2:
-        seen = []  # sites that differ in nothing but their names
-        linked = {name for link in cluster.links for name in link.between}
-        for k, site in enumerate(sites):
-            kind = site if site.name in linked else replace(site, name="")
-            if kind in seen:
-                continue
-            seen.append(kind)
-            rest = sites[:k] + sites[k + 1 :]
-            names = {s.name for s in rest}
-            links = tuple(link for link in cluster.links if {*link.between} <= names)
-            left = sum(s.workers for s in rest)
-            if left >= max(2, cluster.failures.min_workers):
-                fewer = replace(cluster, sites=rest, links=links)
-                yield f"without {site.name}", recipe, fewer, True
+    if len(sites) > 1:
+        kinds: dict[Site, Site] = {}
+        for site in sites:
+            kinds.setdefault(replace(site, name=""), site)
+        for site in kinds.values():
+            rest = tuple(other for other in sites if other is not site)
+            if sum(s.workers for s in rest) >= max(2, cluster.failures.min_workers):
+                yield f"without {site.name}", recipe, replace(cluster, sites=rest), True
     fails = cluster.failures
-    if fails.happen and cluster.slices == 1:
+    if fails.happen:
         if fails.policy == "static":
             elastic = replace(cluster, failures=replace(fails, policy="elastic"))
             yield "an elastic run (elastic=)", recipe, elastic, True
@@ -441,12 +389,5 @@ def _young(cluster: Cluster) -> int:
     ``sqrt(2 * seconds to write one * mean time between failures)`` seconds. Writing one counts as
     at least a step."""
     fails = cluster.failures
-    mean = fails.mtbf / (cluster.chips * cluster.workers)
+    mean = fails.mtbf / cluster.workers
     return max(round(math.sqrt(2 * max(fails.save, cluster.step) * mean) / cluster.step), 1)
-
-
-def _quantile(values: Sequence[float], q: float) -> float:
-    at = q * (len(values) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (at - low) * (values[high] - values[low])

@@ -22,7 +22,7 @@ from laconic.algorithms.exchanges.push import Push
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.buckets import BUCKET_BYTES
 from laconic.policy.facts import Facts
-from laconic.policy.predict import Load, elements, idle, load_of, often, work_key
+from laconic.policy.predict import Load, elements, idle, load_of, often
 
 BUFFER = 2**19
 """Bytes that the kernel holds for a worker on each connection: those that it still sends, and those
@@ -51,16 +51,13 @@ class Transfers:
 @dataclass(frozen=True)
 class Price:
     """Seconds of one round: ``exposed``, of a round on gradients after the backward pass; the
-    ``network``'s, of which it takes ``sending`` to send and the rest is latency; ``work`` of the
-    processors; ``stretch``, by which training beside it becomes slower; and ``idle``, until the
-    last rank has joined. ``sent``: bytes of each worker. ``transfers``: None if
-    all wait for a connection that they share, or for one worker."""
+    ``network``'s, of which it takes ``sending`` to send and the rest is latency; and ``idle``,
+    until the last rank has joined. ``sent``: bytes of each worker. ``transfers``: None if all wait
+    for a connection that they share, or for one worker."""
 
     exposed: float = 0.0
     network: float = 0.0
     sending: float = 0.0
-    work: float = 0.0
-    stretch: float = 0.0
     idle: float = 0.0
     sent: float = 0.0
     messages: int = 0
@@ -72,8 +69,8 @@ class Rounds:
     """The rounds of ``recipe`` on a ``cluster``."""
 
     def __init__(self, recipe: Recipe, cluster: Cluster) -> None:
-        self._elastic = cluster.failures.happen and cluster.failures.policy == "elastic"
-        self.all = replicated(recipe) if self._elastic and cluster.slices == 1 else recipe
+        elastic = cluster.failures.happen and cluster.failures.policy == "elastic"
+        self.all = replicated(recipe) if elastic else recipe
         self.cluster = cluster
         self._prices: dict[tuple[int, ...], tuple[Facts, tuple[Price, ...]]] = {}
         self._sources: dict[tuple[int, int, int], Tensor] = {}
@@ -107,8 +104,6 @@ class Rounds:
             return Price()
         load = load_of(r, facts)
         net = facts.net("peers" if r.exchange.out_degree is not None else r.over, "workers")
-        work = facts.work.get(work_key(r), 0.0)
-        gradients = isinstance(r, GradientRound)
         sending = min(8 * load.sent / net.rate, load.network)
         size = elements(r, facts, facts.workers) * facts.itemsize
         messages = self._messages(r, facts, load)
@@ -116,8 +111,6 @@ class Rounds:
             exposed=load.exposed,
             network=load.network,
             sending=sending,
-            work=work if not gradients else 0.0,
-            stretch=load.stretch,
             idle=idle(r, load),
             sent=load.sent,
             messages=messages,
@@ -191,8 +184,7 @@ def _scaled(recipe: Recipe, prices: Sequence[Price], facts: Facts) -> Iterator[P
     than it would without overlap."""
     shares = [often(r) for r in recipe]
     pauses = sum(s * p.idle for s, p in zip(shares, prices, strict=True))
-    most = facts.compute + sum(s * p.work for s, p in zip(shares, prices, strict=True))
-    factor = min(1.0, most / pauses) if pauses else 1.0
+    factor = min(1.0, facts.compute / pauses) if pauses else 1.0
     for p in prices:
         yield replace(p, idle=p.idle * factor)
 

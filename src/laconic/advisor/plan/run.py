@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from laconic.advisor.plan.rounds import Rounds
-from laconic.advisor.plan.times import Lives, Slices, StepTimes
+from laconic.advisor.plan.times import Lives, StepTimes
 
-CAUSES = ("compute", "stragglers", "bandwidth", "latency", "processors")
+CAUSES = ("compute", "stragglers", "bandwidth", "latency")
 """What a worker's time is spent on, apart from failures."""
 LEAST = 5.0
 """Seconds of silence, at least, after which a worker counts as lost (docs/elastic.md)."""
-MARKS = 200
-"""Points of a timeline, about."""
 MOST_TRIES = 1000
 """Restarts from one checkpoint after which a run is given up."""
 
@@ -30,11 +28,9 @@ class Log:
     crossed: float = 0.0
     counted: float = 0.0
     useful: float = 0.0
-    rounds: int = 0
     failures: int = 0
     joins: int = 0
     restarts: int = 0
-    marks: list[tuple[float, float, int]] = field(default_factory=list)
     events: list[tuple[float, int, str]] = field(default_factory=list)
 
     def shares(self, total: float) -> dict[str, float]:
@@ -54,9 +50,7 @@ class Run:
         self.now = torch.zeros(self.cluster.workers, dtype=torch.float64)
         self._generator = generator
         self._times = StepTimes(self.cluster, generator)
-        fails, slices = self.cluster.failures.happen, self.cluster.slices > 1
-        self._slices = Slices(self.cluster, generator) if fails and slices else None
-        self._lives = Lives(self.cluster, generator) if fails and not slices else None
+        self._lives = Lives(self.cluster, generator) if self.cluster.failures.happen else None
         self._tries = 0
         self._saved = 0.0, 0.0, 0.0
         """Steps that count, their seconds, and those of computing, at the last checkpoint."""
@@ -77,7 +71,7 @@ class Run:
             )
         fails = self.cluster.failures
         detection = LEAST if fails.detection is None else fails.detection
-        resumed = at + max(detection, self._lives.repair()) + fails.restart
+        resumed = at + max(detection, fails.repair) + fails.restart
         self._lives.renew(torch.arange(self.cluster.workers), resumed)
         counted, useful, computed = self._saved
         self.log.redone += self.log.spent["compute"] - computed

@@ -26,9 +26,8 @@ class Result:
     on (`laconic.advisor.plan.run.CAUSES`, and failures). ``goodput``: the share of it in steps
     that count in the model; ``utilization``: the share in any steps. ``bytes``: sent by a worker on
     average; ``crossed``: by all workers to other sites. ``memory``: bytes that rounds keep on
-    a worker. ``money``: of all workers' hours and of what left the sites. ``rounds``; ``failures``,
-    ``joins`` and ``restarts``: how many. ``marks``: points ``(seconds, step, workers)`` of its
-    timeline. ``events``: ``(seconds, worker, what)`` of failures.
+    a worker. ``money``: of all workers' hours and of what left the sites. ``failures``, ``joins``
+    and ``restarts``: how many. ``events``: ``(seconds, worker, what)`` of failures.
     """
 
     seconds: float
@@ -41,11 +40,9 @@ class Result:
     crossed: float
     memory: float
     money: float
-    rounds: int
     failures: int
     joins: int
     restarts: int
-    marks: tuple[tuple[float, float, int], ...]
     events: tuple[tuple[float, int, str], ...]
 
 
@@ -68,11 +65,10 @@ def check_plannable(recipe: Recipe, text: str, cluster: Cluster) -> None:
         raise ValueError(f"{text} has rounds inside groups of workers, which plan does not support")
     check_quorum(recipe, cluster.workers, plain=True)
     fails = cluster.failures
-    if has_quorum(recipe) and fails.happen and fails.policy == "elastic" and cluster.slices == 1:
+    if has_quorum(recipe) and fails.happen and fails.policy == "elastic":
         raise ValueError(
             f"{text} has rounds with a quorum, in which a lost worker is an error, as they cannot "
-            "be combined with elastic= yet: use policy static with a checkpoint, or workers of "
-            "several slices"
+            "be combined with elastic= yet: use policy static with a checkpoint"
         )
     Rounds(recipe, cluster)
 
@@ -97,10 +93,8 @@ def simulate_plan(
     else:
         run = Together(rounds, generator)
         log = run.run(steps, first)
-    seconds = float(run.now.max())
-    n = cluster.workers
+    seconds, n = float(run.now.max()), cluster.workers
     total = n * seconds
-    facts = rounds.facts(cluster.everybody)
     hours = seconds / 3600 * sum(site.workers * site.price for site in cluster.sites)
     return Result(
         seconds=seconds,
@@ -111,12 +105,10 @@ def simulate_plan(
         utilization=log.spent["compute"] / total,
         bytes=log.sent / n,
         crossed=log.crossed,
-        memory=memory(rounds.all, facts),
+        memory=memory(rounds.all, rounds.facts(cluster.everybody)),
         money=hours + log.crossed / 1e9 * cluster.gigabyte,
-        rounds=log.rounds,
         failures=log.failures,
         joins=log.joins,
         restarts=log.restarts,
-        marks=tuple(log.marks),
         events=tuple(log.events),
     )

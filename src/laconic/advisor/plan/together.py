@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laconic.advisor.plan.rounds import Price, Rounds
-from laconic.advisor.plan.run import MARKS, Log
+from laconic.advisor.plan.run import Log
 from laconic.advisor.plan.workers import Flight, LostError, Workers
 
 
@@ -32,11 +32,10 @@ class Together(Workers):
         last = first + steps
         due = {step: list(self.rounds.events(step)) for step in range(first + 1, last + 1)}
         due = {step: events for step, events in due.items() if events}
-        every = max(steps // MARKS, 1)
         saves: set[int] = set()
         if self.cluster.failures.happen and (often := self.cluster.failures.checkpoint):
             saves = {step for step in range(first + 1, last + 1) if step % often == 0}
-        stops = sorted({*due, *saves, *range(first + every, last + 1, every), last})
+        stops = sorted({*due, *saves, last})
         self._base[:] = self._saved_base[:] = first
         at, saved, position = first, (first, 0), 0
         while position < len(stops):
@@ -46,7 +45,6 @@ class Together(Workers):
                 for k, what in due.get(step, ()):
                     self._event(k, what, step)
                 at, position = step, position + 1
-                self._mark(step)
                 if step in saves:
                     self._save(step)
                     saved = step, position
@@ -60,17 +58,12 @@ class Together(Workers):
         self._contribute(last, everything=True)
         return self.log
 
-    def _mark(self, step: int) -> None:
-        if not self.log.marks or self.log.marks[-1][1] < step:
-            self.log.marks.append((self._last(), step, len(self._alive)))
-
     def _compute(self, steps: int) -> None:
         if not steps:
             return
         ids = self._alive
-        before, work = self.now[ids], self._times.sum(steps)[ids]
-        slices = self._slices
-        self.now[ids] = slices.finish(before, work, ids) if slices else before + work
+        work = self._times.sum(steps)[ids]
+        self.now[ids] += work
         self.log.spent["compute"] += float(work.sum())
         self._worked[ids] += work
         self._worked_until[ids] = self.now[ids]
@@ -84,7 +77,6 @@ class Together(Workers):
             if (k, sent) in self._flights:
                 self._fold(k, sent)
             return
-        self.log.rounds += 1
         if r.update.quiesces_others:
             for other in [flight for flight in self._flights if flight[0] != k]:
                 self._fold(*other)
@@ -113,8 +105,7 @@ class Together(Workers):
             done_part, repeated = part
         while True:
             price = self._price(k)
-            whole = price.exposed if gradients else price.network + price.work
-            whole += self._late(price)
+            whole = (price.exposed if gradients else price.network) + self._late(price)
             seconds = (1 - done_part) * whole + repeated
             start = max(self._last(), 0.0 if gradients else float(self._busy[self._alive].max()))
             lost = self._lost_before(start + seconds)
@@ -126,7 +117,7 @@ class Together(Workers):
         ids = self._alive
         self._join(start, start + seconds)
         self._busy[ids] = start + seconds
-        self._finish(price, self.now[ids], len(ids) * (whole - price.work))
+        self._finish(price, self.now[ids], len(ids) * whole)
 
     def _differ(self, k: int) -> bool:
         """Whether workers come to a round at different times, or send at different rates."""
@@ -156,17 +147,16 @@ class Together(Workers):
             received = torch.maximum(received, since) + t.receive / t.stages
             first = torch.maximum(before, since + latency)
             ready = torch.maximum(ready, torch.maximum(received, _of_others(busy)) + latency)
-        done = torch.maximum(ready, busy - t.buffered * t.send) + price.work
+        done = torch.maximum(ready, busy - t.buffered * t.send)
         end = float(done.max())
         lost = self._lost_before(end)
         if lost is not None:
-            whole = price.network + price.work
             part = min(max(lost - start, 0.0) / (end - start), 1.0) if end > start else 0.0
-            return part, whole / price.units if part else 0.0
+            return part, price.network / price.units if part else 0.0
         waited = torch.clamp_max(done, start) - before
         self.log.spent["stragglers"] += float(waited.sum())
         self._busy[ids], self._received_until[ids] = busy, received
-        self._finish(price, done, float((done - before - waited).sum()) - price.work * len(ids))
+        self._finish(price, done, float((done - before - waited).sum()))
         return None
 
     def _send(self, k: int, step: int) -> None:
@@ -178,15 +168,13 @@ class Together(Workers):
         if gossip:
             latest[ids] = self._arrivals(k)
             done[ids], busy = self._received(k)
-            self._busy[ids] = torch.maximum(done[ids] - price.work, busy)
+            self._busy[ids] = torch.maximum(done[ids], busy)
         else:
             latest[ids] = joined = self.now[ids].max().expand(len(ids))
-            seconds = price.network + price.work + self._late(price)
+            seconds = price.network + self._late(price)
             done[ids] = torch.maximum(joined, self._busy[ids]) + seconds
-            self._busy[ids] = done[ids] - price.work + price.idle
+            self._busy[ids] = done[ids] + price.idle
         self._flights[k, step] = Flight(sent, latest, done, price)
-        self.now[ids] += price.stretch
-        self.log.spent["processors"] += price.stretch * len(ids)
         self._account(price)
 
     def _fold(self, k: int, sent: int) -> None:
@@ -203,15 +191,14 @@ class Together(Workers):
             flight.done[self._alive] = torch.where(late > lost, late + again, late)
         ids = self._alive
         waits = torch.clamp_min(flight.done[ids] - self.now[ids], 0.0)
-        whole = flight.price.network + flight.price.work
+        price = flight.price
         # what it would have waited for had all joined at once, then for those that joined later
-        own = torch.clamp(flight.sent[ids] + whole - self.now[ids], min=0.0).minimum(waits)
+        own = torch.clamp(flight.sent[ids] + price.network - self.now[ids], min=0.0).minimum(waits)
         late = torch.clamp_min(flight.joined[ids] - flight.sent[ids], 0.0).minimum(waits - own)
-        if whole:
-            part = float(own.sum()) / whole
-            self.log.spent["bandwidth"] += part * flight.price.sending
-            self.log.spent["latency"] += part * (flight.price.network - flight.price.sending)
-            self.log.spent["processors"] += part * flight.price.work
+        if price.network:
+            part = float(own.sum()) / price.network
+            self.log.spent["bandwidth"] += part * price.sending
+            self.log.spent["latency"] += part * (price.network - price.sending)
         self.log.spent["stragglers"] += float(late.sum())
         self.log.spent["bandwidth"] += float((waits - own - late).sum())  # behind other messages
         self.now[ids] += waits
@@ -225,8 +212,8 @@ class Together(Workers):
         before = self.now[ids]
         late = torch.clamp_min(self._arrivals(k) - before, 0.0)
         done, self._busy[ids] = self._received(k)
-        self.log.spent["stragglers"] += float(late.minimum(done - before - price.work).sum())
-        network = done - before - price.work - late
+        self.log.spent["stragglers"] += float(late.minimum(done - before).sum())
+        network = done - before - late
         self._finish(price, done, float(torch.clamp_min(network, 0.0).sum()))
 
     def _received(self, k: int) -> tuple[Tensor, Tensor]:
@@ -234,7 +221,7 @@ class Together(Workers):
         its own network is busy with what it sends itself."""
         price, ids = self._price(k), self._alive
         begin = torch.maximum(self.now[ids], self._busy[ids])
-        seconds = price.network + price.work + self._late(price)
+        seconds = price.network + self._late(price)
         t = price.transfers
         if t is None:
             end = done = begin + price.sending
@@ -245,8 +232,8 @@ class Together(Workers):
             first = self._from(k, begin).amin(1) + t.receive
             last = torch.maximum(self._from(k, end).amax(1), first)
             done = last + (seconds - price.sending)
-            done = torch.maximum(done, end - t.buffered * t.send + price.work)
-        return torch.maximum(done, self.now[ids] + price.work), end
+            done = torch.maximum(done, end - t.buffered * t.send)
+        return torch.maximum(done, self.now[ids]), end
 
     def _arrivals(self, k: int) -> Tensor:
         """When each worker has reached a gossip, and all that send to it."""
@@ -273,8 +260,7 @@ class Together(Workers):
         share = price.sending / price.network if price.network else 0.0
         self.log.spent["bandwidth"] += share * network
         self.log.spent["latency"] += (1 - share) * network
-        self.log.spent["processors"] += (price.work + price.stretch) * len(self._alive)
-        self.now[self._alive] = done + price.stretch
+        self.now[self._alive] = done
         self._account(price)
         self._rhythm(float(done.max()))
 
@@ -300,7 +286,6 @@ class Together(Workers):
         self._undo(self._alive[self._alive != lost.worker], lost.at)
         resumed = self._start_again(lost.worker, lost.at, step)
         self.log.events.append((resumed, lost.worker, f"started again from step {step}"))
-        self.log.marks = [mark for mark in self.log.marks if mark[1] <= step]
         self._set_alive(torch.arange(self.cluster.workers))
         self._joins[:] = torch.inf
         for clock in (self.now, self._busy, self._received_until):

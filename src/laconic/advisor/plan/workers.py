@@ -91,7 +91,7 @@ class Workers(Run):
         if self.cluster.failures.policy == "static" or len(ids) == 1:
             raise LostError(worker, at)
         self._set_alive(ids[ids != worker])
-        back = at + self._lives.repair() + self.cluster.failures.restart
+        back = at + self.cluster.failures.repair + self.cluster.failures.restart
         self._joins[worker] = back + self._transfer()
         self.log.redone += float(self._worked[worker])
         self._worked[worker] = 0.0

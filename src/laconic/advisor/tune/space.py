@@ -18,8 +18,6 @@ from laconic.errors import check_float
 Value = float | int | str | bool | None
 Setting = Mapping[str, Value]
 """One value for each name."""
-Rules = Mapping[str, Callable[..., Recipe]]
-"""A user's own recipes by name."""
 
 LR = "lr"
 """The name that is always tuned: the local optimizer's peak learning rate, as a multiple of the
@@ -91,11 +89,15 @@ class _Fill(ast.NodeTransformer):
 
 
 def space_of(
-    recipe: str, values: Mapping[str, Sequence[Value]], workers: int, rules: Rules | None = None
+    recipe: str,
+    values: Mapping[str, Sequence[Value]],
+    workers: int,
+    rules: Mapping[str, Callable[..., Recipe]] | None = None,
 ) -> Space:
     """Return the space of ``recipe``, a name in `KNOWN` or a text with free names.
 
-    Each name takes its ``values``, or those of `GRIDS`. Every recipe of the grid is built once.
+    Each name takes its ``values``, or those of `GRIDS`. ``rules``: a user's own recipes by name.
+    Every recipe of the grid is built once.
 
     Raises ``ValueError`` for a text that is not a recipe, names without values, values of unknown
     names, and values that the recipe rejects.
@@ -109,7 +111,7 @@ def space_of(
     for name in names:
         grid = values.get(name) or GRIDS.get(name)
         if grid is None:
-            raise ValueError(f"no values for {name!r} in {text!r}: give --param {name}=A,B,...")
+            raise ValueError(f"no values for {name!r} in {text!r}: give --values {name}=A,B,...")
         grids[name] = _grid(name, grid)
     for value in grids[LR]:
         check_float(LR, value, 0.0, strict=True)
@@ -120,7 +122,11 @@ def space_of(
         raise ValueError(
             f"the grid has {space.size} settings; the maximum is {MOST_SETTINGS}: give fewer values"
         )
-    _check(space, rules)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # repeated when the recipe is trained
+        for made in {space.text(setting): None for setting in space.settings()}:
+            if not isinstance(parse_recipe(made, rules), tuple):
+                raise ValueError("auto() chooses by itself during training: nothing to tune")
     return space
 
 
@@ -133,7 +139,7 @@ def parse_values(text: str) -> tuple[str, tuple[Value, ...]]:
     words = [word.strip() for word in listed.split(",")]
     if not equals or not name.strip().isidentifier() or not all(words):
         raise ValueError(
-            f"--param must be NAME=VALUE,VALUE,... (for example, momentum=0,0.2,0.4), not {text!r}"
+            f"--values must be NAME=VALUE,VALUE,... (for example, momentum=0,0.2,0.4), not {text!r}"
         )
     return name.strip(), tuple(_value(word) for word in words)
 
@@ -187,11 +193,3 @@ def _nearest(values: Sequence[Value], usual: Value) -> Value:
     if not _is_number(usual) or not all(_is_number(value) for value in values):
         return usual if usual in values else values[(len(values) - 1) // 2]
     return min(values, key=lambda value: (abs(float(value) - float(usual)), float(value)))  # type: ignore[arg-type]
-
-
-def _check(space: Space, rules: Rules | None) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # repeated when the recipe is trained
-        for text in {space.text(setting): None for setting in space.settings()}:
-            if not isinstance(parse_recipe(text, rules), tuple):
-                raise ValueError("auto() chooses by itself during training: nothing to tune")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -27,8 +26,8 @@ from laconic.advisor.tune.runs import VALIDATIONS, Report, Run
 from laconic.advisor.tune.space import Setting, Space
 from laconic.errors import NotFiniteError
 
-Indices = tuple[int, ...]
-"""A setting, as the index of each value in its grid."""
+ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
+"""States of the trials that count."""
 Evaluate = Callable[[Setting, Report], Run]
 """Trains under a setting and reports validation losses. If training diverges, it returns a
 nonfinite loss or raises `NotFiniteError`."""
@@ -45,14 +44,13 @@ class Trial:
 
     A trial with status "stopped" ended early because its loss was behind others. "diverged" means a
     nonfinite loss, or one far above the first. ``curve`` is the validation loss by eighth of the
-    run. ``seconds`` is how long the trial took here.
+    run.
     """
 
     setting: Setting
     status: Literal["ok", "stopped", "diverged"]
     run: Run
     curve: Mapping[int, float]
-    seconds: float
 
 
 class _Stop(Exception):  # noqa: N818
@@ -86,35 +84,27 @@ def tune(
     evaluate: Evaluate,
     *,
     trials: int | None = None,
-    seconds: float = math.inf,
     seed: int = 0,
     prune: bool = True,
 ) -> Iterator[Trial]:
     """Continue ``study`` and yield each trial as it ends.
 
-    Ends after ``trials`` trials, after trials that took ``seconds`` in total (both including those
-    of earlier processes), or when no setting is left. `ended` returns all trials. An error in
-    ``evaluate`` propagates, and its trial runs again next time.
+    Ends after ``trials`` trials, including those of earlier processes, or when no setting is left.
+    `ended` returns all trials. An error in ``evaluate`` propagates, and its trial runs again next
+    time.
     """
     most = space.size if trials is None else min(trials, space.size)
-    study.pruner = pruner() if prune else optuna.pruners.NopPruner()
-    while len(done := ended(study, space)) < most and sum(t.seconds for t in done) < seconds:
-        yield _next(study, space, evaluate, f"{seed} {len(done)}")
-
-
-def pruner() -> optuna.pruners.BasePruner:
-    """Return the pruner, which stops trials outside the better half of all trials so far.
-
-    It acts after three eighths and again after three quarters of a trial. Earlier losses say
-    little: large learning rates are behind until the schedule has lowered them.
-    """
-    return _Halving()
+    study.pruner = _Halving() if prune else optuna.pruners.NopPruner()
+    for number in range(len(ended(study, space)), most):
+        yield _next(study, space, evaluate, f"{seed} {number}")
 
 
 class _Halving(optuna.pruners.BasePruner):
-    """Asynchronous successive halving over ended trials only.
+    """Asynchronous successive halving: stops trials outside the better half of all so far.
 
-    A trial that was cut off with its process and ran again counts once.
+    It acts after three eighths and again after three quarters of a trial. Earlier losses say
+    little: large learning rates are behind until the schedule has lowered them. Optuna's own
+    pruner would count a trial that was cut off with its process and ran again twice.
     """
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
@@ -122,8 +112,7 @@ class _Halving(optuna.pruners.BasePruner):
         rung = next((r for r in (2 * STOPS_AT, STOPS_AT) if before[-1] < r <= index), None)
         if rung is None:
             return False
-        states = (TrialState.COMPLETE, TrialState.PRUNED)
-        others = [_value(t, rung) for t in study.get_trials(deepcopy=False, states=states)]
+        others = [_value(t, rung) for t in study.get_trials(deepcopy=False, states=ENDED)]
         loss = trial.intermediate_values[index]
         losses = sorted([loss, *(other for other in others if other is not None)])
         return loss > losses[max(len(losses) // 2, 1) - 1]
@@ -137,18 +126,7 @@ def _value(trial: FrozenTrial, rung: int) -> float | None:
 
 def ended(study: optuna.Study, space: Space) -> list[Trial]:
     """Return the trials that have ended, in order."""
-    states = (TrialState.COMPLETE, TrialState.PRUNED)
-    return [_trial(trial, space) for trial in study.get_trials(deepcopy=False, states=states)]
-
-
-def pareto(trials: Sequence[Trial]) -> list[Trial]:
-    """Return finished trials not beaten in both seconds per step and loss, the fastest first."""
-    front: list[Trial] = []
-    done = [trial for trial in trials if trial.status == "ok"]
-    for trial in sorted(done, key=lambda t: (t.run.seconds_per_step, t.run.loss)):
-        if not front or trial.run.loss < front[-1].run.loss:
-            front.append(trial)
-    return front
+    return [_trial(trial, space) for trial in study.get_trials(deepcopy=False, states=ENDED)]
 
 
 def best(trials: Sequence[Trial]) -> Trial:
@@ -165,55 +143,51 @@ def best(trials: Sequence[Trial]) -> Trial:
 
 
 def _trial(trial: FrozenTrial, space: Space) -> Trial:
-    setting = {name: space.grids[name][index] for name, index in trial.params.items()}
-    curve, run = trial.intermediate_values, Run(**trial.user_attrs["run"])
+    run = Run(**trial.user_attrs["run"])
     complete = trial.state == TrialState.COMPLETE
-    stopped = "stopped" if math.isfinite(run.loss) else "diverged"
-    return Trial(setting, "ok" if complete else stopped, run, curve, trial.user_attrs["seconds"])  # type: ignore[arg-type]
+    status = "ok" if complete else "stopped" if math.isfinite(run.loss) else "diverged"
+    return Trial(_setting(trial, space), status, run, trial.intermediate_values)  # type: ignore[arg-type]
+
+
+def _setting(trial: optuna.Trial | FrozenTrial, space: Space) -> Setting:
+    return {name: space.grids[name][index] for name, index in trial.params.items()}
 
 
 def _next(study: optuna.Study, space: Space, evaluate: Evaluate, key: str) -> Trial:
     """Choose a setting and try it. ``key`` seeds the choice."""
     trial = _ask(study, space, random.Random(key))
-    reporter, start = _Reporter(trial), time.perf_counter()
-    setting = {name: space.grids[name][index] for name, index in trial.params.items()}
+    reporter, loss = _Reporter(trial), math.inf
     try:
-        run, finished = evaluate(setting, reporter), True
+        run = evaluate(_setting(trial, space), reporter)
+        loss = run.loss
     except _Stop:
-        run, finished = Run(reporter.loss, reporter.step, math.nan, math.nan), False
+        run = Run(reporter.loss, reporter.step, math.nan, math.nan)
     except NotFiniteError:  # raised by recipes with codecs when training diverges
-        run, finished = Run(math.inf, reporter.step, math.nan, math.nan), False
+        run = Run(math.inf, reporter.step, math.nan, math.nan)
     finally:
         reporter.closed = True
-    finished = finished and math.isfinite(run.loss)
     trial.set_user_attr("run", asdict(run))
-    trial.set_user_attr("seconds", time.perf_counter() - start)
-    state = TrialState.COMPLETE if finished else TrialState.PRUNED
-    return _trial(study.tell(trial, run.loss if finished else None, state=state), space)
+    if math.isfinite(loss):
+        return _trial(study.tell(trial, loss), space)
+    return _trial(study.tell(trial, state=TrialState.PRUNED), space)
 
 
 def _ask(study: optuna.Study, space: Space, rng: random.Random) -> optuna.Trial:
     """Return a trial with a setting that was not tried before."""
-    begun = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.WAITING)
-    if not study.get_trials(deepcopy=False, states=begun):
+    if not study.get_trials(deepcopy=False, states=(*ENDED, TrialState.WAITING)):
         study.enqueue_trial({n: space.grids[n].index(v) for n, v in space.start.items()})
     study.sampler = optuna.samplers.TPESampler(
         n_startup_trials=STARTUP, multivariate=True, seed=rng.getrandbits(32)
     )
-    states = (TrialState.COMPLETE, TrialState.PRUNED)
-    tried = {_indices(t.params, space) for t in study.get_trials(deepcopy=False, states=states)}
+    tried = [t.params for t in study.get_trials(deepcopy=False, states=ENDED)]
     trial = study.ask(_distributions(space))
-    if _indices(trial.params, space) not in tried:
+    if trial.params not in tried:
         return trial
     study.tell(trial, state=TrialState.FAIL)
-    grids = space.grids.values()
-    left = [p for p in product(*(range(len(grid)) for grid in grids)) if p not in tried]
-    study.enqueue_trial(dict(zip(space.grids, rng.choice(left), strict=True)))
+    grids = product(*(range(len(grid)) for grid in space.grids.values()))
+    every = [dict(zip(space.grids, indices, strict=True)) for indices in grids]
+    study.enqueue_trial(rng.choice([params for params in every if params not in tried]))
     return study.ask(_distributions(space))
-
-
-def _indices(params: Mapping[str, int], space: Space) -> Indices:
-    return tuple(params[name] for name in space.grids)
 
 
 def _distributions(space: Space) -> dict[str, BaseDistribution]:

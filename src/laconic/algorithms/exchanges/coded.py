@@ -38,6 +38,7 @@ from laconic.algorithms.exchanges.coding import (
     raise_if_nonfinite,
     shifted,
 )
+from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.codecs import Codec, codec_of
 from laconic.links import cost
@@ -217,6 +218,29 @@ class ReplicatedMean(SlicedMean):
             return Arrival(combine(mean).clone())
         state["reference"].copy_(combine(mean.add_(state["reference"])))
         return Arrival(state["reference"], lent=True)
+
+
+@dataclass(frozen=True)
+class LastMean(Mean):
+    """The uncoded mean of messages and of all that the rounds of ``coded`` before have not sent: of
+    the residuals e and the owner's o, which counts n times, since the mean divides it by n.
+    ``owned``: the owner's slice."""
+
+    coded: Exchange
+    owned: slice
+
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        if self.coded.collect is not None:
+            self.coded.collect(state, self.owned, link.size)
+        total = message + state["residual"]
+        if "lag" in state and len(state["lag"]) == len(total):
+            total.add_(state["lag"], alpha=link.size)
+        arrival = await super().run(link, total, combine, clock, {})
+        for name in state.keys() & {"residual", "lag"}:
+            state[name].zero_()
+        return arrival
 
 
 def _padded(t: Tensor, padding: int) -> Tensor:

@@ -1,6 +1,5 @@
 """The mathematics of rounds: one update per file, with the formula on the first line."""
 
-from laconic.algorithms.updates.anchored_average import AnchoredAverage
 from laconic.algorithms.updates.average import Average, Replace, RoundedAverage
 from laconic.algorithms.updates.delayed_nesterov import DelayedNesterov
 from laconic.algorithms.updates.elastic import Elastic
@@ -14,7 +13,6 @@ from laconic.algorithms.updates.sign import Sign
 from laconic.algorithms.updates.slow_momentum import SlowMomentum, momentum_for
 
 __all__ = [
-    "AnchoredAverage",
     "Average",
     "DelayedNesterov",
     "Elastic",

@@ -1,4 +1,4 @@
-"""``laconic demo --kill``: a worker is killed and replaced, before the user's eyes."""
+"""``laconic demo --elastic``: a worker is killed and replaced, before the user's eyes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from laconic.lab.demo.worker import HOSTS, RECIPE
 from laconic.lab.emulation import program
-from laconic.lab.emulation.faults import Kill, Plan
+from laconic.lab.emulation.faults import Fault, Plan
 from laconic.lab.emulation.injection import Happened
 from laconic.lab.emulation.network import Network
 from laconic.lab.emulation.program import Ended, Failure, Process, Settings
@@ -184,7 +184,7 @@ def run() -> int:
     console.print(" ".join(INTRODUCTION.split()), end="\n\n")
     watch = Watch(console)
     argv = (sys.executable, "-m", "laconic.lab.demo.worker", str(STEPS))
-    plan = Plan((Kill(KILL_SECONDS, VICTIM),))
+    plan = Plan((Fault("kill", KILL_SECONDS, VICTIM),))
     settings = Settings(argv, Network(HOSTS), faults=plan, restart=RESTART_SECONDS)
     with terminate_as_exit():
         ended = program.run(settings, watch)

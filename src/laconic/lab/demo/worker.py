@@ -1,4 +1,4 @@
-"""A worker of ``laconic demo --kill``: ``python -m laconic.lab.demo.worker STEPS``.
+"""A worker of ``laconic demo --elastic``: ``python -m laconic.lab.demo.worker STEPS``.
 
 It trains until the run has taken ``STEPS`` steps, and prints a line of JSON per event, with its
 time in seconds since 1970:

@@ -10,38 +10,33 @@ GROUP = "connections"
 
 def connections() -> list[Finding]:
     """Return what laconic's own connections on this host use."""
-    return [security(), congestion_control()]
+    found = []
+    for describe in (_security, _congestion_control):
+        try:
+            found.append(Finding("ok", GROUP, describe()))
+        except ValueError as error:
+            found.append(Finding("problem", GROUP, str(error), "correct the variable or the file"))
+    return found
 
 
-def security() -> Finding:
+def _security() -> str:
     """Return whether TLS is on, and the secret is shared over the network."""
-    try:
-        found, secret = tls.contexts(), job_secret.read()
-    except ValueError as error:
-        return Finding("problem", GROUP, str(error), "correct the variable or the file")
+    found, secret = tls.contexts(), job_secret.read()
     if found is not None:
-        text = "TLS is on: what workers send can be neither read nor changed on the way"
-    elif secret is not None:
-        text = "TLS is off, and workers prove that they have the secret: packets can be read"
-    else:
-        text = "TLS is off: who reads packets can read the model, and can take a worker's place"
-    return Finding("ok", GROUP, text)
+        return "TLS is on: what workers send can be neither read nor changed on the way"
+    if secret is not None:
+        return "TLS is off, and workers prove that they have the secret: packets can be read"
+    return "TLS is off: who reads packets can read the model, and can take a worker's place"
 
 
-def congestion_control() -> Finding:
-    """Return which congestion control connections use."""
-    try:
-        name = congestion.chosen()
-    except ValueError as error:
-        return Finding("problem", GROUP, str(error), "correct the variable")
+def _congestion_control() -> str:
+    name = congestion.chosen()
     if name:
-        text = f"{congestion.VARIABLE}={name}: all connections use it"
-    elif congestion.LONG in congestion.available():
+        return f"{congestion.VARIABLE}={name}: all connections use it"
+    if congestion.LONG in congestion.available():
         least = f"{1e3 * congestion.LONG_SECONDS:g} ms"
-        text = f"connections with round trips of {least} or more use BBR, the others the system's"
-    else:
-        text = "BBR is not available: connections use the system's congestion control"
-    return Finding("ok", GROUP, text)
+        return f"connections with round trips of {least} or more use BBR, the others the system's"
+    return "BBR is not available: connections use the system's congestion control"
 
 
 def settings() -> dict[str, str]:
@@ -51,8 +46,8 @@ def settings() -> dict[str, str]:
     """
     found = {}
     for name, read in (
-        ("TLS", _switch),
-        ("secret", _fingerprint),
+        ("TLS", lambda: "off" if tls.contexts() is None else "on"),
+        ("secret", lambda: job_secret.fingerprint()[:16] or "none"),
         (congestion.VARIABLE, congestion.chosen),
     ):
         try:
@@ -60,11 +55,3 @@ def settings() -> dict[str, str]:
         except ValueError:
             found[name] = "invalid"
     return found
-
-
-def _switch() -> str:
-    return "off" if tls.contexts() is None else "on"
-
-
-def _fingerprint() -> str:
-    return job_secret.fingerprint()[:16] or "none"

@@ -7,12 +7,10 @@ Each finding that is not "ok" has a remedy. Checks that need several hosts are i
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from laconic.codecs import kernels
 from laconic.device import ACCELERATORS
 from laconic.errors import install
 from laconic.lab.doctor.connections import connections
-from laconic.lab.doctor.finding import Finding, Level
+from laconic.lab.doctor.finding import Finding, check
 from laconic.lab.emulation.cluster import (
     Cluster,
     ForwardError,
@@ -40,17 +38,11 @@ Environment = Mapping[str, str]
 
 OLDEST_TORCH = (2, 7)
 OLDEST_PYTHON = (3, 10)
-GIB = 2**30
-LEAST_MEMORY = 2 * GIB
-LEAST_DISK = 2 * GIB
-LEAST_SHARED_MEMORY = GIB // 4
-MOST_HOSTS = 250
 DESCRIPTORS_PER_HOST = 7
 """A rank has a connection to every other rank in each of its process groups: the default group,
 laconic's own, those of workers and replicas if there are several, and the links of the latter."""
 OTHER_DESCRIPTORS = 128
-TRY_SECONDS = 30.0
-_SIOCGIFFLAGS, _IFF_UP = 0x8913, 1
+_IFF_UP = 1
 
 
 @dataclass(frozen=True)
@@ -91,60 +83,60 @@ def versions() -> dict[str, str]:
 
 
 def software(environ: Environment) -> list[Finding]:
-    """Check Python, torch, and torch's communication backends."""
-    group = "software"
-    current = versions()
-    found = [Finding("ok", group, ", ".join(f"{name} {v}" for name, v in current.items()))]
-    if sys.version_info[:2] < OLDEST_PYTHON or _release(current["torch"]) < OLDEST_TORCH:
-        found = [
-            Finding("problem", group, found[0].text, "laconic needs Python 3.10 and torch 2.7")
-        ]
-    if not (dist.is_available() and dist.is_gloo_available()):
-        remedy = "install a torch build with gloo, such as those from pytorch.org"
-        found.append(Finding("problem", group, "this torch has no gloo backend", remedy))
-    found.append(_kernels())
-    cuda = ACCELERATORS["cuda"]
-    gpus = cuda.count()
-    processes = number(environ, "LOCAL_WORLD_SIZE", 1)
-    if not gpus and Path("/dev/nvidia0").exists():
-        found.append(
-            Finding(
-                "warning",
-                group,
-                "this host has an NVIDIA GPU, but torch cannot use it",
-                "install a CUDA build of torch and a driver at least as new (see nvidia-smi)",
-            )
-        )
-    elif not gpus:
-        found.append(Finding("ok", group, "no CUDA device: training runs on CPUs, with gloo"))
-    elif not cuda.can_communicate():
-        remedy = "install a torch build with NCCL, such as those from pytorch.org"
-        found.append(Finding("problem", group, f"{gpus} CUDA devices but no NCCL", remedy))
-    elif processes > gpus:
-        found.append(
-            Finding(
-                "problem",
-                group,
-                f"{processes} processes (LOCAL_WORLD_SIZE) share {gpus} CUDA devices",
-                f"start at most one per device: torchrun --nproc-per-node {gpus}",
-            )
-        )
-    else:
-        names = sorted({cuda.model_name(gpu) for gpu in range(gpus)})
-        found.append(Finding("ok", group, f"NCCL, {gpus} CUDA devices ({', '.join(names)})"))
-    return found
-
-
-def _kernels() -> Finding:
-    """Check whether the C extensions for codecs and messages are available."""
+    """Check Python, torch, torch's communication backends, and laconic's C extensions."""
+    current, cuda = versions(), ACCELERATORS["cuda"]
+    described = ", ".join(f"{name} {version}" for name, version in current.items())
+    old = sys.version_info[:2] < OLDEST_PYTHON or _release(current["torch"]) < OLDEST_TORCH
+    gloo = dist.is_available() and dist.is_gloo_available()
     parts = {"the codec kernels": kernels.library(), "the message transport": frames.library()}
     missing = [name for name, library in parts.items() if library is None]
-    if not missing:
-        return Finding("ok", "software", f"{' and '.join(parts)} are compiled")
-    remedy = "install GCC or Clang, then run pip install --force-reinstall --no-deps "
-    remedy += "--no-cache-dir laconic"
-    text = f"not compiled: {' and '.join(missing)}; rounds take up to 3 times the processor time"
-    return Finding("warning", "software", text, remedy)
+    gpus, processes = cuda.count(), number(environ, "LOCAL_WORLD_SIZE", 1)
+    names = ", ".join(sorted({cuda.model_name(gpu) for gpu in range(gpus)}))
+    build = "install a torch build with {}, such as those from pytorch.org"
+    return [
+        check(
+            "software",
+            described,
+            (old, "problem", described, "laconic needs Python 3.10 and torch 2.7"),
+            (not gloo, "problem", "this torch has no gloo backend", build.format("gloo")),
+        ),
+        check(
+            "software",
+            f"{' and '.join(parts)} are compiled",
+            (
+                bool(missing),
+                "warning",
+                f"not compiled: {' and '.join(missing)}; rounds take up to 3 times the processor "
+                "time",
+                "install GCC or Clang, then run pip install --force-reinstall --no-deps "
+                "--no-cache-dir laconic",
+            ),
+        ),
+        check(
+            "software",
+            f"NCCL, {gpus} CUDA devices ({names})"
+            if gpus
+            else "no CUDA device: training runs on CPUs, with gloo",
+            (
+                not gpus and Path("/dev/nvidia0").exists(),
+                "warning",
+                "this host has an NVIDIA GPU, but torch cannot use it",
+                "install a CUDA build of torch and a driver at least as new (see nvidia-smi)",
+            ),
+            (
+                gpus > 0 and not cuda.can_communicate(),
+                "problem",
+                f"{gpus} CUDA devices but no NCCL",
+                build.format("NCCL"),
+            ),
+            (
+                0 < gpus < processes,
+                "problem",
+                f"{processes} processes (LOCAL_WORLD_SIZE) share {gpus} CUDA devices",
+                f"start at most one per device: torchrun --nproc-per-node {gpus}",
+            ),
+        ),
+    ]
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -159,21 +151,12 @@ def interfaces() -> dict[str, Interface]:
     """Return this host's interfaces by name. On systems other than Linux they lack addresses."""
     found = {}
     for _, name in socket.if_nameindex():
-        addresses, up = [], True
-        if sys.platform == "linux":
-            import fcntl
-
-            request = name.encode().ljust(40, b"\0")
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                try:
-                    flags = fcntl.ioctl(probe, _SIOCGIFFLAGS, request)[16:18]
-                    up = bool(int.from_bytes(flags, sys.byteorder) & _IFF_UP)
-                except OSError:
-                    pass  # the interface has just disappeared
-            address = address_of(name)
-            addresses += [address] if address else []
-            addresses += _ipv6(name)
-        found[name] = Interface(up, tuple(addresses))
+        try:
+            up = bool(int(Path(f"/sys/class/net/{name}/flags").read_text(), 16) & _IFF_UP)
+        except OSError:
+            up = True  # not Linux, or it has just disappeared
+        address = address_of(name) if sys.platform == "linux" else None
+        found[name] = Interface(up, (*([address] if address else []), *_ipv6(name)))
     return found
 
 
@@ -200,17 +183,19 @@ def network(
     all_interfaces = interfaces() if all_interfaces is None else all_interfaces
     usable = {n: i for n, i in all_interfaces.items() if i.up and i.addresses}
     described = "; ".join(f"{n} {', '.join(i.addresses)}" for n, i in usable.items())
-    found = [Finding("ok", group, f"interfaces: {described or 'none with an address'}")]
     others = [n for n, i in usable.items() if not all(map(_is_loopback, i.addresses))]
-    if not others:
-        found.append(
-            Finding(
+    found = [
+        check(
+            group,
+            f"interfaces: {described or 'none with an address'}",
+            (
+                not others,
                 "warning",
-                group,
                 "only the loopback interface has an address: no other host can be reached",
                 "to train with other hosts, bring up the network",
-            )
+            ),
         )
+    ]
     variable = environ.get("GLOO_SOCKET_IFNAME", "")
     named = [n for n in variable.split(",") if n]
     for name in named:
@@ -282,12 +267,43 @@ def _hostname(master: str, others: Sequence[str], resolved: Sequence[str] | None
 
 def machine(environ: Environment) -> list[Finding]:
     """Check cores, memory, disk and file descriptors."""
-    return [
-        _cores(environ, cores()),
-        *_memory(),
-        _disk(shutil.disk_usage(os.getcwd()).free),
-        *_descriptors(environ),
-    ]
+    found = [_cores(environ, cores()), *_descriptors(environ)]
+    for what, free, least, remedy in (
+        ("memory available", _memory(), 2.0, "end other programs, or add memory"),
+        (
+            "free in /dev/shm",
+            _free("/dev/shm"),
+            0.25,
+            "docker run --shm-size=1g: DataLoader workers pass batches through it",
+        ),
+        (
+            "free on this directory's disk",
+            _free(os.getcwd()),
+            2.0,
+            "free some space: training ends if a checkpoint does not fit on the disk",
+        ),
+    ):
+        if free is not None:
+            text = f"{free:.1f} GiB {what}"
+            found.append(check("machine", text, (free < least, "warning", text, remedy)))
+    return found
+
+
+def _memory() -> float | None:
+    """Return the GiB of available memory, None if unknown."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+        return int(text.split("MemAvailable:")[1].split()[0]) / 2**20
+    except (OSError, LookupError, ValueError):
+        return None
+
+
+def _free(directory: str) -> float | None:
+    """Return the free GiB on the disk of a directory, None if there is no such directory."""
+    try:
+        return shutil.disk_usage(directory).free / 2**30
+    except OSError:
+        return None
 
 
 def cores() -> int:
@@ -305,88 +321,46 @@ def _cores(environ: Environment, count: int) -> Finding:
     processes = number(environ, "LOCAL_WORLD_SIZE", 1)
     threads = number(environ, "OMP_NUM_THREADS", 0)
     text = f"{count} cores for {processes} process{'es' * (processes > 1)}"
-    if processes > count:
-        remedy = "start fewer processes on this host: they share its cores and slow each other down"
-        return Finding("warning", "machine", text, remedy)
-    if processes * threads > count or (processes > 1 and not threads):
-        each = max(count // processes, 1)
-        per_process = f"{threads} threads" if threads else "as many threads as there are cores"
-        remedy = f"export OMP_NUM_THREADS={each}"
-        return Finding("warning", "machine", f"{text} of {per_process} each", remedy)
-    return Finding("ok", "machine", text)
+    each = f"{threads} threads" if threads else "as many threads as there are cores"
+    return check(
+        "machine",
+        text,
+        (
+            processes > count,
+            "warning",
+            text,
+            "start fewer processes on this host: they share its cores and slow each other down",
+        ),
+        (
+            processes * threads > count or (processes > 1 and not threads),
+            "warning",
+            f"{text} of {each} each",
+            f"export OMP_NUM_THREADS={max(count // processes, 1)}",
+        ),
+    )
 
 
-def _memory() -> list[Finding]:
+def _descriptors(environ: Environment) -> list[Finding]:
+    """Check the number of files that a process may open. Empty where the system has no limit."""
     try:
-        text = Path("/proc/meminfo").read_text()
-        free = int(text.split("MemAvailable:")[1].split()[0]) * 1024
-    except (OSError, LookupError, ValueError):
+        import resource
+    except ImportError:
         return []
-    found = [_room("memory available", free, LEAST_MEMORY, "end other programs, or add memory")]
-    try:
-        shared = shutil.disk_usage("/dev/shm").free
-    except OSError:
-        return found
-    if shared < LEAST_SHARED_MEMORY:
-        remedy = "docker run --shm-size=1g: DataLoader workers pass batches through it"
-        found.append(_room("free in /dev/shm", shared, LEAST_SHARED_MEMORY, remedy))
-    return found
-
-
-def _disk(free: int) -> Finding:
-    remedy = "free some space: training ends if a checkpoint does not fit on the disk"
-    return _room("free on this directory's disk", free, LEAST_DISK, remedy)
-
-
-def _room(what: str, free: int, least: int, remedy: str) -> Finding:
-    text = f"{free / GIB:.1f} GiB {what}"
-    if free < least:
-        return Finding("warning", "machine", text, remedy)
-    return Finding("ok", "machine", text)
-
-
-def _descriptors(environ: Environment, limit: int | None = None) -> list[Finding]:
-    if limit is None:
-        try:
-            import resource
-        except ImportError:
-            return []
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if limit == resource.RLIM_INFINITY:
-            limit = 2**31
-    world = number(environ, "WORLD_SIZE", 0)
-    needed = OTHER_DESCRIPTORS + DESCRIPTORS_PER_HOST * (world or MOST_HOSTS)
-    enough = max((limit - OTHER_DESCRIPTORS) // DESCRIPTORS_PER_HOST, 0)
-    if limit >= needed:
-        return [Finding("ok", "machine", f"{limit} open files (ulimit -n)")]
-    text = f"{limit} open files (ulimit -n) are enough for about {enough} ranks"
-    level: Level = "problem" if world else "warning"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return []
+    needed = OTHER_DESCRIPTORS + DESCRIPTORS_PER_HOST * number(environ, "WORLD_SIZE", 1)
+    text = f"{limit} open files (ulimit -n)"
     remedy = f"ulimit -n {needed}, or set LimitNOFILE= of the service"
-    return [Finding(level, "machine", text, remedy)]
+    return [check("machine", text, (limit < needed, "problem", f"only {text}", remedy))]
 
 
 # -- lab ----
 
-SHAPER_PROGRAM = """
-import json, pyroute2
-errors = {}
-with pyroute2.IPRoute() as route:
-    for kind, (interface, options) in json.loads('%s').items():
-        (link,) = route.link_lookup(ifname=interface)
-        try:
-            route.tc("add", kind, link, **options)
-        except Exception as error:
-            errors[kind] = f"{error}"
-print(json.dumps(errors))
-"""
-SHAPERS = {
-    "tbf": ("eth0", {"rate": 12_500_000, "burst": 32_768, "limit": 1_000_000}),
-}
-
-
 ALLOW_NAMESPACES = (
     "run as root, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; on Ubuntu "
-    "kernel.apparmor_restrict_unprivileged_userns=0); otherwise laconic throttles its own link"
+    "kernel.apparmor_restrict_unprivileged_userns=0) and run modprobe sch_tbf; otherwise laconic "
+    "throttles its own link"
 )
 
 
@@ -398,48 +372,20 @@ def lab() -> list[Finding]:
         if importlib.util.find_spec(name) is None
         and not (name == "pyroute2" and sys.platform != "linux")
     ]
-    found = []
-    if missing:
-        remedy = install("lab")
-        found.append(Finding("warning", "lab", f"not installed: {', '.join(missing)}", remedy))
-    try:
-        refused = _try_shapers()
-    except NamespacesUnavailable as error:
-        remedy = install("lab") if "pyroute2" in missing else ALLOW_NAMESPACES
-        return [*found, Finding("warning", "lab", str(error), remedy)]
-    found.append(Finding("ok", "lab", "network namespaces are available"))
-    if "tbf" in refused:
-        remedy = "modprobe sch_tbf; otherwise laconic throttles its own link"
-        found.append(Finding("warning", "lab", f"no tbf: {refused['tbf']}", remedy))
-    else:
-        found.append(Finding("ok", "lab", "tbf limits the bandwidth of emulated hosts"))
-    return [*found, _forwarder()]
-
-
-def _forwarder() -> Finding:
-    """Check what latency, jitter and loss need."""
-    try:
-        with Cluster(1, impairments=Impairments(latency=0.01)):
-            return Finding("ok", "lab", "packets of emulated hosts can be delayed and lost")
-    except (NamespacesUnavailable, ForwardError) as error:
-        remedy = "laconic lab and compare work without --latency, --jitter and --loss"
-        return Finding("warning", "lab", str(error), remedy)
-
-
-def _try_shapers() -> dict[str, str]:
-    """Return the shapers that the kernel refuses, with the reasons."""
-    program = SHAPER_PROGRAM % json.dumps(SHAPERS)
-    with Cluster(1, bandwidth=None) as cluster:
-        process = cluster.start(
-            0,
-            [sys.executable, "-c", program],
-            env=dict(os.environ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+    remedy = install("lab")
+    found = [Finding("warning", "lab", f"not installed: {', '.join(missing)}", remedy)]
+    found = found if missing else []
+    allow = remedy if "pyroute2" in missing else ALLOW_NAMESPACES
+    plain = "laconic lab and compare work without --latency, --jitter and --loss"
+    for impairments, text, remedy in (
+        (None, "hosts with limited bandwidth can be emulated", allow),
+        (Impairments(latency=0.01), "packets of emulated hosts can be delayed and lost", plain),
+    ):
         try:
-            output, _ = process.communicate(timeout=TRY_SECONDS)
-            refused: dict[str, str] = json.loads(output)
-            return refused
-        except (subprocess.TimeoutExpired, json.JSONDecodeError):
-            return dict.fromkeys(SHAPERS, "the trial failed")
+            Cluster(1, impairments=impairments).close()
+            found.append(Finding("ok", "lab", text))
+        except NamespacesUnavailable as error:
+            return [*found, Finding("warning", "lab", str(error), allow)]
+        except ForwardError as error:
+            found.append(Finding("warning", "lab", str(error), remedy))
+    return found

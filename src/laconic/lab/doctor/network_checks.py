@@ -1,4 +1,4 @@
-"""Check the network between hosts: who is there, who reaches whom, clocks and versions.
+"""Check the network between hosts: who is there, who reaches whom, and versions.
 
 Every host listens on a free port and publishes it in torch's store, which rank 0 serves at
 MASTER_ADDR:MASTER_PORT. Then each host connects to every other. Every wait has a timeout: a host
@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,17 +25,15 @@ from laconic.lab.doctor.host_checks import Environment, number, versions
 from laconic.lab.doctor.network_findings import (
     GROUP,
     NetworkReport,
-    clock_findings,
     congestion_findings,
     connection_findings,
     connection_remedy,
-    loss_findings,
     ranks_text,
     rate_findings,
     security_findings,
     version_findings,
 )
-from laconic.lab.doctor.outlook import Task, outlook, outlook_findings
+from laconic.lab.doctor.outlook import outlook, outlook_findings
 from laconic.lab.doctor.probes import CONNECT_SECONDS, HostInfo, Listener, Pair, Rate, ping, reason
 from laconic.lab.doctor.probes import send as send_bulk
 from laconic.links.addresses import address_toward
@@ -98,15 +96,13 @@ def check_network(
     timeout: float = 60.0,
     known: Mapping[str, str] | None = None,
     address: str | None = None,
-    clock: Callable[[], float] = time.time,
     settings: Mapping[str, str] | None = None,
-    task: Task | None = None,
 ) -> NetworkReport:
     """Check the network together with the other hosts.
 
     Takes at most ``timeout`` seconds plus the time of the tests. Rank 0 also receives the other
-    hosts' ``host_findings``, and predicts the recipe for its ``task``; None is an example.
-    ``known`` (versions), ``address``, ``clock`` and ``settings`` override this host's.
+    hosts' ``host_findings``, and predicts a recipe. ``known`` (versions), ``address`` and
+    ``settings`` override this host's.
     """
     report = NetworkReport()
     own = address_toward(rendezvous.host) or "127.0.0.1"
@@ -123,13 +119,11 @@ def check_network(
 
     def run() -> None:
         try:
-            with Listener(clock, own) as listener:
+            with Listener(own) as listener:
                 me = HostInfo(**{**asdict(info), "port": listener.port})
                 store = _store(rendezvous, end, timeout, report)
                 if store is not None:
-                    _Session(
-                        rendezvous, me, host_findings, store, end, timeout, clock, task, report
-                    ).run()
+                    _Session(rendezvous, me, host_findings, store, end, timeout, report).run()
         except (RuntimeError, OSError) as error:  # the store's host is gone
             text = f"the check was interrupted: {str(error).splitlines()[0]}"
             report.problem(text, _RESTART)
@@ -226,8 +220,6 @@ class _Session:
     store: Any
     end: float
     timeout: float
-    clock: Callable[[], float]
-    task: Task | None
     report: NetworkReport
 
     def run(self) -> None:
@@ -245,7 +237,7 @@ class _Session:
         # Start with the next rank, so that not all hosts connect to the same one at once.
         others.sort(key=lambda host: (host.rank - rank) % world)
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            report.pairs = list(pool.map(lambda host: ping(rank, host, self.clock), others))
+            report.pairs = list(pool.map(lambda host: ping(rank, host), others))
         rounds = len(others) / AT_ONCE * CONNECT_SECONDS
         self._barrier("pinged", hosts, GRACE_SECONDS + rounds)
         reached = [pair.target for pair in report.pairs if not pair.error]
@@ -279,7 +271,7 @@ class _Session:
             self.report.problem(
                 f"{ranks_text(absent)} of {rendezvous.world} did not join within "
                 f"{self.timeout:g} s",
-                "run laconic doctor there too, with the same --master and --world; it then says "
+                "run laconic doctor there too, with the same --master and --hosts; it then says "
                 f"why it does not reach {rendezvous.host}:{rendezvous.port}",
             )
         return {r: HostInfo(**json.loads(store.get(f"host/{r}"))) for r in present}
@@ -308,7 +300,7 @@ class _Session:
         self._wait(["over"], 2 * GRACE_SECONDS)
         store.add("left", 1)
         report.findings += connection_findings(report) + version_findings(report.hosts)
-        text = "rank 0 reports rates, losses, clocks, and what differs between hosts"
+        text = "rank 0 reports rates, losses, and what differs between hosts"
         report.findings.append(Finding("ok", GROUP, text))
 
     def _collect_reports(self, hosts: Mapping[int, HostInfo]) -> None:
@@ -335,14 +327,11 @@ class _Session:
         for findings in (
             connection_findings,
             rate_findings,
-            loss_findings,
             congestion_findings,
-            clock_findings,
         ):
             report.findings += findings(report)
         report.findings += security_findings(report.hosts) + version_findings(report.hosts)
         rate, trip = report.rate, report.round_trip
         if rate and trip is not None:
-            task = self.task or Task()
-            report.outlook = outlook(self.rendezvous.world, rate, trip, task)
-            report.findings += outlook_findings(report.outlook, self.task is not None)
+            report.outlook = outlook(self.rendezvous.world, rate, trip)
+            report.findings += outlook_findings(report.outlook)

@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from laconic.lab.doctor.finding import Finding
+from laconic.lab.doctor.finding import Finding, check
 from laconic.lab.doctor.outlook import Outlook
 from laconic.lab.doctor.probes import HostInfo, Pair, Rate
 from laconic.links import congestion, job_secret
 from laconic.units import format_rate, format_seconds, format_share
 
 GROUP = "between hosts"
-CLOCK_SECONDS = 0.5
-"""Clocks further apart than this make logs and metrics of several hosts hard to compare."""
 BBR_REMEDY = (
     "load BBR on every host (modprobe tcp_bbr), and allow it to users: "
     'sysctl net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"'
@@ -101,7 +99,7 @@ def connection_remedy(error: OSError, who: str, port: int | None = None) -> str:
 
 
 def rate_findings(report: NetworkReport) -> list[Finding]:
-    """Return whether one host sends more slowly than the others."""
+    """Return whether one host sends more slowly than the others, and what was lost meanwhile."""
     good = [rate for rate in report.rates if not rate.error]
     found = [
         Finding(
@@ -122,53 +120,14 @@ def rate_findings(report: NetworkReport) -> list[Finding]:
         f"in a ring, all at once, hosts send {format_rate(slowest.rate)} (rank {slowest.source} "
         f"to {slowest.target}) or more; median {format_rate(median)}"
     )
-    if slowest.rate < median / 2:
-        remedy = (
-            "a round takes as long as its slowest host: check its network interface, its cable "
-            "and other traffic"
-        )
-        return [*found, Finding("warning", GROUP, text, remedy)]
-    return [*found, Finding("ok", GROUP, text)]
-
-
-def clock_findings(report: NetworkReport) -> list[Finding]:
-    """Return how far the hosts' clocks differ from rank 0's."""
-    measured = [pair for pair in report.pairs if pair.source == 0 and not pair.error]
-    off = [pair for pair in measured if abs(pair.offset) - pair.uncertainty > CLOCK_SECONDS]
-    found = [
-        Finding(
-            "warning",
-            GROUP,
-            f"the clock of rank {pair.target} is {abs(pair.offset):.3g} s "
-            f"{'ahead of' if pair.offset > 0 else 'behind'} rank 0's "
-            f"(± {format_seconds(pair.uncertainty)}): times in logs and metrics do not compare",
-            "run an NTP client there (chronyd, systemd-timesyncd)",
-        )
-        for pair in off
-    ]
-    if measured and not off:
-        worst = max(measured, key=lambda pair: abs(pair.offset))
-        text = (
-            "clocks agree: the largest difference from rank 0's is "
-            f"{format_seconds(abs(worst.offset))} ± {format_seconds(worst.uncertainty)}"
-        )
-        found.append(Finding("ok", GROUP, text))
-    return found
-
-
-def loss_findings(report: NetworkReport) -> list[Finding]:
-    """Return how many packets were lost while the rates were measured."""
-    known = [(rate.lost, rate) for rate in report.rates if rate.lost is not None]
-    if not known:
-        return []
-    share, worst = max(known, key=lambda pair: pair[0])
-    if not share:
-        return [Finding("ok", GROUP, "no packet had to be sent again meanwhile")]
-    text = (
-        f"at most {format_share(share)} of the packets (rank {worst.source} to {worst.target}) had "
-        "to be sent again meanwhile"
+    lost = max((rate.lost for rate in good if rate.lost is not None), default=None)
+    if lost is not None:
+        text += f"; at most {format_share(lost)} of the packets were sent again"
+    remedy = (
+        "a round takes as long as its slowest host: check its network interface, its cable and "
+        "other traffic"
     )
-    return [Finding("ok", GROUP, text)]
+    return [*found, check(GROUP, text, (slowest.rate < median / 2, "warning", text, remedy))]
 
 
 def congestion_findings(report: NetworkReport) -> list[Finding]:
@@ -184,10 +143,9 @@ def congestion_findings(report: NetworkReport) -> list[Finding]:
     text = f"with round trips of {format_seconds(trip)}, laconic's connections use {listed}"
     named = {host.rank for host in report.hosts if host.settings.get(congestion.VARIABLE)}
     others = [r for name, ranks in by_name.items() if name != congestion.LONG for r in ranks]
-    if trip >= congestion.LONG_SECONDS and not named.issuperset(others):
-        text += ": a lost packet slows them down for long"
-        return [Finding("warning", GROUP, text, BBR_REMEDY)]
-    return [Finding("ok", GROUP, text)]
+    slow = trip >= congestion.LONG_SECONDS and not named.issuperset(others)
+    loss = f"{text}: a lost packet slows them down for long"
+    return [check(GROUP, text, (slow, "warning", loss, BBR_REMEDY))]
 
 
 def security_findings(hosts: Sequence[HostInfo]) -> list[Finding]:

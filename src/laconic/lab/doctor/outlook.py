@@ -1,4 +1,4 @@
-"""Predict which recipe `laconic.auto` would choose on the measured network, for a stated task."""
+"""Predict which recipe `laconic.auto` would choose on the measured network, for an example."""
 
 from __future__ import annotations
 
@@ -15,19 +15,8 @@ from laconic.units import format_rate, format_seconds, three_digits
 GROUP = "training"
 
 
-@dataclass(frozen=True)
-class Task:
-    """A model of ``params`` parameters in float32, whose step computes for ``step_time`` seconds.
-
-    The defaults are an example, for users who have not stated theirs. Raises ``ValueError`` for
-    numbers out of range.
-    """
-
-    params: int = 100_000_000
-    step_time: float = 1.0
-
-    def __post_init__(self) -> None:
-        outlook(2, 1e9, 0.0, self)  # raises for numbers out of range
+PARAMS, STEP_TIME = 100_000_000, 1.0
+"""Of an example: parameters in float32, and the seconds that a step computes."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +36,20 @@ class Outlook:
     ddp: float
 
 
-def outlook(workers: int, rate: float, round_trip: float, task: Task) -> Outlook:
+def outlook(workers: int, rate: float, round_trip: float) -> Outlook:
     """Return the outlook for one worker on each host. Messages take half of ``round_trip``."""
     facts = facts_from(
-        params=task.params,
-        step_time=task.step_time,
+        params=PARAMS,
+        step_time=STEP_TIME,
         bandwidth=rate,
         one_way=round_trip / 2,
-        nodes=workers,
+        workers=workers,
     )
     chosen, _ = choose(Auto(), facts, None, {})
     seconds = {c.text: predict(c.recipe, facts).seconds for c in candidates(facts)}
     return Outlook(
-        params=task.params,
-        step_time=task.step_time,
+        params=PARAMS,
+        step_time=STEP_TIME,
         workers=workers,
         rate=rate,
         round_trip=round_trip,
@@ -70,10 +59,10 @@ def outlook(workers: int, rate: float, round_trip: float, task: Task) -> Outlook
     )
 
 
-def outlook_findings(found: Outlook, stated: bool) -> list[Finding]:
-    """Return the outlook as findings. ``stated``: whether the task is the user's own."""
+def outlook_findings(found: Outlook) -> list[Finding]:
+    """Return the outlook as findings."""
     text = (
-        f"{'' if stated else 'for example, '}with {found.params:,} parameters, steps that compute "
+        f"for example, with {found.params:,} parameters, steps that compute "
         f"for {format_seconds(found.step_time)}, one worker per host, {format_rate(found.rate)} "
         f"and {format_seconds(found.round_trip)} per round trip, auto() would choose "
         f"{found.recipe}: {format_seconds(found.seconds)} per step, "
@@ -81,9 +70,7 @@ def outlook_findings(found: Outlook, stated: bool) -> list[Finding]:
     )
     if found.recipe != "ddp()":
         text += f"; ddp() would take {format_seconds(found.ddp)}"
-    more = f"to compare all recipes: {command(found)}"
-    if not stated:
-        more = f"for your own model, give --params and --step-time; {more}"
+    more = f"to compare all recipes, or with the numbers of your model: {command(found)}"
     return [Finding("ok", GROUP, text), Finding("ok", GROUP, more)]
 
 
@@ -92,5 +79,5 @@ def command(found: Outlook) -> str:
     return (
         f"laconic advise --params {found.params} --step-time {found.step_time:g}s "
         f"--bandwidth {three_digits(found.rate / 1e6).replace(',', '')}mbit "
-        f"--latency {three_digits(1e3 * found.round_trip)}ms --nodes {found.workers} --all"
+        f"--latency {three_digits(1e3 * found.round_trip)}ms --workers {found.workers} --all"
     )

@@ -15,13 +15,12 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, final
 
-from laconic.lab.emulation import orphans
 from laconic.lab.emulation.forward import Counts, ForwardError, counts
 from laconic.lab.emulation.impairments import Impairments
 from laconic.lab.emulation.jobs import (
@@ -39,6 +38,9 @@ from laconic.lab.emulation.jobs import (
 )
 from laconic.lab.emulation.join import host_entry
 from laconic.lab.emulation.namespaces import Entry, Plan
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "Cluster",
@@ -64,8 +66,61 @@ class NamespacesUnavailable(OSError):  # noqa: N818
     """Network namespaces are unavailable here. The message gives the reason in one line."""
 
 
+class Hosts(ABC):
+    """Hosts with their ``addresses``, and the programs on them.
+
+    Everything ends with the `with` block, and with this process however it ends.
+    """
+
+    def __init__(self, addresses: list[str]) -> None:
+        self.addresses = addresses
+        self._processes = Processes()
+
+    @abstractmethod
+    def entry(self, host: int) -> Entry:
+        """Return how a child of this process enters `host`."""
+
+    @abstractmethod
+    def free_port(self) -> int:
+        """Return a port for a server on a host, which nothing uses now."""
+
+    def start(
+        self,
+        host: int,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: Output = None,
+        stderr: Output = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start `argv` on `host` in its own session, with `env`.
+
+        All that it starts dies with this process. Send signals to its process group: on an emulated
+        host, the process is the program's parent. If the program cannot be run, it exits with code
+        127 and prints the reason on its stderr. Raises ValueError if the host does not exist or the
+        cluster is closed.
+        """
+        return self._processes.start(host, self.entry(host), argv, env, stdout, stderr)
+
+    def signal(self, host: int, number: int) -> None:
+        """Send a signal to the programs on `host` and to all that they have started."""
+        check_host(host, len(self.addresses))
+        self._processes.signal_host(host, number)
+
+    def close(self) -> None:
+        """End all processes. Idempotent."""
+        with signals_deferred():
+            self._processes.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 @final
-class Cluster:
+class Cluster(Hosts):
     """Hosts connected by a switch on this machine, each with its own address, name and bandwidth.
 
     Host h is `host{h}` at `addresses[h]`, reachable only from the other hosts. `bandwidth` (bit/s)
@@ -99,7 +154,7 @@ class Cluster:
         for host, rate in (host_bandwidth or {}).items():
             check_host(host, hosts)
             rates[host] = rate
-        self.addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
+        super().__init__([f"10.77.0.{host + 1}" for host in range(hosts)])
         self._ports = itertools.cycle(range(29500, 32000))  # below the ephemeral ports
         plan = Plan(
             launcher=os.getpid(),
@@ -110,38 +165,16 @@ class Cluster:
             path=[os.path.abspath(entry) for entry in sys.path],
             congestion_control=congestion_control,
         )
-        mark = orphans.new_mark()
         with signals_deferred():
-            keeper, channel, user, descriptors, report = _start_keeper(plan, mark)
+            keeper, channel, user, descriptors, report = _start_keeper(plan)
             open_descriptors = [channel, *user, *descriptors]
             self._release = weakref.finalize(self, _end_keeper, keeper, open_descriptors)
             self._channel = channel
             self._unreachable: dict[int, list[int]] = {}
             self._user = user
-            self._counters, _, *self._networks = descriptors
+            self._pids, self._counters, *self._networks = descriptors
             self._forwarded = plan.forward is not None
             self.congestion_control = str(report["congestion_control"])
-            self._processes = Processes(mark)
-
-    def start(
-        self,
-        host: int,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        stdout: Output = None,
-        stderr: Output = None,
-    ) -> subprocess.Popen[bytes]:
-        """Start `argv` on `host` in its own session, with `env` and the mark of this lab.
-
-        `laconic lab clean` finds processes by the mark. The process dies with this one. If the
-        program cannot be run, it exits with code 127 and prints the reason on its stderr. Raises
-        ValueError if the host does not exist or the cluster is closed.
-        """
-        entry = self.entry(host)
-        command = entry.command(argv)
-        env = {**env, orphans.HOST: str(host)}
-        return self._processes.start(command, env, stdout, stderr, entry.descriptors())
 
     def cut(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Let no packet pass between the two hosts of each pair, in either direction.
@@ -172,16 +205,11 @@ class Cluster:
         if "error" in answer:
             raise OSError(answer["error"])
 
-    def signal(self, host: int, number: int) -> None:
-        """Send a signal to all processes on `host`."""
-        check_host(host, len(self.addresses))
-        self._processes.signal_host(host, number)
-
     def entry(self, host: int) -> Entry:
         """Return how a child of this process enters `host`."""
         check_host(host, len(self.addresses))
         user = self._user[0] if self._user else None
-        return host_entry(host, user, self._networks[host], self.addresses)
+        return host_entry(host, user, self._pids, self._networks[host], self.addresses)
 
     def tx_bytes(self) -> list[int]:
         """Return the bytes each host has sent so far, counted at its port of the switch.
@@ -218,23 +246,12 @@ class Cluster:
     def close(self) -> None:
         """End all processes on the hosts and remove the network. Idempotent."""
         with signals_deferred():
-            self._processes.close()
+            super().close()
             self._release()
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 @final
-class Loopback:
+class Loopback(Hosts):
     """The interface of `Cluster` without a network: every host is this machine, without shaping.
 
     Raises ValueError if the number of hosts is out of range.
@@ -246,36 +263,16 @@ class Loopback:
 
     def __init__(self, hosts: int = 4) -> None:
         check_hosts(hosts)
-        self.addresses = ["127.0.0.1"] * hosts
-        self._processes = Processes(orphans.new_mark())
+        super().__init__(["127.0.0.1"] * hosts)
 
-    def start(
-        self,
-        host: int,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        stdout: Output = None,
-        stderr: Output = None,
-    ) -> subprocess.Popen[bytes]:
-        """Start `argv` on this machine as `Cluster.start` does.
-
-        The process dies with this one. Its own children end only on `close`.
-        """
+    def entry(self, host: int) -> Entry:
         check_host(host, len(self.addresses))
-        command = Entry(launcher=os.getpid()).command(argv)
-        env = {**env, orphans.HOST: str(host)}
-        return self._processes.start(command, env, stdout, stderr, ())
+        return Entry(os.getpid())
 
     def cut(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Raise NamespacesUnavailable if there are pairs: all hosts share one interface."""
         if list(pairs):
             raise NamespacesUnavailable("connections cannot be cut without network namespaces")
-
-    def signal(self, host: int, number: int) -> None:
-        """Send a signal to all processes on `host`."""
-        check_host(host, len(self.addresses))
-        self._processes.signal_host(host, number)
 
     def tx_bytes(self) -> None:
         """Return None: all hosts share one interface, so there are no counts per host."""
@@ -285,23 +282,6 @@ class Loopback:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return int(probe.getsockname()[1])
-
-    def close(self) -> None:
-        """End all processes. Idempotent."""
-        with signals_deferred():
-            self._processes.close()
-            orphans.end_all(self._processes.mark)
-
-    def __enter__(self) -> Loopback:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def launch(
@@ -337,12 +317,12 @@ def launch(
 
 
 def _start_keeper(
-    plan: Plan, mark: str
+    plan: Plan,
 ) -> tuple[subprocess.Popen[bytes], int, list[int], list[int], dict[str, object]]:
     """Start the process that builds the network.
 
     Returns the process, our end of its channel, the user namespace if it created one, the
-    descriptors of the counters, the switch and the hosts, and its report. Raises
+    descriptors of the PID namespace, the counters and the hosts, and its report. Raises
     NamespacesUnavailable or ForwardError.
     """
     if sys.platform != "linux":
@@ -358,7 +338,6 @@ def _start_keeper(
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 cwd="/",
-                env={**os.environ, orphans.MARK: mark},
             )
         ours.settimeout(_BUILD_SECONDS)
         try:
@@ -380,7 +359,7 @@ def _start_keeper(
 
 
 def _end_keeper(keeper: subprocess.Popen[bytes], descriptors: Sequence[int]) -> None:
-    """Close our descriptors. The keeper notices, kills stray processes on the hosts, and ends."""
+    """Close our descriptors. The keeper notices and ends, and with it all processes on hosts."""
     close_all(descriptors)
     try:
         keeper.wait(KILL_SECONDS)

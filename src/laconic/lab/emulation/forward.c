@@ -22,7 +22,6 @@
 #define FRAME 2034 /* bytes; a packet then takes 2 KiB */
 #define HEADER 14  /* of a frame */
 #define BATCH 32   /* frames read from one host before others get their turn */
-#define SLAB 1024  /* packets allocated at once */
 #define MOST (1 << 18)      /* packets under way: 512 MiB */
 #define HOLD (10 * 1000000) /* ns */
 
@@ -44,7 +43,6 @@ struct counters {
 };
 
 struct packet {
-    struct packet *next; /* free packet */
     uint16_t size, from, to;
     uint8_t frame[FRAME];
 };
@@ -66,10 +64,9 @@ struct network {
     volatile struct counters *counters;
     struct pair *pairs; /* sender * size + receiver */
     struct entry *heap; /* the packets under way, the next one first */
-    struct packet *free;
     int64_t start;
     uint64_t number;
-    size_t under_way, room, most; /* packets that there are, and that there may be */
+    size_t under_way;
     int size, epoll, timer;
 };
 
@@ -136,34 +133,6 @@ static struct packet *pop(struct network *n) {
     return first;
 }
 
-static void release(struct network *n, struct packet *p) {
-    p->next = n->free;
-    n->free = p;
-}
-
-/* Returns a packet, or NULL if there is no memory for more. */
-static struct packet *taken(struct network *n) {
-    if (n->free == NULL) {
-        if (n->room >= n->most)
-            return NULL;
-        struct packet *slab = malloc(SLAB * sizeof *slab);
-        struct entry *heap = realloc(n->heap, (n->room + SLAB) * sizeof *heap);
-        if (heap != NULL)
-            n->heap = heap;
-        if (slab == NULL || heap == NULL) {
-            free(slab);
-            n->most = n->room;
-            return NULL;
-        }
-        n->room += SLAB;
-        for (int i = 0; i < SLAB; i++)
-            release(n, &slab[i]);
-    }
-    struct packet *p = n->free;
-    n->free = p->next;
-    return p;
-}
-
 static void write_frame(struct network *n, const struct packet *p) {
     ssize_t wrote;
     do
@@ -177,7 +146,7 @@ static void deliver(struct network *n) {
     while (n->under_way > 0 && n->heap[0].due <= now()) {
         struct packet *p = pop(n);
         write_frame(n, p);
-        release(n, p);
+        free(p);
     }
 }
 
@@ -187,7 +156,7 @@ static void forward(struct network *n, struct packet *p) {
     struct pair *pair = &n->pairs[a * n->size + b];
     if (uniform(pair->key, pair->count++) < (n->hosts[a].loss + n->hosts[b].loss) / 2) {
         n->counters[a].lost++;
-        release(n, p);
+        free(p);
         return;
     }
     int64_t at = now(), due = at + delay(n, a, b, at);
@@ -217,14 +186,14 @@ static void route(struct network *n, struct packet *p) {
     int to = p->frame[5];
     if (p->frame[0] & 1) {
         send_all(n, p);
-        release(n, p);
+        free(p);
     } else if (memcmp(p->frame, prefix, sizeof prefix) || to >= n->size || to == p->from) {
-        release(n, p); /* nobody has this address */
+        free(p); /* nobody has this address */
     } else {
         p->to = (uint16_t)to;
         if (is_arp(p)) {
             write_frame(n, p);
-            release(n, p);
+            free(p);
         } else {
             forward(n, p);
         }
@@ -236,12 +205,12 @@ static void receive(struct network *n, int from) {
     int tap = n->hosts[from].tap;
     volatile struct counters *c = &n->counters[from];
     for (int i = 0; i < BATCH; i++) {
-        struct packet *p = taken(n);
+        struct packet *p = n->under_way < MOST ? malloc(sizeof *p) : NULL;
         if (p == NULL)
             return;
         ssize_t size = read(tap, p->frame, FRAME);
         if (size < HEADER) {
-            release(n, p);
+            free(p);
             if (size < 0 && errno != EAGAIN && errno != EINTR)
                 epoll_ctl(n->epoll, EPOLL_CTL_DEL, tap, NULL);
             return;
@@ -264,10 +233,10 @@ static int set_timer(const struct network *n, int64_t *set) {
     return timerfd_settime(n->timer, TFD_TIMER_ABSTIME, &time, NULL);
 }
 
-/* Waits for frames or for the timer. If there is no memory for more packets, frames wait in the
-   queues of the hosts' devices. */
+/* Waits for frames or for the timer. If too many packets are under way, frames wait in the queues of
+   the hosts' devices. */
 static int next_events(const struct network *n, struct epoll_event *ready, int most) {
-    if (n->free == NULL && n->room >= n->most && n->under_way > 0) {
+    if (n->under_way >= MOST) {
         struct pollfd timer = {.fd = n->timer, .events = POLLIN};
         return poll(&timer, 1, -1) < 0 ? -1 : epoll_wait(n->epoll, ready, 1, 0);
     }
@@ -307,12 +276,13 @@ static int watch(const struct network *n, int descriptor, int number) {
 /* Forwards until the process is killed, or returns an error number. */
 EXPORT int laconic_forward(const struct host *hosts, int size, uint64_t seed,
                            struct counters *counters) {
-    struct network n = {.hosts = hosts, .counters = counters, .size = size, .most = MOST};
+    struct network n = {.hosts = hosts, .counters = counters, .size = size};
     n.start = now();
     n.pairs = calloc((size_t)size * (size_t)size, sizeof *n.pairs);
+    n.heap = malloc(MOST * sizeof *n.heap);
     n.epoll = epoll_create1(EPOLL_CLOEXEC);
     n.timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
-    if (n.pairs == NULL || n.epoll < 0 || n.timer < 0 || watch(&n, n.timer, size) < 0)
+    if (n.pairs == NULL || n.heap == NULL || n.epoll < 0 || n.timer < 0 || watch(&n, n.timer, size) < 0)
         return errno;
     for (int i = 0; i < size * size; i++)
         n.pairs[i].key = mixed(mixed(seed + GOLDEN) + (uint64_t)i * GOLDEN);

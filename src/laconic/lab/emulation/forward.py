@@ -14,7 +14,6 @@ import fcntl
 import json
 import mmap
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -32,7 +31,6 @@ _QUEUE: Final = 16384  # frames that a host's device holds until they are read: 
 _DEVICE: Final = "/dev/net/tun"
 _TUNSETIFF: Final = 0x400454CA
 _IFF_TAP_NO_PI: Final = 0x0002 | 0x1000  # Ethernet frames, with nothing in front of them
-_PR_SET_PDEATHSIG: Final = 1
 _COUNTERS: Final = struct.Struct("=4Q")  # as struct counters in forward.c
 _READY: Final = b"ready\n"
 _COMPILE: Final = (
@@ -80,12 +78,12 @@ class Forward:
     def start(self, taps: Sequence[int]) -> tuple[subprocess.Popen[bytes], int]:
         """Start the forwarder on the hosts' devices.
 
-        Returns its process and the descriptor of its counters. It dies with this process. Raises
-        ForwardError if it cannot start.
+        Returns its process and the descriptor of its counters. Raises ForwardError if it cannot
+        start.
         """
         counters = os.memfd_create("laconic-lab-counters")
         os.ftruncate(counters, _COUNTERS.size * len(taps))
-        spec = json.dumps({"parent": os.getpid(), "taps": list(taps), "counters": counters})
+        spec = json.dumps({"taps": list(taps), "counters": counters})
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, spec, json.dumps(asdict(self))],
             stdin=subprocess.DEVNULL,
@@ -146,11 +144,8 @@ def counts(data: bytes) -> list[Counts]:
     return [Counts(*values) for values in _COUNTERS.iter_unpack(data)]
 
 
-def _run(parent: int, taps: Sequence[int], counters: int, forward: Forward) -> None:
-    """Forward until this process is killed, which is when its parent ends. Raises OSError."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        return
+def _run(taps: Sequence[int], counters: int, forward: Forward) -> None:
+    """Forward until this process is killed, with its PID namespace. Raises OSError."""
     assert forward.library is not None, "check has raised"
     library = ctypes.CDLL(forward.library)
     hosts = (_Host * len(taps))()
@@ -174,7 +169,7 @@ def _main(arguments: Sequence[str]) -> int:
     """Run as a program. See the module docstring."""
     spec, forward = map(json.loads, arguments)
     try:
-        _run(spec["parent"], spec["taps"], spec["counters"], Forward(**forward))
+        _run(spec["taps"], spec["counters"], Forward(**forward))
     except OSError as error:
         print(error, flush=True)
     return 1

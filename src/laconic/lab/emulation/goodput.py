@@ -23,13 +23,12 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from laconic.lab.emulation.injection import KILLED, Happened
 
 __all__ = [
     "Goodput",
-    "Killed",
     "Worker",
     "goodput_of",
     "read",
@@ -38,19 +37,8 @@ __all__ = [
     "trace_directory",
 ]
 
-_COLUMNS: Final = 72  # of the timeline
-
 Events = Mapping[str, Sequence[Mapping[str, Any]]]
 """The events of each worker, by its id, in the order in which it has recorded them."""
-
-
-@dataclass(frozen=True)
-class Killed:
-    """All processes of ``host`` were killed, between two times in seconds since 1970."""
-
-    host: str
-    since: float
-    until: float
 
 
 @dataclass(frozen=True)
@@ -122,8 +110,7 @@ def goodput_of(
 ) -> Goodput | None:
     """Return the `summary` of what the workers have recorded in a directory, and of what the lab
     did to their hosts."""
-    killed = [each for each in happened if each.what == KILLED]
-    kills = [Killed(each.host, start + each.at, each.time) for each in killed]
+    kills = [each for each in happened if each.what == KILLED]
     return summary(read(directory), kills, start, seconds)
 
 
@@ -146,16 +133,16 @@ def _parsed(line: str) -> list[dict[str, Any]]:
 
 
 def summary(
-    events: Events, kills: Iterable[Killed], start: float, seconds: float
+    events: Events, kills: Iterable[Happened], start: float, seconds: float
 ) -> Goodput | None:
     """Return what the workers have made of their steps. None if no worker has taken part.
 
-    ``start``: when the lab began, in seconds since 1970. ``seconds``: when it began to end, in
-    seconds since then. If no worker of a run has finished or was there until the lab ended, nothing
-    of the run is left, and none of its steps count.
+    ``kills``: what the lab has done to hosts. ``start``: when it began, in seconds since 1970.
+    ``seconds``: when it began to end, in seconds since then. If no worker of a run has finished or
+    was there until the lab ended, nothing of the run is left, and none of its steps count.
     """
     views = [event for own in events.values() for event in _of(own, "view")]
-    kills = sorted(kills, key=lambda kill: kill.since)
+    kills = sorted(kills, key=lambda kill: kill.at)
     workers = {
         id: _worker(id, own, views, kills, start, seconds)
         for id, own in events.items()
@@ -179,7 +166,7 @@ def _worker(
     id: str,
     own: Sequence[Mapping[str, Any]],
     views: Sequence[Mapping[str, Any]],
-    kills: Sequence[Killed],
+    kills: Sequence[Happened],
     start: float,
     seconds: float,
 ) -> Worker:
@@ -190,15 +177,15 @@ def _worker(
     heard = [event["steps"] for event in own] + [view["gone"][id] for view in without]
     computed, counted = (max(each) for each in zip(*heard, strict=True))
     gone = min((view["time"] for view in without), default=math.inf)
-    kill = next((k for k in kills if k.host == host and k.until >= begin["time"]), None)
+    kill = next((k for k in kills if k.host == host and k.time >= begin["time"]), None)
     finals = _of(own, "finished", "left")
     final = finals[-1] if finals else None
     if final is not None and final["presence"] == "finished" and final["steps"][0] == computed:
         how, at = "finished", final["time"]  # else it has gone on after that
     elif final is not None and final["presence"] == "left" and final["time"] <= end:
         how, at = "left", final["time"]
-    elif kill is not None and kill.since <= gone:
-        how, at = "killed by plan", max(kill.since, begin["time"])
+    elif kill is not None and start + kill.at <= gone:
+        how, at = "killed by plan", max(start + kill.at, begin["time"])
     elif gone < end:
         how, at = "lost", gone
     else:
@@ -217,8 +204,8 @@ def _runs(views: Sequence[Mapping[str, Any]]) -> list[set[str]]:
     return runs
 
 
-def report(goodput: Goodput, hosts: int, seconds: float) -> list[str]:
-    """Return the lines for display. ``hosts``: how many there are; each has a timeline."""
+def report(goodput: Goodput) -> list[str]:
+    """Return the lines for display."""
     if goodput.ratio is None:
         lines = ["goodput: no step was computed"]
     else:
@@ -228,9 +215,7 @@ def report(goodput: Goodput, hosts: int, seconds: float) -> list[str]:
     if goodput.runs_lost:
         text = "a run was lost" if goodput.runs_lost == 1 else f"{goodput.runs_lost} runs were lost"
         lines.append(f"{text}, with all workers: none of the steps counted")
-    names = [f"host{number}" for number in range(hosts)]
-    names += sorted({worker.host for worker in goodput.workers} - {*names})
-    wide = max(map(len, names))
+    wide = max(len(worker.host) for worker in goodput.workers)
     digits = len(str(goodput.computed))
     lines.append("who was present, in seconds since the start:")
     lines += [
@@ -238,24 +223,4 @@ def report(goodput: Goodput, hosts: int, seconds: float) -> list[str]:
         f"{worker.how:18}  {worker.counted:{digits}} of {worker.computed:{digits}} counted"
         for worker in goodput.workers
     ]
-    lines += [
-        f"  {name:{wide}}  {_timeline([w for w in goodput.workers if w.host == name], seconds)}"
-        for name in names
-    ]
-    ruler = f"{seconds:.0f} s"
-    lines.append(f"  {'':{wide}}  {'0 s':{_COLUMNS - len(ruler)}}{ruler}")
     return lines
-
-
-def _timeline(workers: Sequence[Worker], seconds: float) -> str:
-    """Return a character for each part of the time: ``#`` if one of the ``workers`` was present,
-    ``x`` if one was killed or lost, and ``.`` otherwise."""
-    row = ["."] * _COLUMNS
-    scale = _COLUMNS / max(seconds, 1e-9)
-    spans = [(int(w.begin * scale), min(int(w.end * scale), _COLUMNS - 1)) for w in workers]
-    for first, last in spans:
-        row[first : last + 1] = "#" * (last + 1 - first)
-    for (_, last), worker in zip(spans, workers, strict=True):
-        if worker.how in ("killed by plan", "lost"):
-            row[last] = "x"
-    return "".join(row)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from laconic.lab.emulation.cluster import Cluster, Loopback
-from laconic.lab.emulation.faults import COORDINATOR, Cut, Event, Hang, Kill, Plan
+from laconic.lab.emulation.faults import COORDINATOR, Event, Fault, Plan
 from laconic.lab.emulation.jobs import Job
 
 __all__ = ["COORDINATOR_PORT", "KILLED", "Happened", "Injection", "Starter"]
@@ -71,7 +71,7 @@ class Injection:
         self._starter, self._report = starter, report
         self._coordinator = len(cluster.addresses) - 1
         self._events = plan.events()
-        self._cuts: list[Cut] = []
+        self._cuts: list[Fault] = []
         self._hung: set[int] = set()
         self._excused: set[int] = set()  # hosts whose next failure is a consequence of a fault
         self._touched: set[int] = set()  # hosts that had a fault
@@ -112,9 +112,9 @@ class Injection:
         fault = event.fault
         host = self._number(fault.worker)
         self._touched.add(host)
-        if isinstance(fault, Kill):
+        if fault.kind == "kill":
             self._kill(host, now)
-        elif isinstance(fault, Hang):
+        elif fault.kind == "hang":
             if event.begins:
                 self._hang(host, now, for_good=fault.until is None)
             elif host in self._hung:
@@ -122,7 +122,7 @@ class Injection:
         else:
             self._cut(fault, now, begins=event.begins)
 
-    def _cut(self, cut: Cut, now: float, *, begins: bool) -> None:
+    def _cut(self, cut: Fault, now: float, *, begins: bool) -> None:
         if begins:
             self._cuts.append(cut)
         else:
@@ -135,7 +135,7 @@ class Injection:
         other = f" {preposition} {self._name(ends[1])}" if ends[1:] else ""
         self._happened(now, ends[0], f"{'cut' if begins else 'connected again'}{other}")
 
-    def _pairs(self, cut: Cut) -> list[tuple[int, int]]:
+    def _pairs(self, cut: Fault) -> list[tuple[int, int]]:
         host = self._number(cut.worker)
         if cut.other is not None:
             return [(host, self._number(cut.other))]

@@ -10,14 +10,14 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, Final, TypeAlias, final
 
-from laconic.lab.emulation import orphans
+from laconic.lab.emulation.namespaces import Entry
 
 __all__ = [
     "KILL_SECONDS",
@@ -91,11 +91,6 @@ class Job:
         self._lost: set[int] = set()
         self._awaited: set[int] = set()
         weakref.finalize(self, close_all, [log for pair in logs for log in pair])
-
-    def poll(self) -> list[Outcome] | None:
-        """Return the outcomes by rank if all ranks ended or one failed, else None."""
-        with self._processes.changed:
-            return self._outcomes() if self._settled() else None
 
     def settled(self, timeout: float) -> bool:
         """Return whether all ranks ended or one failed within `timeout` seconds."""
@@ -241,43 +236,43 @@ class Processes:
     """Children of this process, each in its own session, that die with it.
 
     `changed` is notified when a child has ended and its `returncode` is set. `ended` lists them in
-    that order. `mark` is in the environment of all children and their descendants.
+    that order.
     """
 
-    def __init__(self, mark: str) -> None:
-        self.mark = mark
+    def __init__(self) -> None:
         self.changed = threading.Condition()
         self.ended: list[subprocess.Popen[bytes]] = []
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[tuple[int, subprocess.Popen[bytes]]] = []  # with their hosts
         self._closed = False
         # The kernel kills a child when the thread that started it ends, so one thread starts all.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="laconic-start")
 
     def start(
         self,
-        command: Sequence[str],
+        host: int,
+        entry: Entry,
+        argv: Sequence[str],
         env: Mapping[str, str],
         stdout: Output,
         stderr: Output,
-        inherited: Sequence[int],
     ) -> subprocess.Popen[bytes]:
-        """Start `command` with the descriptors `inherited` and an empty stdin.
+        """Start `argv` on a host, by its `entry`, with an empty stdin.
 
         Raises ValueError after `close`.
         """
 
         def spawn() -> subprocess.Popen[bytes]:
             process = subprocess.Popen(
-                command,
-                env={**env, orphans.MARK: self.mark},
+                entry.command(argv),
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=inherited,
+                pass_fds=entry.descriptors(),
                 start_new_session=True,
             )
             with self.changed:
-                self._children.append(process)
+                self._children.append((host, process))
             threading.Thread(target=self._await_end, args=(process,), daemon=True).start()
             return process
 
@@ -293,25 +288,34 @@ class Processes:
                     os.killpg(process.pid, number)
 
     def signal_host(self, host: int, number: int) -> None:
-        """Send the signal to all processes on a host, also to those that left their session."""
-        if sys.platform == "linux":
-            orphans.signal_host(self.mark, host, number)
+        """Send the signal to the processes on a host and to all that they have started."""
+        with self.changed:
+            roots = [p for at, p in self._children if at == host and p.returncode is None]
+            reached = set[int]()
+            while new := descendants([p.pid for p in roots]) - reached:
+                _kill(new, number)
+                reached |= new
+            for process in roots:  # last, since its children would go to another parent
+                self.signal(process, number)
 
     def close(self) -> None:
         """End all processes: SIGTERM, then SIGKILL after 2 seconds."""
         self._closed = True
+        with self.changed:
+            strays = descendants([p.pid for _, p in self._children if p.returncode is None])
         for number, seconds in (
             (signal.SIGTERM, _TERMINATE_SECONDS),
             (signal.SIGKILL, KILL_SECONDS),
         ):
             with self.changed:
-                for process in self._children:
+                for _, process in self._children:
                     self.signal(process, number)
                 self.changed.wait_for(self._all_ended, seconds)
+        _kill(strays, signal.SIGKILL)  # those that left their session
         self._starter.shutdown()
 
     def _all_ended(self) -> bool:
-        return all(process.returncode is not None for process in self._children)
+        return all(process.returncode is not None for _, process in self._children)
 
     def _await_end(self, process: subprocess.Popen[bytes]) -> None:
         """Wait in a thread until one child ends, and kill the rest of its process group."""
@@ -359,6 +363,29 @@ def _handlers(
     finally:
         for number, previous in old.items():
             signal.signal(number, previous)
+
+
+def descendants(roots: Iterable[int]) -> set[int]:
+    """Return the children of processes, their children, and so on. Empty if this is not Linux."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            # The name, in parentheses, may contain any character.
+            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found = set[int]()
+    left = [*roots]
+    while left:
+        new = children.get(left.pop(), [])
+        found.update(new)
+        left += new
+    return found
+
+
+def _kill(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def open_logs(directory: str | Path | None, rank: int) -> tuple[int, int]:

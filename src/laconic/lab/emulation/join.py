@@ -1,68 +1,53 @@
-"""Find the clusters that run on this machine, and enter their hosts."""
+"""Find the clusters that run on this machine, and enter their hosts.
+
+A cluster's keeper (`namespaces.py`) has its namespaces open, and the kernel lets its user enter
+them.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pwd
-import re
-import socket
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from laconic.lab.emulation.namespaces import SOCKET_PREFIX, Entry, Plan
+from laconic.lab.emulation import namespaces
+from laconic.lab.emulation.namespaces import Entry, Plan
 
-__all__ = ["host_entry", "join", "running", "trusted"]
-
-
-def running() -> list[str]:
-    """Return the names of this machine's clusters whose hosts `join` can enter, oldest first."""
-    try:
-        lines = Path("/proc/net/unix").read_text().splitlines()
-    except OSError:
-        return []
-    # Any user may create sockets with any name, so skip names that are not in our format.
-    names = (re.fullmatch(rf"{SOCKET_PREFIX}\d+-\d+", line.rpartition("@")[2]) for line in lines)
-    sockets = [name.group() for name in names if name]
-    # A pending connection is listed under the same name.
-    return sorted(set(sockets), key=lambda name: int(name.rpartition("-")[2]))
+__all__ = ["host_entry", "join", "running"]
 
 
-def trusted(name: str) -> bool:
-    """Return whether the cluster `name` belongs to this user or root, so that `join` enters it."""
-    with contextlib.suppress(OSError), _connect(name) as connection:
-        return _owner(connection) in (0, os.geteuid())
-    return False
+def running() -> list[int]:
+    """Return the processes that have launched the clusters which `join` can enter, oldest first."""
+    return [plan.launcher for _, plan in _keepers()]
 
 
-def join(name: str, host: int) -> Entry:
-    """Return how a child of this process enters a host of the running cluster `name`.
+def join(launcher: int, host: int) -> Entry:
+    """Return how a child of this process enters a host of the cluster that a process has launched.
 
-    The caller closes the descriptors. Raises ValueError for a host that does not exist and for a
-    cluster of another user, and OSError if the cluster has ended.
+    The caller closes the descriptors. Raises ValueError for a host that does not exist, and OSError
+    if the cluster has ended.
     """
-    with _connect(name) as connection:
-        owner = _owner(connection)
-        if owner not in (0, os.geteuid()):
-            # Otherwise any user could make root enter namespaces of that user's choice.
-            raise ValueError(
-                f"the lab of process {name.split('-')[2]} belongs to {_user(owner)}; only your "
-                "own labs and root's can be joined: start one with laconic lab --hosts 4"
-            )
-        connection.send(str(host).encode())
-        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 2)
-    answer = json.loads(message or b'{"error": "the lab does not answer"}')
-    if "error" in answer:
-        raise ValueError(answer["error"])
-    plan = Plan(**answer)
-    *user, net = descriptors
-    return host_entry(host, user[0] if user else None, net, plan.addresses)
+    found = [(keeper, plan) for keeper, plan in _keepers() if plan.launcher == launcher]
+    if not found:
+        raise OSError(f"the lab of process {launcher} has ended")
+    keeper, plan = found[-1]
+    if not 0 <= host < len(plan.addresses):
+        last = len(plan.addresses) - 1
+        raise ValueError(f"there is no host {host}; hosts are numbered 0 to {last}")
+    # The descriptors of the hosts' networks are its first ones.
+    open_files = sorted((keeper / "fd").iterdir(), key=lambda path: int(path.name))
+    networks = [path for path in open_files if os.readlink(path).startswith("net:")]
+    if len(networks) <= len(plan.addresses):
+        raise OSError(f"the lab of process {launcher} has only just begun: try again")
+    own_user = os.readlink(keeper / "ns" / "user") != os.readlink("/proc/self/ns/user")
+    user = os.open(keeper / "ns" / "user", os.O_RDONLY) if own_user else None
+    pid = os.open(keeper / "ns" / "pid_for_children", os.O_RDONLY)
+    return host_entry(host, user, pid, os.open(networks[host], os.O_RDONLY), plan.addresses)
 
 
-def host_entry(host: int, user: int | None, net: int, addresses: Sequence[str]) -> Entry:
-    """Return how to enter `host` by the descriptors of its user and network namespaces."""
+def host_entry(host: int, user: int | None, pid: int, net: int, addresses: Sequence[str]) -> Entry:
+    """Return how to enter `host` by the descriptors of its namespaces."""
     # List each address twice. torch's store looks up the names of IPv4-mapped IPv6 addresses;
     # without an entry here, every rank prints a warning about the failed lookup.
     forms = ("", "::ffff:")
@@ -70,37 +55,34 @@ def host_entry(host: int, user: int | None, net: int, addresses: Sequence[str]) 
     return Entry(
         launcher=os.getpid(),
         user=user,
+        pid=pid,
         net=net,
         name=f"host{host}",
         hosts_file="\n".join(["127.0.0.1 localhost", *names, ""]),
     )
 
 
-def _connect(name: str) -> socket.socket:
-    """Return a connection to the keeper of the cluster `name`."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.settimeout(5.0)
-        connection.connect(f"\0{name}")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+def _keepers() -> list[tuple[Path, Plan]]:
+    """Return the keepers of this user, in /proc, and their plans, oldest first.
 
-
-def _owner(connection: socket.socket) -> int:
-    """Return the user id of the listening process, as reported by the kernel.
-
-    The socket's name is in the kernel's abstract namespace, so there are no file permissions.
+    Any user may run a program that looks like a keeper: it could lead root into a namespace of that
+    user's choice.
     """
-    size = struct.calcsize("3i")
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, user, _ = struct.unpack("3i", credentials)
-    return int(user)
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_text().split("\0")
+            if words[2:4] == [namespaces.__file__, "keep"] and _trusted(process):
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                plan = Plan(**json.loads(words[5]))
+                if int(fields[1]) == plan.launcher:  # else it is a child of the keeper
+                    found.append((int(fields[19]), process, plan))
+        except (OSError, ValueError):
+            continue  # it has ended
+    return [(process, plan) for _, process, plan in sorted(found, key=lambda each: each[0])]
 
 
-def _user(number: int) -> str:
-    try:
-        return f"{pwd.getpwuid(number).pw_name} (user {number})"
-    except KeyError:
-        return f"user {number}"
+def _trusted(process: Path) -> bool:
+    """Return whether a process is this user's, and not another user's with this user's rights."""
+    status = (process / "status").read_text().partition("\nUid:")[2].split("\n")[0]
+    return {*map(int, status.split())} == {os.geteuid()}

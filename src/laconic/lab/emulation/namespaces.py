@@ -4,15 +4,15 @@ This file is also a program. `cluster.py` starts it with only the standard libra
 launcher, which has many threads, never changes its own namespace. Its commands are:
 
     keep    build the switch and the hosts, send their descriptors to the launcher, and wait until
-            the launcher closes its socket or dies; then kill all processes on the hosts.
-            Meanwhile, send the descriptor of a host to any process that asks on a socket.
-    enter   join the namespaces of one host and exec a program.
+            the launcher closes its socket or dies.
+    enter   run a program in the namespaces of one host.
 
 On its channel, the launcher can also tell the keeper which hosts a host cannot reach.
 
-A namespace has no name and no mount here. It exists as long as a descriptor or a process refers to
-it, so the launcher leaves nothing behind however it ends, including by SIGKILL. The socket's name
-is in the kernel's abstract namespace, not on a disk.
+All programs of a lab are in one PID namespace. Its first process dies with the keeper, and the
+keeper ends with the launcher, however that ends; then the kernel kills all that is left in the
+namespace. No namespace here has a name or a mount. It exists as long as a descriptor or a process
+refers to it, so nothing else is left either.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    import socket
     import subprocess
 
     from laconic.lab.emulation.forward import Forward
 
-__all__ = ["SOCKET_PREFIX", "Entry", "Plan"]
-
-SOCKET_PREFIX: Final = "laconic-lab-"  # followed by the launcher's pid, a dash and the keeper's
+__all__ = ["Entry", "Plan"]
 
 _CLONE_NEWNS: Final = 0x00020000
 _CLONE_NEWUTS: Final = 0x04000000
 _CLONE_NEWUSER: Final = 0x10000000
+_CLONE_NEWPID: Final = 0x20000000
 _CLONE_NEWNET: Final = 0x40000000
 _MS_BIND: Final = 0x1000
 _MS_REC: Final = 0x4000
 _MS_PRIVATE: Final = 1 << 18
 _MNT_DETACH: Final = 2
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_DUMPABLE: Final = 4
 _NUD_PERMANENT: Final = 0x80  # a neighbor that is not asked for its hardware address
 _NOBODY: Final = "02:00:00:00:00:00"  # a hardware address that no interface has
 
@@ -109,12 +108,13 @@ class Plan:
 class Entry:
     """What `enter` does before it becomes the program.
 
-    `user` and `net` are inherited descriptors of the namespaces to join. Without `net`, `enter`
-    joins no namespace and only makes the program die with `launcher`.
+    `user`, `pid` and `net` are inherited descriptors of the namespaces to join. Without `net`,
+    `enter` joins no namespace and only makes the program die with `launcher`.
     """
 
     launcher: int
     user: int | None = None
+    pid: int | None = None
     net: int | None = None
     name: str = ""
     hosts_file: str = ""
@@ -126,16 +126,18 @@ class Entry:
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptors that the command must inherit."""
-        return tuple(d for d in (self.user, self.net) if d is not None)
+        return tuple(d for d in (self.user, self.pid, self.net) if d is not None)
 
 
 def enter(entry: Entry, argv: Sequence[str]) -> None:
-    """Join the namespaces of `entry`, arrange to die with the launcher, and become `argv`.
+    """Join the namespaces of `entry`, arrange to die with the launcher, and run `argv`.
 
     Never returns. Raises OSError if the kernel refuses or the program cannot be run.
     """
     if entry.user is not None:
         _setns(entry.user, _CLONE_NEWUSER)
+    if entry.pid is not None:
+        _setns(entry.pid, _CLONE_NEWPID)
     if entry.net is not None:
         _setns(entry.net, _CLONE_NEWNET)
         _unshare(_CLONE_NEWNS | _CLONE_NEWUTS)
@@ -145,10 +147,54 @@ def enter(entry: Entry, argv: Sequence[str]) -> None:
     for descriptor in entry.descriptors():
         os.close(descriptor)
     # Must come last: joining a user namespace clears it. The launcher may have died before.
-    _call("prctl", _PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    _die_with_parent()
     if os.getppid() != entry.launcher:
         os.kill(os.getpid(), signal.SIGKILL)
+    if entry.pid is not None:
+        _become_parent()
     os.execvp(argv[0], list(argv))
+
+
+def _become_parent() -> None:
+    """Return in a child, which is in the PID namespace that was joined; end as the child does.
+
+    The child is in the same process group, so a signal to the group reaches it, too.
+    """
+    child = os.fork()
+    if not child:
+        _die_with_parent()
+        # Refused in some containers. Programs then see the processes of this machine in /proc.
+        with contextlib.suppress(OSError):
+            _call("mount", b"proc", b"/proc", b"proc", 0, None)
+        return
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+        signal.signal(number, signal.SIG_IGN)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _die_with_parent() -> None:
+    _call("prctl", _PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _new_pid_namespace() -> int:
+    """Return a descriptor of a new PID namespace, of which all later children are.
+
+    Its first process dies with this one.
+    """
+    _unshare(_CLONE_NEWPID)
+    if not os.fork():
+        _die_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # have the kernel reap orphans
+        os.closerange(0, 1 << 16)
+        while True:
+            signal.pause()
+    return os.open("/proc/self/ns/pid_for_children", os.O_RDONLY)
 
 
 def keep(channel_descriptor: int, plan: Plan) -> None:
@@ -156,74 +202,40 @@ def keep(channel_descriptor: int, plan: Plan) -> None:
 
     The report is one JSON message: `{"error": reason, "forward": whether packets cannot be
     forwarded}`, or `{"user": bool, "congestion_control": name}` with the descriptors [user
-    namespace if any, counters, switch, hosts...]. The counters are the switch's interfaces' or
-    the forwarder's.
+    namespace if any, PID namespace, counters, hosts...]. The counters are the switch's interfaces'
+    or the forwarder's.
     """
     # Imported here because `enter` starts with every process and does not need them.
     import select
     import socket
 
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the launcher decides when to end
-    with server, socket.socket(fileno=channel_descriptor) as channel:
+    with socket.socket(fileno=channel_descriptor) as channel:
         try:
             launcher = os.pidfd_open(plan.launcher)
             if os.getppid() != plan.launcher:
                 return
-            server.bind(f"\0{SOCKET_PREFIX}{plan.launcher}-{os.getpid()}")
-            user, descriptors, forwarder = _build(plan)
+            user, descriptors, switch, forwarder = _build(plan)
         except OSError as error:
             kind = type(error).__name__
             report = {"error": f"{error.strerror or error}", "forward": kind == "ForwardError"}
             channel.send(json.dumps(report).encode())
             return
-        namespaces = {os.fstat(descriptor).st_ino for descriptor in descriptors}
         with contextlib.suppress(BrokenPipeError):  # the launcher died meanwhile
             report = {"user": user, "congestion_control": _congestion_control()}
             socket.send_fds(channel, [json.dumps(report).encode()], descriptors)
-            server.listen()
             ends = {launcher, *([] if forwarder is None else [os.pidfd_open(forwarder.pid)])}
-            readable = [channel.fileno(), server.fileno(), *ends]
-            while ends.isdisjoint(ready := select.select(readable, [], [])[0]):
-                if channel.fileno() in ready:
-                    if not (command := channel.recv(1 << 16)):
-                        break
-                    channel.send(_set_unreachable(plan, descriptors, **json.loads(command)))
-                else:
-                    _answer(server, plan, user, descriptors)
-        while killed := list(_kill_inside(namespaces)):
-            select.select(killed, [], [], 1.0)
-            for descriptor in killed:
-                os.close(descriptor)
-
-
-def _answer(server: socket.socket, plan: Plan, user: bool, descriptors: Sequence[int]) -> None:
-    """Accept one connection and send it the host it asks for, if its user is the same or root.
-
-    The answer is JSON: the plan with the descriptors [user namespace if any, host], or `{"error":
-    reason}`.
-    """
-    import socket
-    import struct
-
-    with contextlib.suppress(OSError, ValueError), server.accept()[0] as peer:
-        peer.settimeout(1.0)
-        owner = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        hosts = descriptors[-len(plan.addresses) :]
-        host = int(peer.recv(16))
-        answer: dict[str, Any] = asdict(plan)
-        sent = [*descriptors[: int(user)], *hosts[host : host + 1]]
-        if struct.unpack("3i", owner)[1] not in (0, os.geteuid()):
-            answer, sent = {"error": "this lab belongs to another user"}, []
-        elif not 0 <= host < len(hosts):
-            numbers = f"hosts are numbered 0 to {len(hosts) - 1}"
-            answer, sent = {"error": f"there is no host {host}; {numbers}"}, []
-        socket.send_fds(peer, [json.dumps(answer).encode()], sent)
+            readable = [channel.fileno(), *ends]
+            while ends.isdisjoint(select.select(readable, [], [])[0]):
+                if not (command := channel.recv(1 << 16)):
+                    break
+                hosts = descriptors[-len(plan.addresses) :]
+                channel.send(_set_unreachable(plan, hosts, switch, **json.loads(command)))
 
 
 def _set_unreachable(
-    plan: Plan, descriptors: Sequence[int], host: int, before: list[int], now: list[int]
+    plan: Plan, hosts: Sequence[int], switch: int, host: int, before: list[int], now: list[int]
 ) -> bytes:
     """Let `host` reach all hosts but those of `now`, where it could not reach those of `before`.
 
@@ -232,7 +244,7 @@ def _set_unreachable(
     as in a network whose cable is cut.
     """
     pyroute2 = importlib.import_module("pyroute2")
-    _setns(descriptors[-len(plan.addresses) :][host], _CLONE_NEWNET)
+    _setns(hosts[host], _CLONE_NEWNET)
     try:
         with pyroute2.IPRoute() as route:
             (link,) = route.link_lookup(ifname="eth0")
@@ -245,35 +257,18 @@ def _set_unreachable(
     except (OSError, pyroute2.NetlinkError) as error:
         return json.dumps({"error": f"the kernel refuses to cut a connection: {error}"}).encode()
     finally:
-        _setns(descriptors[-len(plan.addresses) - 1], _CLONE_NEWNET)
+        _setns(switch, _CLONE_NEWNET)
     return b"{}"
 
 
-def _kill_inside(namespaces: set[int]) -> Iterable[int]:
-    """Kill every other process in one of these network namespaces. Yield a pidfd for each."""
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        descriptor = -1
-        try:
-            descriptor = os.pidfd_open(int(entry))
-            # Check after opening the pidfd, so that the pid cannot have been reused.
-            if os.stat(f"/proc/{entry}/ns/net").st_ino in namespaces:
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                yield descriptor
-                continue
-        except OSError:
-            pass  # the process ended, is a zombie, or belongs to another user: not one of ours
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def _build(plan: Plan) -> tuple[bool, list[int], subprocess.Popen[bytes] | None]:
+def _build(plan: Plan) -> tuple[bool, list[int], int, subprocess.Popen[bytes] | None]:
     """Build switch and hosts.
 
-    Returns whether a user namespace was created, descriptors, and the forwarder if there is one.
+    Returns whether a user namespace was created, the launcher's descriptors, the switch, and the
+    forwarder if there is one.
     """
     own_user = _may_unshare_network()
+    pid = _new_pid_namespace()
     forward: Forward | None = None
     if plan.forward is not None:
         forward = _forward_module().Forward(**plan.forward)
@@ -315,7 +310,7 @@ def _build(plan: Plan) -> tuple[bool, list[int], subprocess.Popen[bytes] | None]
         for tap in taps:
             os.close(tap)
     user = [os.open("/proc/self/ns/user", os.O_RDONLY)] if own_user else []
-    return own_user, [*user, counters, switch, *hosts], forwarder
+    return own_user, [*user, pid, counters, *hosts], switch, forwarder
 
 
 def _forward_module() -> Any:

@@ -24,7 +24,7 @@ from laconic.lab.emulation.cluster import (
     job_environment,
     rank_variables,
 )
-from laconic.lab.emulation.faults import Cut, Plan
+from laconic.lab.emulation.faults import Plan
 from laconic.lab.emulation.goodput import Goodput, goodput_of, trace_directory
 from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injection
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
@@ -160,7 +160,7 @@ def run(settings: Settings, watch: Watch) -> Ended:
         rates = {**network.host_bandwidth, hosts: None}
         network = replace(network, hosts=hosts + 1, host_bandwidth=rates)
     with emulate(network) as (cluster, reason), contextlib.ExitStack() as stack:
-        cuts = settings.faults and any(isinstance(f, Cut) for f in settings.faults.faults)
+        cuts = settings.faults and any(fault.kind == "cut" for fault in settings.faults.faults)
         if cuts and reason is not None:
             raise OSError(f"connections cannot be cut here: {reason}")
         watch.started(reason)
@@ -378,7 +378,7 @@ def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback, trace: P
         found = {COORDINATOR_VARIABLE: f"{address}:{port}", TRACE_VARIABLE: str(trace)}
         env = {**process.env, **found}
         ranks[rank] = replace(process, env=env)
-    command = [sys.executable, "-m", "laconic", "coordinator", "--host", address, "--port", port]
+    command = [sys.executable, "-m", "laconic", "coordinator", "--address", f"{address}:{port}"]
     return Process("coordinator", host, command, job_environment(cluster, {}))
 
 

@@ -29,7 +29,7 @@ class Group:
     @property
     def name(self) -> str:
         """The display name."""
-        return self.mean.name
+        return self.mean.recipe
 
 
 def groups(result: Result) -> list[Group]:

@@ -10,7 +10,6 @@ import subprocess
 import termios
 from collections.abc import Iterator, Mapping, Sequence
 
-from laconic.lab.emulation import orphans
 from laconic.lab.emulation.namespaces import Entry
 
 __all__ = ["open_shell"]
@@ -26,10 +25,9 @@ def open_shell(entry: Entry, env: Mapping[str, str]) -> int:
     """Run an interactive shell on the terminal of this process and return its exit code.
 
     The shell is bash with the user's settings and a prompt that names the host, or sh if there is
-    no bash. Processes that the shell leaves behind end with it.
+    no bash. Processes that the shell leaves behind end with the lab.
     """
-    mark = orphans.new_mark()
-    variables = {**env, orphans.MARK: mark, "PS1": f"[{entry.name}] $ "}
+    variables = {**env, "PS1": f"[{entry.name}] $ "}
     with contextlib.ExitStack() as stack:
         argv: Sequence[str] = ["sh", "-i"]
         inherited = entry.descriptors()
@@ -40,7 +38,6 @@ def open_shell(entry: Entry, env: Mapping[str, str]) -> int:
                 file.write(_START_UP.format(name=entry.name))
             argv = ["bash", "--rcfile", f"/dev/fd/{start_up}", "-i"]
             inherited = (*inherited, start_up)
-        stack.callback(orphans.end_all, mark)
         stack.enter_context(_terminal_restored())
         # No new session here: the shell would lose the terminal.
         shell = subprocess.Popen(entry.command(argv), env=variables, pass_fds=inherited)

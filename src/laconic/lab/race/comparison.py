@@ -135,7 +135,9 @@ def compared_runs(result: Result, runs: Iterable[Row], axis: Axis) -> Summary | 
 
 
 def _losses(result: Result, axis: Axis) -> dict[str, float]:
-    losses = {runs[0].name: compared_runs(result, runs, axis) for runs in grouped(finished(result))}
+    losses = {
+        runs[0].recipe: compared_runs(result, runs, axis) for runs in grouped(finished(result))
+    }
     return {name: loss.mean for name, loss in losses.items() if loss is not None}
 
 

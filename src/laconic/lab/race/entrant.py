@@ -80,7 +80,6 @@ class RecipeEntrant:
     """Trains under a laconic recipe.
 
     ``group_size`` is the number of workers per group, for recipes with rounds inside groups.
-    ``interface`` is a network interface that only this rank uses, if any.
     """
 
     def __init__(
@@ -90,10 +89,9 @@ class RecipeEntrant:
         recipe: Recipe | Auto,
         link: Link,
         group_size: int | None = None,
-        interface: str | None = None,
     ) -> None:
         self.model = model
-        self.recorder = Recorder(interface)
+        self.recorder = Recorder()
         self._optimizer = optimizer
         self._link = link
         self._sample_due = False

@@ -1,27 +1,20 @@
-"""Write the report as a single self-contained web page from the template `page.html`.
-
-This module fills in the question, the answer, the table, and the text of the details. The page's
-script draws the curves, timelines and rounds from the embedded data: `results.json` and values
-derived from it.
-"""
+"""Write the report as a single self-contained web page from the template `page.html`."""
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 from inspect import getdoc
 
 from laconic.algorithms.auto import auto
 from laconic.algorithms.recipes import RECIPES
-from laconic.lab.emulation.seeds import Group
-from laconic.lab.race.comparison import common
-from laconic.lab.race.plots import label, loss_limits, numbered
-from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, STEPS, Result
+from laconic.lab.race.plots import STYLE, pictures, timeline
+from laconic.lab.race.result import Result, grouped
 from laconic.lab.race.table import Cell, caption, cells, heading
 from laconic.lab.race.verdict import question, sentences
-from laconic.lab.race.wording import differences, network, task
+from laconic.lab.race.wording import network, task
 from laconic.version import __version__
 
 DESCRIBED = {**RECIPES, "auto": auto}
@@ -30,19 +23,20 @@ DESCRIBED = {**RECIPES, "auto": auto}
 
 def page(result: Result) -> str:
     """Return the page as HTML."""
-    about = [text for text in (network(result), task(result), *differences(result)) if text]
+    about = [text for text in (network(result), task(result)) if text]
     parts = {
         "title": escape(question(result)),
+        "style": STYLE,
         "answer": _paragraphs(sentences(result)),
-        "conditions": escape("; ".join(about[:2])),
+        "conditions": _paragraphs(about),
+        "pictures": _figures(pictures(result)),
         "table": _table(result),
         "notes": _paragraphs(caption(result)[len(about) :]),
+        "timelines": _figures(timeline(runs[0]) for runs in grouped(result.rows)),
         "recipes": _definitions(explained(result)),
-        "about": _paragraphs(about),
         "machine": _definitions({**result.machine, **result.versions}),
         "command": escape(result.command),
         "version": escape(__version__),
-        "data": _embedded(result),
     }
     template = (files("laconic.lab.race") / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
@@ -50,6 +44,10 @@ def page(result: Result) -> str:
 
 def _paragraphs(texts: list[str]) -> str:
     return "\n".join(f"<p>{escape(text)}</p>" for text in texts if text)
+
+
+def _figures(drawn: Iterable[str]) -> str:
+    return "\n".join(f"<figure>{picture}</figure>" for picture in drawn if picture)
 
 
 def _definitions(values: dict[str, str]) -> str:
@@ -60,20 +58,13 @@ def _definitions(values: dict[str, str]) -> str:
 
 
 def explained(result: Result) -> dict[str, str]:
-    """Return what each recipe of the race does, by its name."""
+    """Return what each of laconic's recipes in the race does, by its name."""
     found = {}
     for row in result.rows:
-        names = list(dict.fromkeys(re.findall(r"\w+(?=\()", row.recipe)))
-        if row.recipe == NO_COMMUNICATION:
-            text = "Each worker trains its own model. It shows what the network costs the others."
-        elif row.free:
-            text = "The same processes without a network. It shows what the others can reach."
-        elif row.peer:
-            text = "Another library, in the same training loop."
-        else:
-            known = [name for name in names if name in DESCRIBED]
-            text = " ".join(_first_sentence(name, len(known) > 1) for name in known)
-        found[row.recipe] = text or "A recipe of the user's own."
+        names = dict.fromkeys(re.findall(r"\w+(?=\()", row.recipe))
+        known = [name for name in names if name in DESCRIBED]
+        if known and not (row.reference or row.peer):
+            found[row.recipe] = " ".join(_first_sentence(name, len(known) > 1) for name in known)
     return found
 
 
@@ -98,32 +89,3 @@ def _table(result: Result) -> str:
 def _cell(cell: Cell) -> str:
     below = f"<small>{escape(cell.below)}</small>" if cell.below else ""
     return f'<td class="{cell.style}">{escape(cell.text)}{below}</td>'
-
-
-def _embedded(result: Result) -> str:
-    """Return the data as JSON that no HTML parser takes for markup."""
-    limits = loss_limits(result)
-    data = {
-        "result": json.loads(result.to_json()),
-        "curves": [_curve(group, number) for group, number in numbered(result)],
-        "limits": limits and {"low": limits[0], "high": limits[1], "log": limits[2]},
-        "compared": {"seconds": common(result, SECONDS), "step": common(result, STEPS)},
-    }
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _curve(group: Group, number: int) -> dict[str, object]:
-    """Return what is drawn of a recipe: the mean of its runs, and the minimum and maximum loss."""
-    row = group.mean
-    points = [
-        [p.step, p.seconds, p.megabytes, p.loss, low, high, p.distance]
-        for p, low, high in zip(row.curve, group.low, group.high, strict=True)
-    ]
-    return {
-        "name": row.name,
-        "label": label(row),
-        "number": number,
-        "ok": row.status == "ok",
-        "runs": len(group.runs),
-        "points": points,
-    }

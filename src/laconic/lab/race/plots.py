@@ -1,107 +1,115 @@
-"""Plot the curves of a race."""
+"""Draw the curves of a race, and what its workers do when, as static SVG.
+
+Lines are labeled at their ends. Colors are CSS variables (`STYLE`), so one picture serves a light
+and a dark page. A length is in pixels of a picture `WIDTH` wide, which a page may scale.
+"""
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
-from statistics import fmean
-from textwrap import shorten
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from operator import attrgetter
+from textwrap import wrap
 
 from laconic.lab.emulation.seeds import Group, groups
-from laconic.lab.race.comparison import common, competing, finished, loss_at
+from laconic.lab.race.comparison import common, finished, loss_at
 from laconic.lab.race.result import (
     MEGABYTES,
-    NO_COMMUNICATION,
     SECONDS,
     STEPS,
     Axis,
+    Point,
     Result,
     Row,
-    grouped,
     line,
-    megabytes_per_step,
 )
-from laconic.lab.race.verdict import leaders, listed, span, standing
-from laconic.lab.race.wording import brief, loss_format, network, task
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """The color-blind safe palette of Okabe and Ito. Dashes distinguish further rows."""
 GRAY = "#767676"
+STYLE = """
+:root { --paper: #fff; --ink: #1b1f24; --soft: #59636e; --line: #d9dee4; --bad: #b3261e;
+  --c0: #0072b2; --c1: #d55e00; --c2: #00815c; --c3: #b8508f; --c4: #a96f00; --c5: #2b88bd;
+  --c6: #333; --gray: #767676; --compute: #2a9d76; --wait: #e0a33a; --send: #3b6fb6; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --paper: #101418; --ink: #e6eaee; --soft: #9aa5b0; --line: #313a43; --bad: #ff8a80;
+    --c0: #5aaee6; --c1: #ff8a3d; --c2: #3ccf9b; --c3: #e796c5; --c4: #f0b93a; --c5: #8fd3f7;
+    --c6: #ddd; --gray: #9a9a9a; --compute: #2f9e78; --wait: #d9a441; --send: #6d9fe3; } }
+svg { background: var(--paper); font: 13px system-ui, "Liberation Sans", sans-serif; }
+svg text { fill: var(--soft); }
+svg .title { fill: var(--ink); font-weight: 600; }
+"""
+
+WIDTH, HEIGHT = 480, 320
+_LEFT, _TOP, _BOTTOM = 44, 34, 42
+_NAMES, _NAME_LETTERS = 176, 21
+_TEXT = 16  # of a line of text
+_WORKER = 40
 
 
-def plots(result: Result, directory: Path) -> list[Path]:
-    """Write `loss.png` and `loss.svg`: loss against time, MB sent and steps.
+@dataclass(frozen=True)
+class Scale:
+    """Maps values from ``low`` to ``high`` to pixels from ``start`` to ``end``."""
 
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure  # without pyplot: no backend, no global state
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError("the plots need the package matplotlib") from error
-    layout = ConstrainedLayoutEngine(wspace=0.04)
-    figure = Figure(figsize=(11, 5), dpi=150, layout=layout, facecolor="white")
-    panels = figure.subplots(1, 3, sharey=True)
-    for axes, axis in zip(panels, (SECONDS, MEGABYTES, STEPS), strict=True):
-        _panel(axes, result, axis)
-        name, finding = _titles(result, axis)
-        axes.set_title(f"{name}\n\n", loc="left", fontsize=11, fontweight="bold")
-        text = axes.text(0, 1.02, finding, transform=axes.transAxes, fontsize=9, color=GRAY)
-        text.set_in_layout(False)  # a long name must not shrink the panels
-    panels[0].set_ylabel("validation loss (nats)")
-    limit_loss(panels[0], result)
-    figure.suptitle(f"{network(result)}\n{task(result)}", x=0.01, ha="left", fontsize=9, color=GRAY)
-    handles, labels = panels[0].get_legend_handles_labels()
-    longest = max(map(len, labels), default=0)
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower left",
-        ncols=max(1, min(4, 160 // (longest + 6))),
-        frameon=False,
-        fontsize=9,
-    )
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / "loss.png", directory / "loss.svg"]
-    for path in paths:
-        figure.savefig(path)
-    return paths
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(max(value, 1e-300))
+        return self.start + (self.end - self.start) * (value - low) / (high - low)
+
+    def ticks(self) -> list[float]:
+        """Return round values between ``low`` and ``high``."""
+        if self.log:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)))
+            found = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+            return [value for value in found if self.low <= value <= self.high]
+        power = 10 ** math.floor(math.log10((self.high - self.low) / 4))
+        step = next(f * power for f in (1, 2, 5, 10) if f * power >= (self.high - self.low) / 4)
+        first, last = math.ceil(self.low / step), math.floor(self.high / step)
+        return [number * step for number in range(first, last + 1)]
 
 
-def _titles(result: Result, axis: Axis) -> tuple[str, str]:
-    """Return a panel's title and finding: which recipe leads, or which sends least."""
-    if axis is MEGABYTES:
-        finding = ""
-        competitors = grouped(competing(result))
-        if len(competitors) > 1:
-            sent = {runs[0].name: fmean(map(megabytes_per_step, runs)) for runs in competitors}
-            least = min(sent, key=sent.__getitem__)
-            finding = f"least, {brief(sent[least])} MB per step:\n{_fit(least)}"
-        return "By traffic", finding
-    name = "By time" if axis is SECONDS else "By steps"
-    order = standing(result, axis)
-    if len(order) < 2:
-        return name, ""
-    ahead = [group.name for group in leaders(result, axis)]
-    names = listed(ahead) if len(ahead) < 3 else f"{len(ahead)} recipes, level"
-    loss = loss_format(result)(order[0][1])
-    return name, f"lowest after {span(result, axis)}, {loss}:\n{_fit(names)}"
+def pictures(result: Result) -> list[str]:
+    """Return the loss by time, by traffic and by steps, and the distance between the workers by
+    steps, as far as they are known."""
+    limits = loss_limits(result)
+    if limits is None:
+        return []
+    charts = [
+        _chart(result, f"Validation loss by {name}", axis, label, attrgetter("loss"), limits)
+        for name, axis, label in (
+            ("time", SECONDS, "seconds of training"),
+            ("traffic", MEGABYTES, "MB sent per host"),
+            ("steps", STEPS, "steps"),
+        )
+    ]
+    known = [p.distance for row in finished(result) for p in row.curve if p.distance is not None]
+    if any(known):
+        title, zoom = "Distance between the workers", (0.0, 1.06 * max(known), False)
+        charts.append(_chart(result, title, STEPS, "steps", attrgetter("distance"), zoom))
+    return charts
 
 
-def _fit(text: str) -> str:
-    """Shorten the text to the width of a panel."""
-    return shorten(text, 52, placeholder=" …")
+def picture(result: Result) -> str:
+    """Return the loss by time, by traffic and by steps in one SVG file."""
+    charts = pictures(result)[:3]
+    placed = [chart.replace("<svg", f'<svg x="{k * WIDTH}"', 1) for k, chart in enumerate(charts)]
+    style = f"<style>{STYLE}</style>"
+    return _svg(len(charts) * WIDTH, _height(groups(result)), "", [style, *placed])
 
 
 def label(row: Row) -> str:
-    """Return the row's label in legends."""
-    name = row.name + " (mean of own models)" * (row.recipe == NO_COMMUNICATION)
-    return name if row.status == "ok" else f"{name}: {row.status}"
+    """Return the row's label in pictures."""
+    return row.recipe if row.status == "ok" else f"{row.recipe}: {row.status}"
 
 
 def numbered(result: Result) -> list[tuple[Group, int]]:
@@ -114,50 +122,162 @@ def numbered(result: Result) -> list[tuple[Group, int]]:
     ]
 
 
-def _panel(axes: Axes, result: Result, axis: Axis) -> None:
-    """Draw one line per recipe, ending in a dot, or in a cross if it diverged or failed.
+def _chart(
+    result: Result,
+    title: str,
+    axis: Axis,
+    x_label: str,
+    value: Callable[[Point], float | None],
+    limits: tuple[float, float, bool],
+) -> str:
+    """Draw a line per recipe, which ends in a dot, or in a ring if it diverged or failed.
 
-    A band shows the range over several seeds.
+    A band shows the range of the losses over several seeds.
     """
-    for group, number in numbered(result):
-        row, baseline = group.mean, number < 0
-        pairs = line(row, axis)
-        if baseline and axis is MEGABYTES:
-            pairs = []
-        color = GRAY if baseline else COLORS[number % len(COLORS)]
-        style = {-1: ":", -2: "--"}.get(number) or ("-", "--", "-.")[number // 7 % 3]
-        axes.plot(
-            [at for at, _ in pairs],
-            [loss for _, loss in pairs],
-            color=color,
-            linestyle=style if row.status == "ok" else ":",
-            linewidth=1.4 if baseline or row.status != "ok" else 1.9,
-            marker="o" if row.status == "ok" else "x",
-            markevery=[-1] if pairs else None,
-            markersize=5,
-            label=label(row),
+    shown = [(g, number) for g, number in numbered(result) if number >= 0 or axis is not MEGABYTES]
+    height, right = _height(groups(result)), WIDTH - _NAMES
+    bottom = height - _BOTTOM
+    farthest = max((axis(point) for group, _ in shown for point in group.mean.curve), default=0)
+    x = Scale(0, farthest or 1, 0, right - _LEFT)
+    y = Scale(limits[0], limits[1], bottom - _TOP, 0, limits[2])
+    lines, ends = list[str](), list[str]()
+    names: list[tuple[float, float, str, str]] = []
+    for group, number in shown:
+        points = [(x(axis(p)), y(v)) for p in group.mean.curve if (v := value(p)) is not None]
+        if not points:
+            continue
+        ok = group.mean.status == "ok"
+        color = "var(--gray)" if number < 0 else f"var(--c{number % len(COLORS)})"
+        dashes = {-1: "2 4", -2: "7 4"}.get(number) or ("", "7 4", "9 3 2 3")[number // 7 % 3]
+        if len(group.runs) > 1 and title.startswith("Validation"):
+            lines.append(_band(group, axis, x, y, color))
+        lines.append(
+            f'<path d="{_path(points)}" fill="none" stroke="{color}" stroke-width="2" '
+            f'stroke-dasharray="{dashes if ok else "2 4"}"/>'
         )
-        if len(group.runs) > 1 and pairs:
-            known = [k for k, point in enumerate(row.curve) if point.loss is not None]
-            axes.fill_between(
-                [axis(row.curve[k]) for k in known],
-                [group.low[k] or 0.0 for k in known],
-                [group.high[k] or 0.0 for k in known],
-                color=color,
-                alpha=0.15,
-                linewidth=0,
-            )
-    axes.grid(color="#E6E6E6", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)
-    axes.set_xlim(left=0)
-    axes.set_xlabel(
-        {SECONDS: "seconds of training", MEGABYTES: "MB sent per host", STEPS: "steps"}[axis]
+        at, level = points[-1][0] + _LEFT, min(max(points[-1][1], 0), bottom - _TOP) + _TOP
+        ends.append(
+            f'<circle cx="{at:.1f}" cy="{level:.1f}" r="4" stroke="{color}" stroke-width="2" '
+            f'fill="{color if ok else "none"}"/>'
+        )
+        names.append((level, at, color, label(group.mean)))
+    marked = common(result, axis)
+    if axis is not MEGABYTES and marked and marked < 0.95 * x.high:
+        where = x(marked)
+        lines.append(_rule((where, 0), (where, bottom - _TOP), "1 3"))
+    plot = f'<svg x="{_LEFT}" y="{_TOP}" width="{right - _LEFT}" height="{bottom - _TOP}">'
+    axes = [
+        *_x_axis(Scale(x.low, x.high, _LEFT, right), bottom, x_label),
+        *_y_axis(Scale(y.low, y.high, bottom, _TOP, y.log), right),
+    ]
+    body = [*axes, plot, *lines, "</svg>", *ends, *_labels(names, right, bottom)]
+    return _svg(WIDTH, height, title, body)
+
+
+def _height(shown: Sequence[Group]) -> int:
+    """Return a height with room for all labels."""
+    names = sum(len(_lines(label(group.mean))) * _TEXT + 4 for group in shown)
+    return max(HEIGHT, names + _TOP + _BOTTOM)
+
+
+def _lines(name: str) -> list[str]:
+    return wrap(name, _NAME_LETTERS)
+
+
+def _labels(names: Sequence[tuple[float, float, str, str]], right: int, bottom: int) -> list[str]:
+    """Write each name in its color beside the end of its line, moved where names would overlap."""
+    blocks = [(level, at, color, _lines(name)) for level, at, color, name in sorted(names)]
+    tops, free = [], float(_TOP)
+    for level, _, _, words in blocks:
+        size = len(words) * _TEXT + 4
+        tops.append(max(free, level - size / 2))
+        free = tops[-1] + size
+    limit = float(bottom)
+    for k in reversed(range(len(blocks))):
+        tops[k] = min(tops[k], limit - len(blocks[k][3]) * _TEXT - 4)
+        limit = tops[k]
+    drawn = []
+    for top, (level, at, color, words) in zip(tops, blocks, strict=True):
+        middle = top + len(words) * _TEXT / 2 + 2
+        drawn.append(_rule((at + 5, level), (right + 12, middle), "1 2", color))
+        drawn += [
+            f'<text x="{right + 16}" y="{top + _TEXT * (k + 0.8):.1f}" style="fill: {color}">'
+            f"{escape(text)}</text>"
+            for k, text in enumerate(words)
+        ]
+    return drawn
+
+
+def _band(group: Group, axis: Axis, x: Scale, y: Scale, color: str) -> str:
+    bounds = [
+        [(x(axis(p)), y(v)) for p, v in zip(group.mean.curve, side, strict=True) if v is not None]
+        for side in (group.low, group.high)
+    ]
+    outline = _path([*bounds[0], *reversed(bounds[1])])
+    return f'<path d="{outline}Z" fill="{color}" opacity="0.15"/>' if bounds[0] else ""
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _rule(
+    start: tuple[float, float], end: tuple[float, float], dashes: str, color: str = "var(--soft)"
+) -> str:
+    return f'<path d="{_path([start, end])}" stroke="{color}" stroke-dasharray="{dashes}"/>'
+
+
+def _x_axis(x: Scale, y: float, text: str) -> list[str]:
+    ticks = [
+        f'<text x="{x(tick):.1f}" y="{y + 16:.1f}" text-anchor="middle">{tick:g}</text>'
+        for tick in x.ticks()
+    ]
+    middle = (x.start + x.end) / 2
+    name = f'<text x="{middle:.1f}" y="{y + 34:.1f}" text-anchor="middle">{text}</text>'
+    return [_rule((x.start, y), (x.end, y), "none", "var(--line)"), *ticks, name]
+
+
+def _y_axis(y: Scale, right: float) -> list[str]:
+    drawn = []
+    for tick in y.ticks():
+        at = y(tick)
+        drawn.append(_rule((_LEFT, at), (right, at), "none", "var(--line)"))
+        drawn.append(f'<text x="{_LEFT - 6}" y="{at + 5:.1f}" text-anchor="end">{tick:g}</text>')
+    return drawn
+
+
+def _svg(width: float, height: float, title: str, body: Sequence[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" role="img">'
+        f'<text class="title" x="0" y="16">{escape(title)}</text>' + "".join(body) + "</svg>"
     )
-    position = common(result, axis)
-    if axis is not MEGABYTES and position and position < 0.9 * axes.get_xlim()[1]:
-        axes.axvline(position, color=GRAY, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1)
+
+
+def timeline(row: Row) -> str:
+    """Draw what each worker does when, from the start on: above the training, below its messages.
+
+    It ends with the eighth message of worker 0, since more would be indistinguishable. Returns ""
+    for a row without messages.
+    """
+    sent = sorted(end for _, end, kind in (row.timeline or ((),))[0] if kind == "send")
+    if not sent:
+        return ""
+    height = _TOP + len(row.timeline) * _WORKER + _BOTTOM
+    x = Scale(0, sent[:8][-1], 8, WIDTH - 12)
+    drawn = _x_axis(x, height - _BOTTOM, "seconds of training")
+    for rank, spans in enumerate(row.timeline):
+        top = _TOP - 8 + rank * _WORKER
+        drawn.append(f'<text x="8" y="{top + 14}">worker {rank}</text>')
+        for start, end, kind in spans:
+            left, right = x(start), x(min(end, x.high))
+            if left < right:
+                drawn.append(
+                    f'<rect x="{left:.1f}" y="{top + (30 if kind == "send" else 18)}" '
+                    f'width="{right - left:.1f}" height="{5 if kind == "send" else 11}" '
+                    f'fill="var(--{kind})"/>'
+                )
+    return _svg(WIDTH, height, row.recipe, drawn)
 
 
 def loss_limits(result: Result) -> tuple[float, float, bool] | None:
@@ -179,16 +299,3 @@ def loss_limits(result: Result) -> tuple[float, float, bool] | None:
         return low / 1.2, high * 1.2, True
     margin = 0.06 * (high - low) or 0.1
     return low - margin, high + margin, False
-
-
-def limit_loss(axes: Axes, result: Result) -> None:
-    """Apply `loss_limits` to ``axes``."""
-    limits = loss_limits(result)
-    if limits is None:
-        return
-    low, high, logarithmic = limits
-    if logarithmic:
-        axes.set_yscale("log", subs=[2, 5])
-        for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            ticks(lambda loss, _: f"{loss:g}")
-    axes.set_ylim(low, high)

@@ -66,23 +66,6 @@ Span = tuple[float, float, Literal["compute", "send", "wait"]]
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """Rounds at regular intervals: after the steps `first`, `first + every`, ..., `last`.
-
-    Each host sends `bytes` per round. A single round has `every` 0.
-    """
-
-    first: int
-    last: int
-    every: int
-    bytes: int
-
-    def steps(self) -> range:
-        """Return the steps after which the rounds take place."""
-        return range(self.first, self.last + 1, self.every or 1)
-
-
-@dataclass(frozen=True)
 class Row:
     """One recipe's run.
 
@@ -99,8 +82,6 @@ class Row:
         libraries. curve: validations by time. notes: remarks shown below the table. timeline: what
         each rank did when, from the start of training, without validations. A long
             run keeps only its beginning and end. Empty for other libraries.
-        rounds: what was sent when. Empty for other libraries.
-        source: the directory of the result, if several results are combined.
         seed: of the model and the batches. A recipe has one row per seed.
         peer: whether the row is another library, whose bytes are known from the interface only.
         worker_steps: by rank. They differ under a recipe whose rounds close with a quorum.
@@ -119,8 +100,6 @@ class Row:
     curve: tuple[Point, ...]
     notes: tuple[str, ...] = ()
     timeline: tuple[tuple[Span, ...], ...] = ()
-    rounds: tuple[Rounds, ...] = ()
-    source: str = ""
     seed: int = 0
     peer: bool = False
     worker_steps: tuple[int, ...] = ()
@@ -138,11 +117,6 @@ class Row:
     def free(self) -> bool:
         """Whether no network slowed the hosts."""
         return self.recipe.endswith(FREE_NETWORK)
-
-    @property
-    def name(self) -> str:
-        """The display name: the recipe, and its source if there are several."""
-        return f"{self.recipe} [{self.source}]" if self.source else self.recipe
 
 
 @dataclass(frozen=True)
@@ -189,6 +163,7 @@ def _on_one_line(match: re.Match[str]) -> str:
 
 
 def _row(fields: dict[str, Any]) -> Row:
+    fields = {k: v for k, v in fields.items() if k not in ("rounds", "source")}  # of version 0.2
     numbers = ("seconds", "seconds_per_step", "ledger_bytes_per_step", "waiting")
     return Row(
         **{
@@ -200,7 +175,6 @@ def _row(fields: dict[str, Any]) -> Row:
                 tuple((start, end, kind) for start, end, kind in rank)
                 for rank in fields.get("timeline", ())
             ),
-            "rounds": tuple(Rounds(**rounds) for rounds in fields.get("rounds", ())),
             "worker_steps": tuple(fields.get("worker_steps", ())),
         }
     )
@@ -236,13 +210,10 @@ def line(row: Row, axis: Axis) -> list[tuple[float, float]]:
 
 
 def grouped(rows: Iterable[Row]) -> list[tuple[Row, ...]]:
-    """Return the runs of each recipe, one per seed, in order of first appearance.
-
-    Runs from different sources are not grouped.
-    """
-    runs: dict[tuple[str, bool, str], tuple[Row, ...]] = {}
+    """Return the runs of each recipe, one per seed, in order of first appearance."""
+    runs: dict[tuple[str, bool], tuple[Row, ...]] = {}
     for row in rows:
-        key = row.recipe, row.peer, row.source
+        key = row.recipe, row.peer
         runs[key] = (*runs.get(key, ()), row)
     return list(runs.values())
 

@@ -32,7 +32,6 @@ from laconic.lab.race.result import (
     NO_COMMUNICATION,
     Point,
     Result,
-    Rounds,
     Row,
     Status,
 )
@@ -303,7 +302,7 @@ def _row(
         timeline = timelines.on_common_clock(
             [r["ran"] for r in records], [r["spans"] for r in records]
         )
-        row = replace(row, timeline=timeline, rounds=_rounds(job, settings))
+        row = replace(row, timeline=timeline)
     watch(name, {"event": "done", "row": row})
     return row, int(last.get("parameters", 0))
 
@@ -312,12 +311,6 @@ def _last_event(job: Job, rank: int, event: str) -> Event:
     """Return the rank's last event of a kind."""
     lines = [line for line in job.stdout(rank).splitlines() if line.startswith("{")]
     return next(e for e in map(json.loads, reversed(lines)) if e["event"] == event)
-
-
-def _rounds(job: Job, settings: Settings) -> tuple[Rounds, ...]:
-    """Return what each host sent when."""
-    rounds = (Rounds(**fields) for fields in _last_event(job, 0, "rounds")["rounds"])
-    return tuple(replace(r, bytes=r.bytes * settings.per_host) for r in rounds)
 
 
 def _events(job: Job) -> Iterator[Event]:
@@ -369,7 +362,7 @@ def _row_from(
     if isinstance(recipe, Auto):
         return replace(row, notes=tuple(last["choices"]))
     if _has_quorum(recipe):
-        return replace(row, notes=quorum_notes(recipe, row.worker_steps, last["rosters"]))
+        return replace(row, notes=quorum_notes(row.worker_steps, last["rosters"]))
     return replace(row, notes=advice(recipe, steps))
 
 

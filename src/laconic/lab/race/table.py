@@ -26,7 +26,6 @@ from laconic.lab.race.result import (
 )
 from laconic.lab.race.wording import (
     brief,
-    differences,
     loss_format,
     network,
     reason,
@@ -95,7 +94,6 @@ def figures(result: Result) -> list[dict[str, object]]:
         found.append(
             {
                 "recipe": runs[0].recipe,
-                "source": runs[0].source,
                 "peer": runs[0].peer,
                 "status": lost[0] if lost else "ok",
                 "runs": len(runs),
@@ -117,7 +115,7 @@ def table(result: Result) -> Table:
         caption_justify="left",
         caption_style="",
     )
-    words = [word for row, _ in lines for word in breakable(row.name).split()]
+    words = [word for row, _ in lines for word in breakable(row.recipe).split()]
     widest = min(max(map(len, words), default=0), MOST_NAME)
     # With spreads below the figures, align names with the figures.
     vertical: VerticalAlignMethod = "top" if repeats(result) > 1 else "bottom"
@@ -146,7 +144,7 @@ def breakable(name: str) -> str:
 def heading(row: Row) -> str:
     """Return the recipe's name in the table, with marks that refer to the notes below."""
     marks = "†" * (row.recipe == NO_COMMUNICATION) + "‡" * row.peer + "§" * row.free
-    return breakable(row.name) + marks
+    return breakable(row.recipe) + marks
 
 
 def _best(column: Column, competitors: list[Row]) -> str:
@@ -171,16 +169,15 @@ def _columns(result: Result) -> list[Column]:
     show = loss_format(result)
     seconds, steps = common(result, SECONDS), common(result, STEPS)
     baseline = [r for r in finished(result) if r.recipe == NO_COMMUNICATION]
-    compute = {
-        runs[0].source: summary(r.seconds_per_step for r in runs) for runs in grouped(baseline)
-    }
+    compute = summary(row.seconds_per_step for row in baseline)
 
     def pace(row: Row) -> float | None:
         return row.seconds_per_step if row.seconds_per_step > 0 else None
 
     def times_compute(row: Row) -> float | None:
-        base = compute.get(row.source)
-        return row.seconds_per_step / base.mean if pace(row) and base and base.mean else None
+        if compute is None or not compute.mean or pace(row) is None:
+            return None
+        return row.seconds_per_step / compute.mean
 
     def loss(axis: Axis) -> Callable[[Row], float | None]:
         return lambda row: compared(result, row, axis) if row.status == "ok" else None
@@ -213,7 +210,7 @@ def _columns(result: Result) -> list[Column]:
 
 def caption(result: Result) -> list[str]:
     """Return the lines below the table: network, task, and how to read the figures."""
-    lines = [network(result), task(result), *differences(result)]
+    lines = [network(result), task(result)]
     lines.append(
         "Loss: validation, nats, of the consensus model. MB: sent per host, payload, by the ledger"
         + _headers(result)
@@ -238,9 +235,9 @@ def caption(result: Result) -> list[str]:
     for runs in grouped(result.rows):
         for row in runs:
             seed = f" (seed {row.seed})" if len(runs) > 1 else ""
-            lines += [f"{row.name}{seed}: {reason(row)}"] if row.status != "ok" else []
+            lines += [f"{row.recipe}{seed}: {reason(row)}"] if row.status != "ok" else []
         notes = dict.fromkeys(note for row in runs for note in row.notes)
-        lines += [f"{runs[0].name}: {note}" for note in notes]
+        lines += [f"{runs[0].recipe}: {note}" for note in notes]
     return [text for text in lines if text]
 
 

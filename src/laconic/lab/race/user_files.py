@@ -9,12 +9,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cache, wraps
-from itertools import islice
 from pathlib import Path
 from textwrap import shorten
 from types import ModuleType
@@ -91,8 +89,6 @@ PROTOCOL = {
 """Required attributes of a workload. `Workload` describes them in detail."""
 OPTIONS = ("name", "warmup", "final")
 """Optional attributes."""
-TRIED_BATCHES, TRIED_SECONDS = 1000, 1.0
-"""How many batches to draw, and for how long, to check that they do not end."""
 
 
 def is_workload(text: str) -> bool:
@@ -151,57 +147,44 @@ def try_out(workload: Workload, text: str, workers: int, seed: int) -> None:
     This finds errors before many processes start. Raises ``ValueError``.
     """
 
-    def error(name: str, found: str) -> ValueError:
-        return ValueError(f"{text}: {name} must be {PROTOCOL[name]}; {found}")
+    def require(met: bool, name: str, found: str) -> None:
+        if not met:
+            raise ValueError(f"{text}: {name} must be {PROTOCOL[name]}; {found}")
 
     for name in ("model", "optimizer", "batches", "loss"):
-        if not callable(getattr(workload, name)):
-            raise error(name, f"it is {_shown(getattr(workload, name))}")
+        value = getattr(workload, name)
+        require(callable(value), name, f"it is {_shown(value)}")
     check_float(f"{text}: warmup", workload.warmup, 0.0)
     check_float(f"{text}: final", workload.final, 0.0)
+    validation = workload.validation
+    require(isinstance(validation, Sequence), "validation", f"it is {_shown(validation)}")
+    sizes = {_size(batch) for batch in validation}
+    found = f"batches of {', '.join(sorted(map(str, sizes)))}" if sizes else "none"
+    require(len(sizes) == 1, "validation", f"it has {found}")
     with _user_code():
         torch.manual_seed(seed)
         model = workload.model()
-    if not isinstance(model, nn.Module):
-        raise error("model", f"it built {_shown(model)}")
+    require(isinstance(model, nn.Module), "model", f"it built {_shown(model)}")
     with _user_code():
         optimizer = workload.optimizer(model)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise error("optimizer", f"it built {_shown(optimizer)}")
-    if not isinstance(workload.validation, Sequence):
-        raise error("validation", f"it is {_shown(workload.validation)}")
-    sizes = {_size(batch) for batch in workload.validation}
-    if len(sizes) != 1:
-        found = f"batches of {', '.join(map(str, sorted(sizes, key=str)))}" if sizes else "none"
-        raise error("validation", f"it has {found}")
-    tried = [workload.validation[0]]
+    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+    require(is_optimizer, "optimizer", f"it built {_shown(optimizer)}")
+    tried = [validation[0]]
     for worker in sorted({0, workers - 1}):
         with _user_code():
             stream = workload.batches(worker, workers, seed)
-        if not isinstance(stream, Iterator):
-            raise error("batches", f"it returned {_shown(stream)}, which is not an iterator")
+        is_stream = isinstance(stream, Iterator)
+        require(is_stream, "batches", f"it returned {_shown(stream)}, which is not an iterator")
         with _user_code():
-            first, count = _draw(stream)
-        if count is not None:
-            raise error("batches", f"those of worker {worker} end after {count}")
-        tried.append(first)
+            batch = next(stream, None)
+        require(batch is not None, "batches", f"worker {worker} has none")
+        tried.append(batch)
     for batch in tried:
         with _user_code():
             loss = workload.loss(model, batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise error("loss", f"it returned {_shown(loss)}")
-        if not loss.requires_grad:
-            raise error("loss", "it returned one without a gradient")
-
-
-def _draw(stream: Iterator[Any]) -> tuple[Any, int | None]:
-    """Return the first batch, and the number of batches if they end soon, else None."""
-    first, count, start = None, 0, time.monotonic()
-    for count, batch in enumerate(islice(stream, TRIED_BATCHES), 1):
-        first = batch if count == 1 else first
-        if time.monotonic() - start > TRIED_SECONDS:
-            return first, None
-    return first, None if count == TRIED_BATCHES else count
+        is_scalar = isinstance(loss, Tensor) and loss.numel() == 1
+        require(is_scalar, "loss", f"it returned {_shown(loss)}")
+        require(loss.requires_grad, "loss", "it returned one without a gradient")
 
 
 def _size(batch: object) -> int | None:

@@ -13,13 +13,11 @@ from laconic.lab.emulation.seeds import Group, groups
 from laconic.lab.race.comparison import common, compared_runs, competing, finished, reached
 from laconic.lab.race.result import (
     FREE_NETWORK,
-    NO_COMMUNICATION,
     SECONDS,
     STEPS,
     Axis,
     Result,
     grouped,
-    line,
     megabytes_per_step,
     number,
     repeats,
@@ -42,81 +40,26 @@ def verdict(result: Result) -> str:
 def sentences(result: Result) -> list[str]:
     """Return the answer in two sentences, and caveats if needed.
 
-    The first sentence says which recipe leads at the limit of the race (time or steps), by how
-    much, and how much sooner than DDP. The second gives the cost: which recipe leads along the
-    other axis, and the bytes. Losses that are equal as displayed are a tie, and so are those of
-    repeated runs that differ by less than their spread. Rows that failed or diverged are listed as
-    not counted.
+    The first sentence says which recipe leads at the limit of the race (time or steps), and how it
+    compares with DDP, or else with the next one. The second gives the cost: which recipe leads
+    along the other axis, and the bytes. Losses that are equal as displayed are a tie, and so are
+    those of repeated runs that differ by less than their spread.
     """
-    left_out = [f"{row.name} {row.status}" for row in result.rows if row.status != "ok"]
-    left_out = list(dict.fromkeys(left_out))
-    end = f"; not counted: {listed(left_out)}." if left_out else "."
-    where = _where(result, "this ")
     by_steps = bool(number(result, "steps")) and not number(result, "seconds")
     first, second = (STEPS, SECONDS) if by_steps else (SECONDS, STEPS)
     order = standing(result, first)
     if not order:
-        suffix = ": only rows for reference did" if finished(result) else ""
-        return [f"No recipe finished{where}{suffix}{end}"]
-    if len(order) == 1:
-        (only, loss), seconds = order[0], line(order[0][0].mean, SECONDS)[-1][0]
-        return [
-            f"{only.name} reached a validation loss of {loss_format(result)(loss)} in "
-            f"{only.mean.steps:,} steps and {brief(seconds)} s{where}; no other recipe finished to "
-            f"compare it with{end}",
-            *_free_notes(result, first, order[0]),
-        ]
-    ahead = leaders(result, first)
-    price = filter(None, (_other_axis(result, second, ahead), _bytes(result, first)))
-    cost = "; ".join(price)
-    cost = cost[:1].upper() + cost[1:] + end if cost else ""
+        text = f"No recipe finished{_where(result, 'this ')}."
+        return [text, *_left_out(result)]
+    rival = _rival(order, leaders(result, first))
     return [
-        text
-        for text in (
-            _at_the_limit(result, first, where) + ("." if cost else end),
-            cost,
-            _means(result),
-            _baseline_note(result, first, order[0][1]),
-            *_free_notes(result, first, order[0]),
-        )
-        if text
+        _at_the_limit(result, first, rival),
+        *_other_axis(result, second),
+        *_bytes(order[0][0], rival),
+        *_left_out(result),
+        *_means(result),
+        *_references(result, first, order[0]),
     ]
-
-
-def _means(result: Result) -> str:
-    if repeats(result) < 2:
-        return ""
-    return (
-        f"These are means of {repeats(result)} runs; recipes that differ by less than the spread "
-        "of their runs count as tied."
-    )
-
-
-def _baseline_note(result: Result, axis: Axis, best: float) -> str:
-    """Return a note if workers without communication are ahead, as in a race that is too short."""
-    show = loss_format(result)
-    baseline = [row for row in finished(result) if row.recipe == NO_COMMUNICATION]
-    for runs in grouped(baseline):
-        loss = compared_runs(result, runs, axis)
-        if loss is not None and float(show(loss.mean)) < float(show(best)):
-            return (
-                f"Workers that never communicate are at {show(loss.mean)}: so early in training, "
-                "steps matter more than agreement; give the race more time."
-            )
-    return ""
-
-
-def _free_notes(result: Result, axis: Axis, best: tuple[Group, float]) -> list[str]:
-    """Return for each row on a free network how far the best recipe is behind it."""
-    show, notes = loss_format(result), []
-    for runs in grouped(row for row in finished(result) if row.free):
-        loss = compared_runs(result, runs, axis)
-        if loss is not None:
-            percent = 100 * (best[1] / loss.mean - 1)
-            place = f"{abs(percent):.1f}% {'above' if percent >= 0 else 'below'}"
-            at = f"{runs[0].recipe.removesuffix(FREE_NETWORK)} is at {show(loss.mean)}"
-            notes.append(f"Without a network, {at}: {best[0].name} is {place} that.")
-    return notes
 
 
 def listed(names: Sequence[str]) -> str:
@@ -166,107 +109,100 @@ def _where(result: Result, article: str) -> str:
     return f" on {article}{bandwidth(result)} network"
 
 
-def span(result: Result, axis: Axis) -> str:
+def _span(result: Result, axis: Axis) -> str:
     position = common(result, axis) or 0
     return f"{brief(position)} s" if axis is SECONDS else f"{position:,.0f} steps"
 
 
-def _rival(others: Standing) -> tuple[Group, float]:
-    """Return what to compare with: DDP if it is there, else the next best."""
-    ddp = [pair for pair in others if _is_ddp(pair[0])]
-    return (ddp or others)[0]
+def _rival(order: Standing, ahead: list[Group]) -> tuple[Group, float] | None:
+    """Return what to compare the leaders with: DDP if it is behind them, else the next recipe."""
+    behind = order[len(ahead) :]
+    ddp = [pair for pair in behind if pair[0].mean.recipe.partition("(")[0] == "ddp"]
+    return next(iter(ddp or behind), None)
 
 
-def _is_ddp(group: Group) -> bool:
-    return group.mean.recipe.partition("(")[0] == "ddp"
-
-
-def _at_the_limit(result: Result, axis: Axis, where: str) -> str:
+def _at_the_limit(result: Result, axis: Axis, rival: tuple[Group, float] | None) -> str:
     """Return which recipe leads when the race ends, and how it compares with a rival."""
     order, show = standing(result, axis), loss_format(result)
     ahead = leaders(result, axis)
-    within = f"{'In' if axis is SECONDS else 'After'} {span(result, axis)} per recipe{where}"
+    within = f"{'In' if axis is SECONDS else 'After'} {_span(result, axis)} per recipe"
     names, best = listed([group.name for group in ahead]), show(order[0][1])
-    others = order[len(ahead) :]
-    if not others:
-        return f"{within}, {names} are tied at a validation loss of {best}"
-    rival, loss = _rival(others)
-    against = f"{rival.name} ({show(loss)})"
+    text = f"{within}{_where(result, 'this ')}, {names}"
     if len(ahead) > 1:
-        return f"{within}, {names} share the lowest validation loss ({best}) ahead of {against}"
-    sooner = _sooner(result, ahead[0], loss) if axis is SECONDS and _is_ddp(rival) else ""
-    return (
-        f"{within}, {names} reached the lowest validation loss ({best}), "
-        f"{_pace(result, ahead[0], rival, axis)} {against}{sooner}"
-    )
+        text += f" are tied at the lowest validation loss, {best}"
+    else:
+        effort = _effort(ahead[0], axis)
+        text += f" reached the lowest validation loss, {best}{effort}"
+    if rival is None:
+        return f"{text}." if len(order) > 1 else f"{text}; no other recipe finished."
+    group, loss = rival
+    text += f"; {group.name} reached {show(loss)}{_effort(group, axis)}"
+    there, end = reached(ahead[0].mean, SECONDS, loss), common(result, SECONDS)
+    if axis is SECONDS and len(ahead) == 1 and there and end and end > 1.05 * there:
+        times = end / there
+        text += f", which {names} had after {brief(there)} s, {times:.1f} times as fast"
+    return f"{text}."
 
 
-def _sooner(result: Result, leader: Group, loss: float) -> str:
-    """Return how much sooner the leader reached the loss that DDP has at the end."""
-    end, there = common(result, SECONDS), reached(leader.mean, SECONDS, loss)
-    if not end or not there or end < 1.05 * there:
-        return ""
-    return f", a loss that it reached after {brief(there)} s, {_times(end / there)} times as fast"
+def _effort(group: Group, axis: Axis) -> str:
+    """Return what the race does not fix: steps in a race over time, seconds in one over steps."""
+    mean = group.mean
+    return f" in {mean.steps:,} steps" if axis is SECONDS else f" in {brief(mean.seconds)} s"
 
 
-def _bytes(result: Result, axis: Axis) -> str:
-    """Return what the leader and its rival send."""
-    order = standing(result, axis)
-    ahead = leaders(result, axis)
-    others = order[len(ahead) :]
-    if len(ahead) > 1 or not others:
-        return ""
-    leader, (rival, _) = ahead[0], _rival(others)
-    mine, theirs = megabytes_per_step(leader.mean), megabytes_per_step(rival.mean)
-    if not mine and not theirs:
-        return ""
-    if three_digits(mine) == three_digits(theirs):
-        return f"both send {three_digits(mine)} MB per host and step"
-    return (
-        f"{leader.name} sends {three_digits(mine)} MB per host and step, "
-        f"{rival.name} {three_digits(theirs)}"
-    )
-
-
-def _pace(result: Result, leader: Group, rival: Group, axis: Axis) -> str:
-    """Compare the leader's speed with the rival's. The text ends before the rival's name."""
-    mine, theirs = leader.mean, rival.mean
-    if axis is STEPS:
-        ratio = mine.seconds_per_step / theirs.seconds_per_step if theirs.seconds_per_step else 0.0
-        if not ratio > 0:  # zero or NaN: not measured
-            return "ahead of"
-        return f"at {_times(ratio)} times the time per step of"
-    if number(result, "seconds") is None:  # the runs differ in length
-        return "ahead of"
-    ratio = mine.steps / theirs.steps if theirs.steps else 0.0
-    if 0.95 < ratio < 1.05:
-        return "in as many steps as"
-    if ratio < 1:
-        return f"in {mine.steps:,} steps against the {theirs.steps:,} of"
-    return f"with {_times(ratio)} times as many steps as"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}" if ratio < 1 else f"{ratio:.1f}"
-
-
-def _other_axis(result: Result, axis: Axis, before: list[Group]) -> str:
+def _other_axis(result: Result, axis: Axis) -> list[str]:
     """Return which recipe leads after equal steps in a race over time, or vice versa."""
     order, show = standing(result, axis), loss_format(result)
     if len(order) < 2:
-        return ""
-    ahead, losses = leaders(result, axis), {group.name: loss for group, loss in order}
-    within = f"{'in' if axis is SECONDS else 'after'} the same {span(result, axis)}"
-    best, others = show(order[0][1]), order[len(ahead) :]
-    if not others:
-        return f"{within} {'both' if len(ahead) == 2 else 'all'} are tied ({best})"
-    if [group.name for group in ahead] == [group.name for group in before]:
-        it, (rival, loss) = "it is" if len(ahead) == 1 else "they are", others[0]
-        return f"{within} {it} ahead too ({best} against {show(loss)} for {rival.name})"
+        return []
+    ahead = leaders(result, axis)
     names = listed([group.name for group in ahead])
-    if len(ahead) > 1:
-        return f"{within} {names} share the lead ({best})"
-    first = before[0].name
-    beaten = first if first != names and first in losses else others[0][0].name
-    name = "" if beaten == first else f" for {beaten}"
-    return f"{within} {names} is ahead ({best} against {show(losses[beaten])}{name})"
+    lead = f"{names} {'leads' if len(ahead) == 1 else 'share the lead'} at {show(order[0][1])}"
+    behind = [f"{group.name} at {show(loss)}" for group, loss in order[len(ahead) :][:1]]
+    within = f"{'In' if axis is SECONDS else 'After'} the same {_span(result, axis)}"
+    return [f"{within}, {', before '.join([lead, *behind])}."]
+
+
+def _bytes(leader: Group, rival: tuple[Group, float] | None) -> list[str]:
+    """Return what the leader and its rival send."""
+    if rival is None:
+        return []
+    mine, theirs = (megabytes_per_step(group.mean) for group in (leader, rival[0]))
+    name = rival[0].name
+    text = f"{leader.name} sends {three_digits(mine)} MB per host and step, {name}"
+    return [f"{text} {three_digits(theirs)}."] if mine or theirs else []
+
+
+def _left_out(result: Result) -> list[str]:
+    lost = [f"{row.recipe} {row.status}" for row in result.rows if row.status != "ok"]
+    return [f"Not counted: {listed(list(dict.fromkeys(lost)))}."] if lost else []
+
+
+def _means(result: Result) -> list[str]:
+    text = (
+        f"These are means of {repeats(result)} runs; recipes that differ by less than the spread "
+        "of their runs count as tied."
+    )
+    return [text] if repeats(result) > 1 else []
+
+
+def _references(result: Result, axis: Axis, best: tuple[Group, float]) -> list[str]:
+    """Return how far the best recipe is behind each row on a free network, and whether it is behind
+    workers without communication, as in a race that is too short."""
+    show, notes = loss_format(result), []
+    for runs in grouped(row for row in finished(result) if row.reference):
+        loss = compared_runs(result, runs, axis)
+        if loss is None:
+            continue
+        if runs[0].free:
+            percent = 100 * (best[1] / loss.mean - 1)
+            place = f"{abs(percent):.1f}% {'above' if percent >= 0 else 'below'}"
+            name = runs[0].recipe.removesuffix(FREE_NETWORK)
+            at = f"{name} is at {show(loss.mean)}"
+            notes.append(f"Without a network, {at}: {best[0].name} is {place} that.")
+        elif float(show(loss.mean)) < float(show(best[1])):
+            notes.append(
+                f"Workers that never communicate are at {show(loss.mean)}: so early in training, "
+                "steps matter more than agreement; give the race more time."
+            )
+    return notes

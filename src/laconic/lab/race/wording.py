@@ -108,34 +108,6 @@ def _runs(result: Result) -> str:
     return f"{most if least == most else f'{least} to {most}'} runs each, seeds {seeds}"
 
 
-def differences(result: Result) -> list[str]:
-    """Return a line per combined result with the settings in which they differ."""
-    runs = result.settings.get("runs")
-    if not isinstance(runs, dict):
-        return []
-    lines = []
-    for source, settings in runs.items():
-        hidden = {"seed"} if settings.get("seeds") else set()  # the seed is the first of the seeds
-        known = {k: v for k, v in settings.items() if v is not None and k not in hidden}
-        text = ", ".join(f"{key.replace('_', ' ')} {_setting(key, known[key])}" for key in known)
-        lines += [f"[{source}]: {text}"] if text else []
-    return lines
-
-
-def _setting(key: str, value: object) -> str:
-    if isinstance(value, dict):
-        parts = (f"{_setting(key, item)} of host {host}" for host, item in value.items())
-        return ", ".join(parts) or "equal for all hosts"
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if key.endswith("bandwidth") and isinstance(value, (int, float)) and math.isfinite(value):
-        return format_rate(value)
-    name = key.removeprefix("host_")
-    if name in ("latency", "jitter", "loss") and isinstance(value, (int, float)):
-        return described(name, value).removesuffix(f" {name}")
-    return brief(value) if isinstance(value, float) else str(value)
-
-
 def reason(row: Row) -> str:
     """Return why a row has no result, in one line: "diverged: ...". "" if it finished."""
     if row.status == "ok":

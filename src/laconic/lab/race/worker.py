@@ -29,7 +29,6 @@ from laconic.errors import LinkError, NotFiniteError
 from laconic.lab.race import plan, rivals, user_files, workloads
 from laconic.lab.race.entrant import Entrant, RecipeEntrant, RivalEntrant
 from laconic.lab.race.rivals import Rival
-from laconic.lab.race.timeline import interface_counts
 from laconic.lab.race.workloads import Batch, Workload, lr_factor
 from laconic.links import Link, Throttled, world_link
 from laconic.policy.candidates import start as auto_start
@@ -77,7 +76,9 @@ class Spec:
 
 def interface_bytes(interface: str | None) -> float:
     """Return the number of bytes that ``interface`` has sent so far, NaN if it does not exist."""
-    return math.nan if interface is None else interface_counts(interface)[0]
+    lines = [] if interface is None else Path("/proc/self/net/dev").read_text().splitlines()
+    found = {name.strip(): counts for name, _, counts in (line.partition(":") for line in lines)}
+    return float(found[interface].split()[8]) if interface in found else math.nan
 
 
 class Clock:
@@ -169,10 +170,8 @@ class Run:
         if isinstance(entry, Rival):
             self.entrant = RivalEntrant(self.model, self._optimizer, entry)
         else:
-            # The counter of an interface that ranks share does not tell which rank has sent.
-            interface = spec.interface if os.environ["LOCAL_WORLD_SIZE"] == "1" else None
             self.entrant = RecipeEntrant(
-                self.model, self._optimizer, entry, self._link(), spec.group_size, interface
+                self.model, self._optimizer, entry, self._link(), spec.group_size
             )
         self._no_communication = entry == ()
         self._pace, self._stepping = spec.paces[self.host], 0.0
@@ -309,7 +308,6 @@ def race(spec: Spec) -> None:
     if recorder is not None:
         record = {"event": "timeline", "ran": recorder.ran, "spans": recorder.spans()}
         print(json.dumps(record), file=sys.__stdout__, flush=True)  # on every rank
-        emit(rank, event="rounds", rounds=[asdict(rounds) for rounds in recorder.rounds()])
     choices = run.entrant.sync.choices if isinstance(run.entrant, RecipeEntrant) else []
     closings = run.entrant.sync.closings if isinstance(run.entrant, RecipeEntrant) else []
     rosters = [closing.roster for closing in closings]

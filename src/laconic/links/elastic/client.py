@@ -118,8 +118,8 @@ class Client:
             return converse(self.host, self.port, self._exchange, CALL_SECONDS)
         except UnreachableError as error:
             raise CoordinatorError(
-                f"no coordinator answers at {self.at}: start one by `laconic coordinator --port "
-                f"{self.port}` on that host, or correct the address ({_reason(error)})"
+                f"no coordinator answers at {self.at}: start one by `laconic coordinator "
+                f"--address {self.at}` on that host, or correct the address ({_reason(error)})"
             ) from error
         except (OSError, handshake.RefusedError) as error:
             raise self._untrusted(error) from error

@@ -1,4 +1,4 @@
-"""The journal of finished launches, one line of JSON each, so that a validation can resume.
+"""Finished launches and their journal.
 
 A line has the settings that all launches of a table share, the network, its measurements, and the
 recipes' times.
@@ -6,21 +6,26 @@ recipes' times.
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.journal import append, key, opened, read
+from benchmarks.study import Journal, checked, key
 from benchmarks.validate.rows import Network
-from laconic.advisor.worker import facts_of
 from laconic.algorithms.parse import parse_recipe
-from laconic.policy.facts import Facts
+from laconic.policy.facts import Facts, Net
 from laconic.policy.predict import predict
 
-__all__ = ["Launch", "Timed", "append", "key", "load", "opened"]
+
+def facts_of(plain: dict[str, Any]) -> Facts:
+    """Rebuild facts from the result of `asdict`."""
+    nets = {name: Net(**net) for name, net in plain["nets"].items()}
+    shapes = tuple(tuple(shape) for shape in plain["shapes"])
+    names = ("computes", "rates", "receives", "shared", "buffers")
+    alike = {name: tuple(plain.get(name, ())) for name in names}
+    return Facts(**{**plain, **alike, "nets": nets, "shapes": shapes})
 
 
 @dataclass(frozen=True)
@@ -72,33 +77,24 @@ class Launch:
         """Return how much longer the chosen row takes than the fastest one, as measured."""
         return self.chosen().seconds / min(row.seconds for row in self.rows) - 1
 
-    def to_line(self) -> str:
-        """Return the line for the journal."""
-        return json.dumps({"key": key(self.shared), **asdict(self)})
+    @property
+    def identity(self) -> Hashable:
+        return key(self.shared), self.network
 
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Launch:
-        """Parse what `to_line` wrote. Raises ``ValueError`` for anything else."""
-        try:
-            rows = tuple(Timed(**row) for row in fields["rows"])
-            launch = cls(
-                fields["shared"], Network(**fields["network"]), facts_of(fields["facts"]), rows
-            )
-            agrees = fields["key"] == key(launch.shared)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a launch of this benchmark: {error!r}") from None
-        if not agrees or not rows:
-            raise ValueError("not a launch of this benchmark: its settings and key disagree")
-        return launch
+    def document(self) -> dict[str, Any]:
+        """Return the line of the journal."""
+        return {"key": key(self.shared), **asdict(self)}
 
 
-def load(path: Path) -> list[Launch]:
-    """Return the journal's launches, the last one per network and settings.
+def parsed(fields: Mapping[str, Any]) -> Launch:
+    """Parse what `Launch.document` returned."""
+    rows = tuple(Timed(**row) for row in fields["rows"])
+    if not rows:
+        raise ValueError("it has no rows")
+    network, facts = Network(**fields["network"]), facts_of(fields["facts"])
+    return Launch(checked(fields), network, facts, rows)
 
-    Returns none if there is no file, and ignores incomplete lines. Raises ``ValueError`` for any
-    other line.
-    """
-    found: dict[tuple[str, Network], Launch] = {}
-    for launch in read(path, Launch.from_fields):
-        found[key(launch.shared), launch.network] = launch
-    return list(found.values())
+
+def journal(path: Path) -> Journal[Launch]:
+    """The launches in the file at ``path``."""
+    return Journal(path, parsed)
