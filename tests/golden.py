@@ -465,31 +465,17 @@ class Training:
 
 
 class Comm(Training):
-    """With a `CommOptimizer`."""
-
-    follows = "sync"
-
-    def begin(self) -> None:
-        name, *rest = self.case.options["arguments"]
-        self.front = self.make(name, self.case.ranks, *rest, model=self.model, link=self.link)
-
-    def make(self, name: str, *arguments: Any, **options: Any) -> Any:
-        self.optimizer = la.CommOptimizer(self.inner, name, *arguments, **options)
-        return self.optimizer
-
-
-class ByHand(Comm):
-    """With a `DistOptimizer` of the user's own loop."""
-
-    def make(self, name: str, *arguments: Any, **options: Any) -> Any:
-        return getattr(la, name)(self.inner, *arguments, **options)
-
-    def after_step(self, t: int) -> None:
-        self.front.step()
+    """With a `CommOptimizer`, which saves its synchronizer's state with its own."""
 
     @property
     def parts(self) -> dict[str, Any]:
-        return {**super().parts, "sync": self.front}
+        return {"model": self.model, "optimizer 0": self.optimizer}
+
+    def begin(self) -> None:
+        name, *rest = self.case.options["arguments"]
+        options: dict[str, Any] = {"model": self.model, "scaler": self.scaler, "link": self.link}
+        self.optimizer = la.CommOptimizer(self.inner, name, self.case.ranks, *rest, **options)
+        self.front = self.optimizer.sync
 
 
 class SlowMo(Training):
@@ -521,7 +507,7 @@ class SlowMo(Training):
         self.model.perform_slowmo(self.inner, self.masters)
 
 
-FRONTS = {"attach": Training, "comm": Comm, "by hand": ByHand, "slowmo": SlowMo}
+FRONTS = {"attach": Training, "comm": Comm, "slowmo": SlowMo}
 
 
 # -- digests ----
@@ -1006,19 +992,16 @@ def _loops() -> None:
 
 
 def _front_ends() -> None:
-    numbers_of: dict[str, tuple[float, ...]] = {"comm": (4, 0.3, 0.1), "by hand": (0.1, 0.3, 4)}
-    for front, names in (("comm", ("EASGD", "LSGD", "DDP")), ("by hand", ("EASGD", "LSGD"))):
-        for name in names:
-            given: dict[str, Any] = {"arguments": (name, *numbers_of[front])}
-            made = partial(case, front=front, options=given)
-            made(f"{front} {name}")
-            made(f"{front} {name}, buffers", norm=True, ranks=4)
-            if front == "comm":
-                made(f"{front} {name}, overflow", overflow=(3, 7, 10))
-                made(f"{front} {name}, groups", groups=True)
-                made(f"{front} {name}, closure", closure=True, reports=False)
-            if name == "LSGD":
-                made(f"{front} {name}, by gradients", reports=False)
+    for name in ("EASGD", "LSGD", "DDP"):
+        given: dict[str, Any] = {"arguments": (name, 4, 0.3, 0.1)}
+        made = partial(case, front="comm", options=given)
+        made(f"comm {name}")
+        made(f"comm {name}, buffers", norm=True, ranks=4)
+        made(f"comm {name}, overflow", overflow=(3, 7, 10))
+        made(f"comm {name}, groups", groups=True)
+        made(f"comm {name}, closure", closure=True, reports=False)
+        if name == "LSGD":
+            made(f"comm {name}, by gradients", reports=False)
     whole, efficient = ({"slowmo_memory_efficient": yes} for yes in (False, True))
     sgp: dict[str, Any] = {"slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP, **whole}
     settings: dict[str, dict[str, Any]] = {

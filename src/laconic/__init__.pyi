@@ -34,9 +34,6 @@ from laconic.attach import attach as attach, init as init
 from laconic.algorithms.auto import auto as auto
 from laconic.checkpoint import load as load, save as save
 from laconic.compat.comm_optimizer import CommOptimizer as CommOptimizer
-from laconic.compat.dist_optimizer import (
-    EASGD as EASGD, LSGD as LSGD, DistOptimizer as DistOptimizer,
-)
 from laconic.compat.fairscale import (
     SlowMoDistributedDataParallel as SlowMoDistributedDataParallel,
 )

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from laconic.checkpoints import loading, saving
 from laconic.checkpoints.all_ranks import AllRanks
 from laconic.checkpoints.training_state import TrainingState
-from laconic.compat.dist_optimizer import DistOptimizer
 from laconic.engine.attached import synchronizer_near
 from laconic.engine.synchronizer import LOAD, SAVE, Synchronizer
 from laconic.errors import LinkError, WorkersChangedError, check_bool, error_text
@@ -29,7 +28,7 @@ def save(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    sync: Synchronizer | DistOptimizer | None = None,
+    sync: Synchronizer | None = None,
     *,
     others: Mapping[str, Any] | None = None,
 ) -> None:
@@ -45,7 +44,7 @@ def save(
         path: the directory of the checkpoint.
         model: the module, or a `SlowMoDistributedDataParallel`.
         optimizer: the optimizer, the list that was given to `laconic.attach`, or a `CommOptimizer`.
-        sync: the synchronizer, or a `DistOptimizer`. None: the one attached to ``optimizer``.
+        sync: the synchronizer. None: the one attached to ``optimizer``.
         others: each rank's own objects to save, by name. They have ``state_dict()`` and
             ``load_state_dict()`` (a scheduler, a GradScaler), or are plain data (numbers, strings,
             tensors, lists, dicts; ``generator.get_state()``). None: nothing else.
@@ -79,7 +78,7 @@ def load(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    sync: Synchronizer | DistOptimizer | None = None,
+    sync: Synchronizer | None = None,
     *,
     others: Mapping[str, Any] | None = None,
     missing_ok: bool = False,
@@ -96,7 +95,7 @@ def load(
         path: the directory of the checkpoint.
         model: the module, or a `SlowMoDistributedDataParallel`.
         optimizer: the optimizer, the list that was given to `laconic.attach`, or a `CommOptimizer`.
-        sync: the synchronizer, or a `DistOptimizer`. None: the one attached to ``optimizer``.
+        sync: the synchronizer. None: the one attached to ``optimizer``.
         others: the objects whose state was saved, by name. None: there are none.
         missing_ok: if no rank finds a checkpoint, as in a run's first attempt, load nothing and
             return nothing. False: that is an error.

@@ -134,17 +134,17 @@ def test_state_dicts_resume_exactly(name: str) -> None:
 
 
 def test_what_laconic_save_refuses(tmp_path: Path) -> None:
-    """The inner optimizer alone: the front end's own count would be lost."""
+    """The module without its wrapper, and an optimizer that communicates nothing."""
 
     def run(rank: int) -> None:
-        made = Run("EASGD", rank).go(1)
+        made = Run("local SGD", rank).go(1)
         alone = la.CommOptimizer(torch.optim.SGD(made.params), None, 1)
         for optimizer, message in (
-            (made.optimizer.optimizer, "a front end follows this optimizer: pass it"),
+            (made.optimizer, "a wrapper of the model follows this optimizer: pass it as model"),
             (alone, r"torch\.save where nothing is communicated"),
         ):
             with pytest.raises(ValueError, match=message):
-                la.save(tmp_path, made.model, optimizer)
+                la.save(tmp_path, made.model.module, optimizer)
 
     la.simulate(run, workers=2)
     assert not list(tmp_path.iterdir())

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import io
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,25 +36,24 @@ def training(rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], 
     return model, optimizer, backward
 
 
-def seen(model: nn.Module, stats: la.Stats, *more: object) -> str:
+def seen(model: nn.Module, sync: la.Synchronizer | None, *more: object) -> str:
     """What a user sees of a run."""
     digest = hashlib.sha256()
     for t in (*model.parameters(), *model.buffers()):
         digest.update(t.detach().double().numpy().tobytes())
-    return f"{digest.hexdigest()} {stats.steps} {stats.bytes_by_collective} {more}"
+    stats = sync and sync.stats()
+    return f"{digest.hexdigest()} {stats and stats.bytes_by_collective} {more}"
 
 
 def observed(run: Callable[[], object]) -> str:
-    """What ``run`` shows, also by warnings and on stdout; "refused" for a ``ValueError``."""
-    printed = io.StringIO()
-    with warnings.catch_warnings(record=True) as caught, redirect_stdout(printed):
+    """What ``run`` shows, also by warnings; "refused" for a ``ValueError``."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             found = run()
         except ValueError:
             return "refused"
-    lines = [line for line in printed.getvalue().splitlines() if line.startswith("SlowMo")]
-    return f"{found} {sorted({str(w.message) for w in caught})} {lines}"
+    return f"{found} {sorted({str(w.message) for w in caught})}"
 
 
 def check(run: Callable[..., object], options: Options, beside: Options) -> None:
@@ -86,7 +83,7 @@ def attached(rank: int, recipe: la.Recipe, options: Options, scaled: bool) -> st
                 next(model.parameters()).grad[0] = torch.inf  # type: ignore[index]
             scaler.step(optimizer)
             scaler.update()
-    return seen(model, sync.stats(), sync.step, sync.workers)
+    return seen(model, sync, sync.step, sync.workers)
 
 
 def attach(recipe: la.Recipe, scaler: bool = False, **options: Any) -> object:
@@ -135,9 +132,9 @@ def stepped(name: str | None, workers: int = 3, own_model: bool = False, **optio
         for _ in range(STEPS):
             backward()
             optimizer.step()
-        found = seen(model, optimizer.stats())
+        found = seen(model, optimizer.sync)
         optimizer.finish()
-        return f"{found} {seen(model, optimizer.stats())}"
+        return f"{found} {seen(model, optimizer.sync)}"
 
     return la.simulate(worker, workers)
 
@@ -152,7 +149,7 @@ def test_options_of_the_optimizer_of_sdtl(name: str | None) -> None:
     for option in ("timeout", "link") if name is None else ():
         given: dict[str, Any] = {option: 5.0}
         assert observed(partial(stepped, name, **given)) == "refused"
-    own = {"optimizer", "dist_optim_name", "world_size", "model", "link", "timeout"}
+    own = {"optimizer", "dist_optim_name", "world_size", "model", "scaler", "link", "timeout"}
     assert parameters(la.CommOptimizer) == own | {*numbers}
 
 
@@ -171,14 +168,15 @@ SLOWMO: Options = {
     "synch_freq": 2,
     "use_streams": False,
     "slowmo_sgp_average_params": True,
+    "verbose": True,
     "profile_mode": True,
     "process_rank": 7,
     "process_world_size": 7,
     "comm_device": "meta",
 }
-NOT_THERE = {"global_group", "master_group", "local_node_group", "timeout", "verbose"}
+NOT_THERE = {"global_group", "master_group", "local_node_group", "timeout"}
 """Process groups, whose size is checked, and a time without which nothing is waited for, need
-processes. Lines of `verbose` are those of `laconic.Metrics`."""
+processes."""
 
 
 def slowmo(nodes: int = 3, nprocs_per_node: int = 1, **options: Any) -> object:
@@ -194,7 +192,7 @@ def slowmo(nodes: int = 3, nprocs_per_node: int = 1, **options: Any) -> object:
             backward()
             optimizer.step()
             wrapper.perform_slowmo(optimizer)
-        found = seen(model, wrapper.stats())
+        found = seen(model, wrapper.synchronizer)
         wrapper.finish()
         return found
 

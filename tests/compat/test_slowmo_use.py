@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -359,20 +357,6 @@ def test_another_optimizer_over_the_same_parameters_takes_over_with_its_lr() -> 
     assert any(bool(slow.any()) for slow, _ in taken)
 
 
-# -- profile and logs ----
-
-
-def test_profile_mode_prints_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(rank: int) -> None:
-        go(*tiny(rank, profile_mode=True, slowmo_frequency=6), rank, 12)
-
-    simulate(run)
-    table = capsys.readouterr().out
-    assert table.count("forward") == 2, "one table, of rank 0, for each slow step"
-    for name in ("SlowMomentum round", "Average round", "forward", "perform_slowmo, total"):
-        assert name in table
-
-
 # -- what users do ----
 
 
@@ -447,11 +431,9 @@ def test_buffers_whose_shape_follows_the_data_are_each_ranks_own() -> None:
     assert (one, two) == (3, 4)
 
 
-def test_calls_are_logged_and_detached_or_dropped_it_leaves_nothing_behind(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_detached_it_leaves_nothing_behind() -> None:
     def run(rank: int) -> Tensor:
-        model, optimizer = tiny(rank, slowmo_frequency=3, verbose=True)
+        model, optimizer = tiny(rank, slowmo_frequency=3)
         go(model, optimizer, rank, 3)
         model.detach()
         before = model.stats().bytes_sent
@@ -461,8 +443,4 @@ def test_calls_are_logged_and_detached_or_dropped_it_leaves_nothing_behind(
         assert again.num_updates == 0
         return go(again, optimizer, rank, 3)[2]
 
-    with caplog.at_level(logging.DEBUG, "laconic.slowmo"):
-        assert torch.equal(*simulate(run))
-    records = [json.loads(r.message) for r in caplog.records if r.name == "laconic.slowmo"]
-    own = [r for r in records if r["rank"] == 1 and r["event"] == "steps"]
-    assert [r["step"] for r in own] == [1, 2, 3]
+    assert torch.equal(*simulate(run))

@@ -101,7 +101,7 @@ def brought(rank: int) -> dict[str, Any]:
     names |= {
         "model": model, "optimizer": optimizer, "criterion": nn.MSELoss(), "rank": rank,
         "loader": [batch() for _ in range(8)], "batches": [batch() for _ in range(4)],
-        "dataset": data, "data": data, "validate": lambda model: model(torch.randn(2, 4)),
+        "dataset": data, "data": data, "validate": lambda model: model(torch.randn(2, 4)).mean(),
         "recipe": laconic.local_sgd(2), "sampler": laconic.ElasticSampler(data, seed=1),
         "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
         "elastic": laconic.Elastic(others={}), "steps": 8, "end": 8, "path": "checkpoint",

@@ -129,16 +129,15 @@ LATE = la.diloco(2, quorum=9)
 SWITCHES = "broadcast_buffers slowmo_memory_efficient push_sum use_streams verbose profile_mode"
 FREQUENCIES = ("slowmo_frequency", "slowmo_lr", "slowmo_num_shards", "localsgd_frequency")
 GROUPS_OF_3 = ("global_group", "master_group", "local_node_group")
-EACH = {"dist_pulling_strength": "x", "comm_period": 0, "model": 5, "link": "tcp", "timeout": 0}
 SAVED = dict.fromkeys(["path", "model", "optimizer", "sync"], 5)
 WRONG_ON_ONE: dict[str, dict[str, Any]] = {
     "attach": {"model": (5, MIXED), "optimizer": (5, sgd(MIXED[0])), "recipe": (4, LATE)}
     | {"link": ("nccl", 5), "elastic": (5, la.ddp), "mesh": 3, "buffers": "mean", "offload": 1}
     | {"nprocs_per_node": 0, "group_size": 0, "metrics": 5, "scaler": True}
     | {"seed": -1, "timeout": 0},
-    "CommOptimizer": {"optimizer": 5, "dist_optim_name": "EASGDX", "world_size": 0}
-    | {"local_pulling_strength": 2.0, **EACH},
-    "EASGD": {"local_optimizer": 5, "world_size": (0, 3), "local_pulling_strength": 2.0, **EACH},
+    "CommOptimizer": {"optimizer": 5, "dist_optim_name": "EASGDX", "world_size": (0, 3)}
+    | {"local_pulling_strength": 2.0, "dist_pulling_strength": "x", "comm_period": 0}
+    | {"model": 5, "scaler": 5, "link": "tcp", "timeout": 0},
     "SlowMoDistributedDataParallel": {"module": 5, "nprocs_per_node": 0, "graph": 5, "mixing": 5}
     | {"slowmo_base_algorithm": 5, "slowmo_momentum": 1.0, "slowmo_sgp_average_params": 5}
     | dict.fromkeys(SWITCHES.split(), 5)
@@ -188,12 +187,9 @@ def refused_in_turn(rank: int, folder: Path) -> list[str]:
             pass
 
     late, both = {"timeout": 20.0}, {"model": model, "optimizer": optimizer}
-    own = (4, 0.0, 0.5, 4)
-    numbers = ("world_size", "local_pulling_strength", "dist_pulling_strength", "comm_period")
-    each = dict(zip(numbers, own, strict=True)) | late
+    each = {"world_size": 4, "comm_period": 4, "dist_pulling_strength": 0.5, **late}
     refuse(la.attach, {**both, "recipe": "local_sgd(2)", **late})
     refuse(la.CommOptimizer, {"optimizer": optimizer, "dist_optim_name": "EASGD", **each})
-    refuse(la.EASGD, {"local_optimizer": optimizer, **each})
     refuse(la.SlowMoDistributedDataParallel, {"module": model, "nprocs_per_node": 1, **late})
     refuse(la.advise, {**both, "step_fn": step, "steps": 2, **late})
     assert len(dist.distributed_c10d._world.pg_map) == groups, "none is left"
@@ -209,10 +205,8 @@ def refused_in_turn(rank: int, folder: Path) -> list[str]:
         refuse(la.load, {**both, "path": folder, "missing_ok": True})
         step()
     wrapper: Any = la.CommOptimizer(optimizer, "EASGD", 4, 4, 0.5, timeout=20.0)
-    front = wrapper.dist_optimizer
     refuse(wrapper.load_state_dict, {"state_dict": wrapper.state_dict()}, "load_optimizer")
-    refuse(front.load_state_dict, {"state": front.state_dict()})
-    wrapper.detach()
+    wrapper.sync.detach()
     net = la.SlowMoDistributedDataParallel(model, 1, timeout=20.0)
     refuse(net.bind, {"optimizer": optimizer})
     refuse(net.perform_slowmo, {"optimizer": optimizer})

@@ -21,7 +21,6 @@ PROGRAMS = ["transformers", "accelerate", "lightning"]
 CHECKPOINT = {"checkpoint": "laconic stores the state of all ranks in"}
 REFUSED = {
     "transformers": {
-        "callback": "use laconic.integrations.transformers.LaconicTrainer",
         "batch_size": "set per_device_train_batch_size",
         "one_host": "ranks [1] do not have the checkpoint",
         "options": "leave ddp_bucket_cap_mb out",

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.optimization import get_linear_schedule_with_warmup
 
 import laconic as la
-from laconic.integrations.transformers import LaconicCallback, LaconicTrainer
+from laconic.integrations.transformers import LaconicTrainer
 
 from tests.support import by_hand as hand
 from tests.support import forked
@@ -66,10 +66,6 @@ class InOrder(Sequential, LaconicTrainer):
         evaluated = self.__dict__.setdefault("evaluated", {})
         evaluated.setdefault(self.state.global_step, hand.flat(model))
         return super().prediction_step(model, *given, **more)
-
-
-class Plain(Sequential, Trainer):  # type: ignore[misc]
-    """A Trainer of Transformers."""
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
@@ -168,7 +164,7 @@ def followed_by_a_trainer(rank: int, ranks: int) -> tuple[str, np.ndarray, np.nd
     model, data = network(), data_of(ranks)
     quiet = {"eval_strategy": "no", "save_strategy": "no", "average_tokens_across_devices": False}
     at = arguments(FOLDER / "followed", **quiet)
-    Plain(model, at, **data, callbacks=[LaconicCallback(hand.RECIPES["diloco"])]).train()
+    InOrder(model, at, **data, recipe=hand.RECIPES["diloco"]).train()
     trained = hand.flat(model)
     second = Trainer(model, arguments(FOLDER / "followed", **quiet, max_steps=4), **data)
     second.train()
@@ -177,11 +173,6 @@ def followed_by_a_trainer(rank: int, ranks: int) -> tuple[str, np.ndarray, np.nd
 
 def shipped(rank: int, folder: Path) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in GPT2LMHeadModel.from_pretrained(folder).state_dict().items()}
-
-
-def evaluated_by_a_callback(_: int) -> None:
-    at, callbacks = arguments(FOLDER / "refused"), [LaconicCallback(hand.RECIPES["diloco"])]
-    Trainer(network(), at, **data_of(1), callbacks=callbacks)
 
 
 def refused(_: int, **options: Any) -> None:
@@ -199,7 +190,6 @@ if __name__ == "__main__":
     checkpoint = f"checkpoint-{hand.SAVED}"
     hand.main(
         *(by_trainer, by_hand, shipped, checkpoint, f"{checkpoint}/laconic", run_the_rest),
-        callback=evaluated_by_a_callback,
         batch_size=partial(refused, auto_find_batch_size=True),
         options=partial(refused, ddp_bucket_cap_mb=25),
         one_host=lambda rank: short(LaconicTrainer, network(), f"host{rank}", 2, resume=True),

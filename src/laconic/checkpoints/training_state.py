@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.checkpoints.random_state import random_state
-from laconic.compat.comm_optimizer import CommOptimizer
-from laconic.compat.dist_optimizer import DistOptimizer
-from laconic.compat.fairscale import SlowMoDistributedDataParallel
 from laconic.engine.attached import check_free, synchronizer_of
 from laconic.engine.joint_optimizer import JointOptimizer, as_one, class_names, members
 from laconic.engine.saved_state import Stateful
@@ -24,17 +21,26 @@ _PREFIX = "laconic: "
 """Begins the names of objects that are laconic's and not the user's."""
 
 
-class _Counter:
-    """Local steps since the last round, which a `DistOptimizer` counts itself."""
+@runtime_checkable
+class OptimizerFrontEnd(Protocol):
+    """Another library's class around an optimizer."""
 
-    def __init__(self, front: DistOptimizer) -> None:
-        self._front = front
+    def parts_to_save(self) -> tuple[Optimizer, Synchronizer | None]:
+        """Return the optimizer and its synchronizer, which are saved in its place."""
 
-    def state_dict(self) -> dict[str, int]:
-        return {"counter": self._front.counter}
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        self._front.counter = int(state_dict["counter"])
+@runtime_checkable
+class ModuleFrontEnd(Protocol):
+    """Another library's class around a module, which may learn of its optimizer later."""
+
+    def parts_to_save(self) -> tuple[nn.Module, Synchronizer]:
+        """Return the module and its synchronizer, which are saved in its place."""
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Name the optimizer. Every rank calls it."""
+
+    def copy_masters(self) -> None:
+        """Copy float32 masters, if there are any, to the module."""
 
 
 class _OutsideParameters:
@@ -55,69 +61,58 @@ class _OutsideParameters:
 @dataclass(frozen=True)
 class TrainingState:
     """The objects whose state is saved. ``others``: the user's, by name. ``front``: the wrapper of
-    ``model``, if there is one. ``front_objects``: other state of front ends, by name."""
+    ``model``, if there is one."""
 
     model: nn.Module
     optimizer: Optimizer
     sync: Synchronizer
     others: Mapping[str, Any]
-    front: SlowMoDistributedDataParallel | None = None
-    front_objects: dict[str, Stateful] = field(default_factory=dict)
+    front: ModuleFrontEnd | None = None
 
     @classmethod
     def of(
         cls,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        sync: Synchronizer | DistOptimizer | None,
+        sync: Synchronizer | None,
         others: Mapping[str, Any] | None,
     ) -> TrainingState:
-        """Collect the objects. A front end that saves its synchronizer in its own ``state_dict()``
-        is replaced by the plain module or optimizer in it and that synchronizer, so that no state
-        is saved twice. Only this method knows front ends."""
+        """Collect the objects. A front end is replaced by its parts, so that no state is saved
+        twice."""
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be a torch.nn.Module, not {model!r}")
         if not isinstance(others or {}, Mapping):
             raise ValueError(f"others must be a dict of objects by name, not {others!r}")
-        dist = sync if isinstance(sync, DistOptimizer) else None
-        front: SlowMoDistributedDataParallel | None = None
         optimizer = _attached_as_one(optimizer)
-        if isinstance(optimizer, CommOptimizer) and optimizer.dist_optimizer is not None:
-            dist, optimizer = optimizer.dist_optimizer, optimizer.optimizer
-        if dist is not None:
-            dist.join()
-            sync = dist.sync
+        if isinstance(optimizer, OptimizerFrontEnd):
+            optimizer, _ = optimizer.parts_to_save()
+        front = own = None
         attached = synchronizer_of(optimizer)
-        if isinstance(model, SlowMoDistributedDataParallel):
-            front, model = model, model.module
-            if sync is not None and sync is not front.synchronizer:
-                raise ValueError("sync is not the synchronizer of the wrapped module: leave it out")
-            sync = front.synchronizer
-            if sync.driver.session.optimizer is None:
+        if isinstance(model, ModuleFrontEnd):
+            front, (model, own) = model, model.parts_to_save()
+            if own.driver.session.optimizer is None:
                 check_free(optimizer)
-                attached = sync
-        elif dist is None and attached is not None and not attached.driver.hooked:
+                attached = own
+        elif attached is not None and not attached.driver.hooked:
             raise ValueError(
-                "a front end follows this optimizer: pass it, as it has state of its own (a "
-                "SlowMoDistributedDataParallel as model, a CommOptimizer as optimizer, a "
-                "DistOptimizer as sync)"
+                "a wrapper of the model follows this optimizer: pass it as model, as it has state "
+                "of its own"
             )
         if attached is None:
             raise ValueError(
                 "no synchronizer belongs to this optimizer: call laconic.attach first, or use "
                 "torch.save where nothing is communicated"
             )
-        if sync is not None and sync is not attached:
+        if any(each is not None and each is not attached for each in (sync, own)):
             raise ValueError(
                 "sync (or the wrapped module) is not what follows this optimizer: pass what "
                 "laconic.attach returned for it, or leave sync out"
             )
-        own: dict[str, Stateful] = {} if dist is None else {f"{_PREFIX}counter": _Counter(dist)}
-        return cls(model, optimizer, attached, dict(others or {}), front, own)
+        return cls(model, optimizer, attached, dict(others or {}), front)
 
     def bind(self) -> None:
         """Bind a wrapped module to its optimizer if it is not yet; every rank calls it."""
-        if self.front is not None and self.front.synchronizer.driver.session.optimizer is None:
+        if self.front is not None and self.sync.driver.session.optimizer is None:
             self.front.bind(self.optimizer)
 
     def check_names(self) -> None:
@@ -133,7 +128,7 @@ class TrainingState:
         outside = [p for group in self._groups() for p in group if id(p) not in inside]
         if outside:
             objects[f"{_PREFIX}parameters outside the model"] = _OutsideParameters(outside)
-        return {**objects, **self.front_objects}
+        return objects
 
     def modules(self) -> dict[str, Stateful]:
         """The objects with the optimizer's parameters, by name; the model's name is empty."""

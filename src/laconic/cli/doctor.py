@@ -29,7 +29,7 @@ def add(parser: Any) -> None:
     parser.description = (
         "Check torch, the network, the machine and the kernel, and say what to do about each "
         "problem. Run it on every host at about the same time, under torchrun or with --master, "
-        "--rank and --hosts, to also check connections, clocks, versions and speed between hosts, "
+        "--rank and --hosts, to also check connections, versions and speed between hosts, "
         "and to see which recipe auto() would choose."
     )
     declare(parser, OPTIONS, timeout="60s")

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -14,15 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from laconic.compat.gossip_graphs import GraphManager, UniformMixing
-from laconic.compat.profile import LogLines, Profile
-from laconic.compat.slowmo_arguments import (
-    LOCAL,
-    SHARDS,
-    SLOW,
-    Arguments,
-    SlowMoBaseAlgorithm,
-    check_ranks,
-)
+from laconic.compat.slowmo_arguments import LOCAL, SHARDS, SLOW, Arguments, SlowMoBaseAlgorithm
 from laconic.compat.slowmo_binding import FP32, Binding, copy
 from laconic.compat.state_keys import with_prefix, without_prefix
 from laconic.engine.driver import Driver
@@ -33,17 +26,8 @@ from laconic.errors import TIMEOUT
 from laconic.links.agreement import on_all_ranks
 from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
 
-SETTINGS = (
-    "nprocs_per_node",
-    "slowmo_base_algorithm",
-    "slowmo_momentum",
-    "slowmo_lr",
-    "slowmo_memory_efficient",
-    "slowmo_frequency",
-    "slowmo_num_shards",
-    "localsgd_frequency",
-    "slowmo_sgp_average_params",
-)
+FIXED = {field.name for field in fields(Arguments)} - {"module"}
+"""The arguments that are readable as attributes of the wrapper."""
 
 
 class SlowMoDistributedDataParallel(nn.Module):
@@ -62,9 +46,8 @@ class SlowMoDistributedDataParallel(nn.Module):
     rank 0's parameters, which the constructor broadcasts. If both rounds are due, only the slow
     step runs, because it averages exactly. ``slowmo_momentum=0, slowmo_lr=1`` disable it.
 
-    fairscale ignores some arguments in some modes, such as ``push_sum`` without SGP. Here, too, so
-    that calls written for it keep working; but a warning names those that differ from their
-    defaults.
+    Arguments without an effect, such as ``push_sum=False`` without SGP, are ignored, so that calls
+    written for fairscale keep working; a warning names them.
 
     Args:
         module: the module to train.
@@ -89,8 +72,8 @@ class SlowMoDistributedDataParallel(nn.Module):
         slowmo_sgp_average_params: for SGP: average exactly in the slow step even without
             slowmo_memory_efficient. False: each node takes the slow step from its own x
             (SGP-SlowMo-noaverage).
-        verbose: write a line of JSON for every call to the logger ``laconic.slowmo``.
-        profile_mode: after every slowmo_frequency calls, rank 0 prints where the time went.
+        verbose: has no effect: ``synchronizer.record`` writes what happens.
+        profile_mode: has no effect: ``synchronizer.calls`` has the time of each collective.
         process_rank: checked against the rank that laconic finds, unless None.
         process_world_size: checked against the number of ranks that laconic finds, unless None.
         global_group: its size is checked, unless None. laconic creates its own process groups.
@@ -119,16 +102,6 @@ class SlowMoDistributedDataParallel(nn.Module):
         >>> net.num_updates
         1
     """
-
-    nprocs_per_node: int
-    slowmo_base_algorithm: SlowMoBaseAlgorithm
-    slowmo_momentum: float
-    slowmo_memory_efficient: bool
-    slowmo_frequency: int
-    slowmo_lr: float
-    slowmo_num_shards: int
-    localsgd_frequency: int
-    slowmo_sgp_average_params: bool
 
     def __init__(
         self,
@@ -169,13 +142,12 @@ class SlowMoDistributedDataParallel(nn.Module):
         layout = layout_of(world, nprocs_per_node, None, [])
         nodes = len(layout)
         with on_all_ranks(world.gather):
-            check_ranks(arguments, world, nodes)
+            given.check_ranks(world, nodes)
             recipe = given.recipe(world.rank // nprocs_per_node, nodes)
             given.warn(nodes)
         self.module = module
-        for name in SETTINGS:
-            own = given.shards(nodes) if name == "slowmo_num_shards" else getattr(given, name)
-            setattr(self, name, own)
+        vars(self).update({name: getattr(given, name) for name in FIXED})
+        vars(self)["slowmo_num_shards"] = given.shards(nodes)
         sets = sets_of(world, layout, None, False, inside_of(world, device, timeout))
         settings = Settings(
             "average" if broadcast_buffers else "keep", lambda recipe: recipe, hooked=False
@@ -185,10 +157,6 @@ class SlowMoDistributedDataParallel(nn.Module):
         weakref.finalize(self, self._sync.detach).atexit = False
         self._binding = Binding(module, self._sync, device)
         self._detached = False
-        profile = Profile(self._sync, world.rank, slowmo_frequency) if profile_mode else None
-        self._profile = profile
-        if verbose:
-            self._sync.record([LogLines()])
         self.register_state_dict_post_hook(without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(with_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
@@ -199,10 +167,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         """Run the module's own forward pass. Never communicates."""
         if self._driver.session.optimizer is None:
             self._binding.note_versions()
-        if self._profile is None:
-            return self.module(*inputs, **kwargs)
-        with self._profile.part("forward"):
-            return self.module(*inputs, **kwargs)
+        return self.module(*inputs, **kwargs)
 
     @torch.no_grad()
     def perform_slowmo(self, optimizer: Optimizer, fp32_params: FP32 = None) -> None:
@@ -223,10 +188,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         if self._detached:
             return
         self._binding.follow(optimizer, fp32_params)
-        if self._profile is None:
-            self._driver.advance()
-        else:
-            self._profile.call(self._driver.advance)
+        self._driver.advance()
         self._binding.copy_masters()
 
     @torch.no_grad()
@@ -242,7 +204,7 @@ class SlowMoDistributedDataParallel(nn.Module):
     # -- state ----
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in SETTINGS and name in self.__dict__:
+        if name in FIXED:
             raise AttributeError(
                 f"{name} is fixed when the module is wrapped: to change it, call detach() and wrap "
                 "the module again"
@@ -257,9 +219,8 @@ class SlowMoDistributedDataParallel(nn.Module):
     @property
     def num_updates(self) -> int:
         """Number of calls of `perform_slowmo` so far."""
-        return (
-            self._sync.step if self._binding.waiting is None else int(self._binding.waiting["step"])
-        )
+        waiting = self._binding.waiting
+        return self._sync.step if waiting is None else int(waiting["step"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -281,10 +242,7 @@ class SlowMoDistributedDataParallel(nn.Module):
     def set_extra_state(self, state: Mapping[str, Any] | None) -> None:
         """Store what `get_extra_state` returned until the module's own state is loaded."""
         if state is not None and "slowmo" not in state:
-            raise ValueError(
-                f"this is not what get_extra_state() returned: it has the keys {list(state)}, and "
-                "not 'slowmo'"
-            )
+            raise ValueError(f"this is not what get_extra_state() returned: {list(state)}")
         self._binding.waiting = None if state is None else state["slowmo"]
         if self._binding.waiting is None and self._driver.session.optimizer is not None:
             raise ValueError(
@@ -297,6 +255,10 @@ class SlowMoDistributedDataParallel(nn.Module):
                 "these weights, which must be the same on every rank",
                 stacklevel=2,
             )
+
+    def parts_to_save(self) -> tuple[nn.Module, Synchronizer]:
+        """Return what `laconic.save` stores in the place of this wrapper."""
+        return self.module, self._sync
 
     # -- for the user's loop ----
 
@@ -316,12 +278,8 @@ class SlowMoDistributedDataParallel(nn.Module):
             try:
                 yield module
             finally:
-                copy(
-                    [
-                        (p, values)
-                        for (p, _), values in zip(self._binding.masters, saved, strict=True)
-                    ]
-                )
+                params = [p for p, _ in self._binding.masters]
+                copy(list(zip(params, saved, strict=True)))
 
     @torch.no_grad()
     def finish(self) -> None:

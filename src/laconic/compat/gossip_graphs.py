@@ -25,13 +25,12 @@ class GraphManager:
         peers_per_itr: to how many nodes each node sends in one gossip, at least 1.
 
     Examples:
-        >>> laconic.RingGraph(rank=0, world_size=4).is_regular_graph()
-        True
+        >>> laconic.RingGraph(rank=0, world_size=4).get_peers()  # sends to, receives from
+        ([1], [3])
     """
 
     name: ClassVar[str] = ""
     """The graph's name in `laconic.algorithms.topology`."""
-    dynamic: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -46,20 +45,10 @@ class GraphManager:
             raise ValueError(f"GraphManager is abstract: graph must be one of {', '.join(names)}")
         self.world_size = check_int("world_size", world_size, 1)
         self.rank = check_int("rank", rank, 0)
-        self.nprocs_per_node = check_int("nprocs_per_node", nprocs_per_node, 1)
-        self.local_rank = check_int("local_rank", local_rank, 0)
-        if rank >= world_size or local_rank >= nprocs_per_node:
-            raise ValueError(
-                f"rank {rank} must be below world_size {world_size} (both count nodes), and "
-                f"local_rank {local_rank} below nprocs_per_node {nprocs_per_node}"
-            )
+        if rank >= world_size:
+            raise ValueError(f"rank {rank} must be below world_size {world_size}: both count nodes")
         self.graph = Graph(self.name, peers_per_itr, repeats=True)
         self._gossips = 0
-
-    @property
-    def peers_per_itr(self) -> int:
-        """The number of nodes to which each node sends in one gossip."""
-        return self.graph.peers
 
     def get_peers(self, rotate: bool = False) -> tuple[list[int], list[int]]:
         """Return the nodes to which this one sends, and those that send to it.
@@ -72,19 +61,7 @@ class GraphManager:
 
     def is_regular_graph(self) -> bool:
         """Return whether every node has as many in-peers as out-peers, so push weights stay 1."""
-        return not (self.is_bipartite_graph() and self.world_size % 2)
-
-    def is_bipartite_graph(self) -> bool:
-        """Return whether odd and even nodes send only to each other."""
-        return self.name.startswith("bipartite")
-
-    def is_dynamic_graph(self) -> bool:
-        """Return whether peers change from one gossip to the next."""
-        return self.dynamic
-
-    def is_passive(self, rank: int | None = None) -> bool:
-        """Return whether a node is one of the even nodes of a bipartite graph."""
-        return self.is_bipartite_graph() and (self.rank if rank is None else rank) % 2 == 0
+        return not (self.name.startswith("bipartite") and self.world_size % 2)
 
 
 class NPeerDynamicDirectedExponentialGraph(GraphManager):
@@ -94,9 +71,7 @@ class NPeerDynamicDirectedExponentialGraph(GraphManager):
 
     Examples:
         >>> graph = laconic.NPeerDynamicDirectedExponentialGraph(rank=0, world_size=8)
-        >>> graph.get_peers()  # sends to, receives from
-        ([1], [7])
-        >>> graph.get_peers(rotate=True)  # in the next gossip
+        >>> graph.get_peers(rotate=True)  # in the second gossip
         ([2], [6])
     """
 
@@ -109,10 +84,7 @@ class DynamicDirectedExponentialGraph(GraphManager):
     The arguments are those of `GraphManager`.
 
     Examples:
-        >>> graph = laconic.DynamicDirectedExponentialGraph(rank=0, world_size=8)
-        >>> graph.get_peers()  # sends to, receives from
-        ([1], [7])
-        >>> graph.get_peers(rotate=True)  # in the next gossip
+        >>> laconic.DynamicDirectedExponentialGraph(rank=0, world_size=8).get_peers(rotate=True)
         ([7], [1])
     """
 
@@ -125,10 +97,7 @@ class DynamicBipartiteExponentialGraph(GraphManager):
     The arguments are those of `GraphManager`.
 
     Examples:
-        >>> graph = laconic.DynamicBipartiteExponentialGraph(rank=0, world_size=8)
-        >>> graph.get_peers()  # sends to, receives from
-        ([1], [7])
-        >>> graph.get_peers(rotate=True)  # in the next gossip
+        >>> laconic.DynamicBipartiteExponentialGraph(rank=0, world_size=8).get_peers(rotate=True)
         ([7], [1])
     """
 
@@ -141,10 +110,7 @@ class DynamicDirectedLinearGraph(GraphManager):
     The arguments are those of `GraphManager`.
 
     Examples:
-        >>> graph = laconic.DynamicDirectedLinearGraph(rank=0, world_size=8)
-        >>> graph.get_peers()  # sends to, receives from
-        ([1], [7])
-        >>> graph.get_peers(rotate=True)  # in the next gossip
+        >>> laconic.DynamicDirectedLinearGraph(rank=0, world_size=8).get_peers(rotate=True)
         ([7], [1])
     """
 
@@ -157,10 +123,7 @@ class DynamicBipartiteLinearGraph(GraphManager):
     The arguments are those of `GraphManager`.
 
     Examples:
-        >>> graph = laconic.DynamicBipartiteLinearGraph(rank=0, world_size=8)
-        >>> graph.get_peers()  # sends to, receives from
-        ([1], [7])
-        >>> graph.get_peers(rotate=True)  # in the next gossip
+        >>> laconic.DynamicBipartiteLinearGraph(rank=0, world_size=8).get_peers(rotate=True)
         ([7], [1])
     """
 
@@ -173,53 +136,29 @@ class RingGraph(GraphManager):
     The arguments are those of `GraphManager`.
 
     Examples:
-        >>> graph = laconic.RingGraph(rank=0, world_size=8)
-        >>> graph.get_peers()  # sends to, receives from
-        ([1], [7])
-        >>> graph.get_peers(rotate=True)  # in the next gossip
+        >>> laconic.RingGraph(rank=0, world_size=8).get_peers(rotate=True)
         ([1], [7])
     """
 
     name = "ring"
-    dynamic = False
 
 
 class UniformMixing:
     """The same share for each out-peer and for the node itself: ``1/(peers + 1)``.
 
-    Assran et al. 2019.
+    Assran et al. 2019. Gossip here has no other mixing.
 
     Args:
         graph: the graph.
-        device: of the weights, for compatibility with fairscale. None: torch's default.
+        device: for compatibility with fairscale.
 
     Examples:
         >>> graph = laconic.RingGraph(rank=0, world_size=4)
-        >>> laconic.UniformMixing(graph).get_mixing_weights()["lo"]
-        tensor([0.5000])
+        >>> laconic.UniformMixing(graph).graph_manager is graph
+        True
     """
 
     def __init__(self, graph: GraphManager, device: torch.device | str | None = None) -> None:
         if not isinstance(graph, GraphManager):
             raise ValueError(f"graph must be a GraphManager, not {graph!r}")
         self.graph_manager = graph
-        self.device = device
-
-    def is_uniform(self) -> bool:
-        """Return whether all shares are equal, which is always true."""
-        return True
-
-    def is_regular(self) -> bool:
-        """Return whether push weights stay 1."""
-        return self.graph_manager.is_regular_graph()
-
-    def get_mixing_weights(self, residual_adjusted: bool = True) -> dict[str | int, torch.Tensor]:
-        """Return the mixing weights.
-
-        ``"lo"`` is the node's own share. ``"uniform"`` and each out-peer have the others' shares,
-        as multiples of ``lo`` if ``residual_adjusted``.
-        """
-        peers, _ = self.graph_manager.get_peers()
-        lo = torch.tensor([1.0 / (len(peers) + 1)], device=self.device)
-        share = torch.ones_like(lo) if residual_adjusted else lo.clone()
-        return {"lo": lo, "uniform": share, **{peer: share.clone() for peer in peers}}

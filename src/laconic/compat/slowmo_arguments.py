@@ -85,14 +85,18 @@ class Arguments:
     slowmo_sgp_average_params: bool
     verbose: bool
     profile_mode: bool
+    process_rank: int | None
+    process_world_size: int | None
+    global_group: dist.ProcessGroup | None
+    master_group: dist.ProcessGroup | None
+    local_node_group: dist.ProcessGroup | None
     comm_device: torch.device | str | None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
         """Those of the arguments ``given``, by name, that this class has. Raises ``ValueError``
         for what cannot be used."""
-        device_of(given["module"], given["comm_device"])
-        check_module(given["module"])
+        check_module(given["module"], given["comm_device"])
         for name in SWITCHES:
             check_bool(name, given[name])
         checked: dict[str, Any] = {
@@ -103,6 +107,22 @@ class Arguments:
         for name, least in LEAST.items():
             checked[name] = check_int(name, given[name], least)
         return cls(**{f.name: checked.get(f.name, given[f.name]) for f in fields(cls)})
+
+    def check_ranks(self, world: Link, nodes: int) -> None:
+        """Check the ranks and sizes that are stated: laconic creates its own process groups, of
+        the same ranks. Groups that this rank does not belong to are not checked."""
+        checks = [
+            ("process_rank", self.process_rank, world.rank),
+            ("process_world_size", self.process_world_size, world.size),
+        ]
+        sizes = {"global": world.size, "master": nodes, "local_node": self.nprocs_per_node}
+        for name, size in sizes.items():
+            group = getattr(self, f"{name}_group")
+            own = group.size() if isinstance(group, dist.ProcessGroup) else None
+            checks.append((f"the size of {name}_group", own, size))
+        for name, stated, found in checks:
+            if stated is not None and stated != found:
+                raise ValueError(f"{name} is {stated}, where laconic finds {found}")
 
     @property
     def local(self) -> bool:
@@ -181,14 +201,16 @@ class Arguments:
         """The arguments that have no effect beside the others."""
         on, local, efficient = self.slow_step_on, self.local, self.slowmo_memory_efficient
         sharded = on and efficient
-        averages = "slowmo_sgp_average_params (only for slow steps of SGP without "
-        averages += "slowmo_memory_efficient)"
         idle = {
             "use_streams=False": not self.use_streams,
+            "verbose (see synchronizer.record)": self.verbose,
+            "profile_mode (see synchronizer.calls)": self.profile_mode,
             "synch_freq (only for overlap=True)": self.synch_freq > 0 and not self.overlap,
             "graph, mixing (only for SGP)": local and bool(self.graph or self.mixing),
             "push_sum=False (only for SGP)": local and not self.push_sum,
-            averages: self.slowmo_sgp_average_params and (local or sharded or not on),
+            "slowmo_sgp_average_params (only for SGP, without slowmo_memory_efficient)": (
+                self.slowmo_sgp_average_params and (local or sharded or not on)
+            ),
             "slowmo_num_shards (only for slowmo_memory_efficient)": not sharded
             and self.slowmo_num_shards != SHARDS,
             "slowmo_memory_efficient=False (only for slow steps)": not (efficient or on),
@@ -202,31 +224,29 @@ class Arguments:
     def warn(self, nodes: int) -> None:
         """Warn the caller of the caller of settings that work against each other, and of arguments
         without an effect."""
-        slow_over_base = self.slow_step_on and nodes > 1
-        uneven = self.slowmo_frequency % self.localsgd_frequency != 0
-        if nodes == 1:
-            warnings.warn(
-                "there is one node only: the base algorithm is off, because its ranks average "
-                f"gradients anyway; the slow step is {'on' if self.slow_step_on else 'off'}",
-                stacklevel=3,
-            )
-        if slow_over_base and self.local and uneven:
-            warnings.warn(
-                f"slowmo_frequency={self.slowmo_frequency} is not a multiple of localsgd_frequency="
-                f"{self.localsgd_frequency}: the distances between averages are uneven",
-                stacklevel=3,
-            )
-        if slow_over_base and not self.local and self.slowmo_memory_efficient:
-            warnings.warn(
-                "slowmo_memory_efficient=True sends an all-reduce at every slow step of SGP; False "
-                "sends none, and stores two float32 numbers per parameter on every rank",
-                stacklevel=3,
-            )
-        if unused := self._unused():
-            warnings.warn(f"these arguments have no effect: {', '.join(unused)}", stacklevel=3)
+        over_base = self.slow_step_on and nodes > 1
+        unused = self._unused()
+        told = {
+            "there is one node only: the base algorithm is off, because its ranks average "
+            f"gradients anyway; the slow step is {'on' if self.slow_step_on else 'off'}": (
+                nodes == 1
+            ),
+            f"slowmo_frequency={self.slowmo_frequency} is not a multiple of localsgd_frequency="
+            f"{self.localsgd_frequency}: the distances between averages are uneven": (
+                over_base and self.local and self.slowmo_frequency % self.localsgd_frequency
+            ),
+            "slowmo_memory_efficient=True sends an all-reduce at every slow step of SGP; False "
+            "sends none, and stores two float32 numbers per parameter on every rank": (
+                over_base and not self.local and self.slowmo_memory_efficient
+            ),
+            f"these arguments have no effect: {', '.join(unused)}": unused,
+        }
+        for text, applies in told.items():
+            if applies:
+                warnings.warn(text, stacklevel=3)
 
 
-def device_of(module: nn.Module, comm_device: torch.device | str | None) -> torch.device:
+def check_module(module: nn.Module, comm_device: torch.device | str | None) -> None:
     params = list(module.parameters()) if isinstance(module, nn.Module) else []
     if not any(p.requires_grad for p in params):
         raise ValueError("module must be an nn.Module with a parameter that requires a gradient")
@@ -242,10 +262,6 @@ def device_of(module: nn.Module, comm_device: torch.device | str | None) -> torc
         raise ValueError(
             f"comm_device must be the parameters' device, {device}, or None, not {comm_device}"
         )
-    return device
-
-
-def check_module(module: nn.Module) -> None:
     check_unwrapped(module)
     check_devices(module, ())
     check_tensors(module, ())
@@ -257,24 +273,6 @@ def base_algorithm(given: SlowMoBaseAlgorithm) -> SlowMoBaseAlgorithm:
     except ValueError:
         choices = ", ".join(str(choice) for choice in SlowMoBaseAlgorithm)
         raise ValueError(f"slowmo_base_algorithm must be one of {choices}, not {given!r}") from None
-
-
-def check_ranks(given: Mapping[str, Any], world: Link, nodes: int) -> None:
-    """Check ranks and sizes among the wrapper's arguments ``given``: laconic creates its own
-    process groups, of the same ranks. A group that is None, or that this rank does not belong to,
-    is not checked."""
-    checks: dict[str, tuple[int | None, int]] = {
-        "process_rank": (given["process_rank"], world.rank),
-        "process_world_size": (given["process_world_size"], world.size),
-    }
-    sizes = {"global": world.size, "master": nodes, "local_node": given["nprocs_per_node"]}
-    for name, size in sizes.items():
-        group = given[f"{name}_group"]
-        own = group.size() if isinstance(group, dist.ProcessGroup) else None
-        checks[f"the size of {name}_group"] = own, size
-    for name, (stated, found) in checks.items():
-        if stated is not None and stated != found:
-            raise ValueError(f"{name} is {stated}, where laconic finds {found}")
 
 
 def graph_of(

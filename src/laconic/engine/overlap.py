@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 from laconic.errors import NotFiniteError
@@ -34,31 +36,83 @@ def turns_at_once(largest: float) -> int:
     return 1 if largest <= SMALL_BYTES else 2
 
 
-class Overlap:
-    """Jobs that are under way together. Used in the communication thread."""
+@dataclass(frozen=True)
+class UnderWay(Generic[T]):
+    """The result of a job that runs among others."""
 
-    def __init__(self) -> None:
+    wait: Callable[[], T]
+    """Wait for the result and return it; raises what the job raised."""
+
+    def wait_quietly(self) -> None:
+        """As `Pending.wait_quietly`."""
+        with contextlib.suppress(Exception):
+            self.wait()
+
+
+Result = Pending[T] | UnderWay[T]
+
+
+class Overlapping:
+    """The messages of a round's buckets over ``link``: one after the other, or, where round trips
+    are long, under way together."""
+
+    def __init__(self, link: Link, comm: CommThread) -> None:
+        self._link, self._comm = link, comm
+        self._far: AsyncLink | None = None
+        """The collectives of the present buckets, where these overlap."""
+        # in the communication thread:
         self._going: list[Job[None]] = []
         """The newest first."""
         self._failed: NotFiniteError | None = None
 
-    def begin(self, job: Job[None], turns: int) -> None:
-        """Begin ``job``, and then resume those before it; all of that ``turns`` times. Raises
-        `NotFiniteError` when nothing is under way any more, if a job did."""
+    def use(self, buckets: int) -> bool:
+        """Return whether so many ``buckets`` overlap, which begin now. One by itself is faster
+        alone: its parts are then sent on as they arrive."""
+        self._far = self._link.overlapping if buckets > 1 else None
+        return self._far is not None
+
+    def begin(
+        self, work: Callable[[AsyncLink], Job[T]], label: str, *, now: bool = False, turns: int = 1
+    ) -> Result[T]:
+        """Run ``work`` with the link's collectives; if ``now``, its result is waited for next.
+        Where buckets overlap, it goes on when others begin, each time ``turns`` times, when they
+        are waited for, and when `complete` is called; all of that in the same order on all ranks.
+        """
+        comm, far, results = self._comm, self._far, list[T]()
+        if far is None:
+            alone = coroutine(lambda: work(one_by_one(self._link)))
+            return Pending.of(comm.call(alone, label)) if now else comm.submit(alone, label)
+
+        async def run() -> None:
+            results.append(await work(far))
+
+        def result() -> T:
+            self._go_on(lambda: bool(results))
+            return results[0]
+
+        comm.submit(lambda: self._begin(run(), turns), label)
+        return UnderWay(partial(comm.call, result, label))
+
+    def complete(self, label: str) -> Pending[None]:
+        """Have all that has begun go on to its end."""
+        return Pending.of(None) if self._far is None else self._comm.submit(self._go_on, label)
+
+    def _begin(self, job: Job[None], turns: int) -> None:
+        """Begin ``job``, and then resume those before it; all of that ``turns`` times."""
         self._going.insert(0, job)
         for _ in range(turns):
             self._resume()
         if not self._going:
-            self.complete()
+            self._go_on()
 
-    def complete(self, done: Callable[[], bool] = lambda: False) -> None:
-        """Run all jobs to the end, or until it is ``done()``. Raises as `begin`."""
+    def _go_on(self, done: Callable[[], bool] = lambda: False) -> None:
+        """Run all jobs to the end, or until it is ``done()``. Raises `NotFiniteError` when nothing
+        is under way any more, if a job did."""
         while self._going and not done():
             self._resume()
-        if self._going:
-            return
-        failed, self._failed = self._failed, None
-        if failed is not None:
+        failed = self._failed
+        if failed is not None and not self._going:
+            self._failed = None
             raise failed
 
     def _resume(self) -> None:
@@ -72,66 +126,3 @@ class Overlap:
             except NotFiniteError as error:  # on all ranks; the other buckets are still awaited
                 self._failed = self._failed or error
         self._going = left
-
-
-class UnderWay(Generic[T]):
-    """The result of a job that runs among others in ``overlap``."""
-
-    def __init__(self, overlap: Overlap, comm: CommThread, label: str) -> None:
-        self._overlap, self._comm, self._label = overlap, comm, label
-        self._results: list[T] = []
-
-    async def run(self, job: Job[T]) -> None:
-        """Run ``job``, and keep its result."""
-        self._results.append(await job)
-
-    def wait(self) -> T:
-        """Wait for the result and return it; raises what the job raised."""
-        return self._comm.call(self._end, self._label)
-
-    def wait_quietly(self) -> None:
-        """As `Pending.wait_quietly`."""
-        with contextlib.suppress(Exception):
-            self.wait()
-
-    def _end(self) -> T:
-        self._overlap.complete(lambda: bool(self._results))
-        return self._results[0]
-
-
-Result = Pending[T] | UnderWay[T]
-
-
-class Overlapping:
-    """The messages of a round's buckets over ``link``: one after the other, or, where round trips
-    are long, under way together."""
-
-    def __init__(self, link: Link, comm: CommThread) -> None:
-        self._link, self._comm = link, comm
-        self._overlap: Overlap | None = None
-
-    def use(self, buckets: int) -> bool:
-        """Return whether so many ``buckets`` overlap, which begin now. One by itself is faster
-        alone: its parts are then sent on as they arrive."""
-        self._overlap = Overlap() if buckets > 1 and self._link.overlapping is not None else None
-        return self._overlap is not None
-
-    def begin(
-        self, work: Callable[[AsyncLink], Job[T]], label: str, *, now: bool = False, turns: int = 1
-    ) -> Result[T]:
-        """Run ``work`` with the link's collectives; if ``now``, its result is waited for next.
-        Where buckets overlap, it goes on when others begin, each time ``turns`` times, when they
-        are waited for, and when `complete` is called; all of that in the same order on all ranks.
-        """
-        overlap, comm, far = self._overlap, self._comm, self._link.overlapping
-        if overlap is None or far is None:
-            alone = coroutine(lambda: work(one_by_one(self._link)))
-            return Pending.of(comm.call(alone, label)) if now else comm.submit(alone, label)
-        under_way: UnderWay[T] = UnderWay(overlap, comm, label)
-        comm.submit(lambda: overlap.begin(under_way.run(work(far)), turns), label)
-        return under_way
-
-    def complete(self, label: str) -> Pending[None]:
-        """Have all that has begun go on to its end."""
-        overlap = self._overlap
-        return Pending.of(None) if overlap is None else self._comm.submit(overlap.complete, label)

@@ -329,7 +329,8 @@ class Session:
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, stacked."""
-        return self.comm.call(partial(self.world.gather, x), "comparing the ranks")
+        gathered: Tensor = self.comm.call(partial(self.world.gather, x), "comparing the ranks")
+        return gathered
 
     def gather_json(self, value: Any) -> list[Any]:
         """What each rank passes (anything that JSON can hold), by rank."""

@@ -9,7 +9,6 @@ Start the program as for the Trainer's own data parallelism: with torchrun or ``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,6 @@ from laconic.integrations import common
 from laconic.integrations.common import FOLDER, refuse
 
 logger = logging.get_logger(__name__)
-ADVICE = "for CPUs, pass TrainingArguments(use_cpu=True)"
-
-
 OF_DDP = (
     "ddp_find_unused_parameters",
     "ddp_bucket_cap_mb",
@@ -110,7 +106,7 @@ class LaconicMixin:
         """Attach the synchronizer: called when training begins."""
         arguments = self.args  # type: ignore[attr-defined]
         options = {"timeout": float(arguments.ddp_timeout), **self.attach_options}
-        common.check_processes(options, ADVICE)
+        common.check_processes(options, "for CPUs, pass TrainingArguments(use_cpu=True)")
         model, optimizer, accelerator = self._plain()
         self.sync = attach(model, optimizer, self.recipe, scaler=accelerator.scaler, **options)
         resumed, self._resumed_from = self._resumed_from, None
@@ -223,111 +219,38 @@ class _Rounds(TrainerCallback):
         self._trainer.finish()
 
 
-class _NoSync:
-    """What Accelerate calls while batches accumulate. A copy of the model, pickled or not, has one
-    that does nothing."""
-
-    def __init__(self, sync: Synchronizer | None) -> None:
-        self._sync = sync
-
-    def __call__(self) -> AbstractContextManager[None]:
-        return common.no_sync(self._sync)
-
-    def __reduce__(self) -> Any:
-        return _NoSync, (None,)
-
-
 def _forget_preparation(model: nn.Module) -> None:
     """Have the next trainer or accelerator prepare ``model`` anew, with a wrapper of its own."""
     vars(model).pop("_is_accelerate_prepared", None)
 
 
-def _contradictions(arguments: Any) -> dict[str, object]:
-    """What in the ``TrainingArguments`` contradicts training by a recipe."""
+def _check(trainer: Any) -> None:
+    """Raise ``ValueError`` for settings that contradict training by a recipe."""
+    arguments = trainer.args
     modes = (ParallelMode.DISTRIBUTED, ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED)
     parallelism = getattr(arguments, "parallelism_config", None)
     ddp = [name for name in OF_DDP if getattr(arguments, name, None) is not None]
-    return {
-        "laconic does not wrap the model in DistributedDataParallel: leave "
-        f"{', '.join(ddp)} out": ddp,
-        "laconic cannot be combined with DeepSpeed: leave `deepspeed` out": arguments.deepspeed,
-        "laconic cannot be combined with the Trainer's FSDP: leave `fsdp` out; for sharded models, "
-        "call laconic.attach(mesh=) in a loop of your own": arguments.fsdp,
-        "laconic cannot be combined with parallelism_config: leave it out": (
-            parallelism is not None and parallelism.total_size > 1
-        ),
-        "one process uses several GPUs, which averages all gradients at every step: start one "
-        "process per GPU with torchrun": arguments.n_gpu > 1,
-        "auto_find_batch_size may start training again on some ranks and not on others: set "
-        "per_device_train_batch_size": arguments.auto_find_batch_size,
-        "enable_jit_checkpoint saves at another step on each rank: leave it out, and save every "
-        "`save_steps`": getattr(arguments, "enable_jit_checkpoint", False),
-        f"laconic does not support the Trainer's mode {arguments.parallel_mode.value!r}: start one "
-        "process per worker with torchrun": arguments.parallel_mode not in modes,
-    }
-
-
-def _check(trainer: Any) -> None:
-    """Raise ``ValueError`` for settings that contradict training by a recipe."""
     refuse(
         {
-            **_contradictions(trainer.args),
+            "laconic does not wrap the model in DistributedDataParallel: leave "
+            f"{', '.join(ddp)} out": ddp,
+            "laconic cannot be combined with DeepSpeed: leave `deepspeed` out": arguments.deepspeed,
+            "laconic cannot be combined with the Trainer's FSDP: leave `fsdp` out; for sharded "
+            "models, call laconic.attach(mesh=) in a loop of your own": arguments.fsdp,
+            "laconic cannot be combined with parallelism_config: leave it out": (
+                parallelism is not None and parallelism.total_size > 1
+            ),
+            "one process uses several GPUs, which averages all gradients at every step: start one "
+            "process per GPU with torchrun": arguments.n_gpu > 1,
+            "auto_find_batch_size may start training again on some ranks and not on others: set "
+            "per_device_train_batch_size": arguments.auto_find_batch_size,
+            "enable_jit_checkpoint saves at another step on each rank: leave it out, and save "
+            "every `save_steps`": getattr(arguments, "enable_jit_checkpoint", False),
+            f"laconic does not support the Trainer's mode {arguments.parallel_mode.value!r}: start "
+            "one process per worker with torchrun": arguments.parallel_mode not in modes,
             "laconic cannot be combined with DeepSpeed or FSDP: `accelerate launch` has set one of "
             "them; choose plain multi-process training": (
                 trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
             ),
         }
     )
-
-
-class LaconicCallback(TrainerCallback):
-    """Trains an unchanged Trainer's model by ``recipe``, in simple cases.
-
-        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[LaconicCallback(recipe)])
-
-    A callback cannot change what the Trainer evaluates and saves. It therefore needs
-    ``eval_strategy="no"`` and ``save_strategy="no"``, unless ``recipe`` averages gradients only, so
-    that all ranks hold the same weights. Mixed precision and torch.compile are not supported. Use
-    `LaconicTrainer` otherwise. ``attach_options``: further arguments for `laconic.attach`.
-    """
-
-    def __init__(self, recipe: Recipe | Auto | str, **attach_options: Any) -> None:
-        self.recipe = as_recipe(recipe)
-        self.attach_options = attach_options
-        self.sync: Synchronizer | None = None
-
-    def on_init_end(self, args: Any, *_: Any, model: nn.Module, **__: Any) -> None:
-        """Check the arguments, and have the Trainer leave the model as it is."""
-        alike = common.averages_gradients(self.recipe)
-        silent = args.eval_strategy == "no" and args.save_strategy == "no"
-        precision = getattr(args, "mixed_precision", "no")
-        refuse(
-            {
-                **_contradictions(args),
-                "LaconicCallback cannot make the Trainer evaluate and save the consensus weights: "
-                "use laconic.integrations.transformers.LaconicTrainer, or set eval_strategy='no' "
-                "and save_strategy='no'": not (alike or silent),
-                "LaconicCallback does not support mixed precision and torch.compile: use "
-                "laconic.integrations.transformers.LaconicTrainer": (
-                    args.fp16 or args.bf16 or precision != "no" or args.torch_compile
-                ),
-            }
-        )
-        if not alike:
-            args.average_tokens_across_devices = False  # it sends a message in every step
-        model._is_accelerate_prepared = True  # type: ignore[assignment]  # or it would be wrapped
-
-    def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
-        """Attach the synchronizer."""
-        common.check_processes(self.attach_options, ADVICE)
-        plain = getattr(optimizer, "optimizer", optimizer)
-        self.sync = attach(model, plain, self.recipe, **self.attach_options)
-        model.no_sync = _NoSync(self.sync)  # type: ignore[assignment]  # Accelerate looks for it
-
-    def on_train_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        """Leave the consensus model on every rank."""
-        vars(model).pop("no_sync", None)
-        _forget_preparation(model)
-        if self.sync is not None and self.sync.attached:
-            with self.sync:
-                pass

@@ -42,7 +42,7 @@ DESCRIPTORS_PER_HOST = 7
 """A rank has a connection to every other rank in each of its process groups: the default group,
 laconic's own, those of workers and replicas if there are several, and the links of the latter."""
 OTHER_DESCRIPTORS = 128
-_SIOCGIFFLAGS, _IFF_UP = 0x8913, 1
+_IFF_UP = 1
 
 
 @dataclass(frozen=True)
@@ -151,21 +151,12 @@ def interfaces() -> dict[str, Interface]:
     """Return this host's interfaces by name. On systems other than Linux they lack addresses."""
     found = {}
     for _, name in socket.if_nameindex():
-        addresses, up = [], True
-        if sys.platform == "linux":
-            import fcntl
-
-            request = name.encode().ljust(40, b"\0")
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                try:
-                    flags = fcntl.ioctl(probe, _SIOCGIFFLAGS, request)[16:18]
-                    up = bool(int.from_bytes(flags, sys.byteorder) & _IFF_UP)
-                except OSError:
-                    pass  # the interface has just disappeared
-            address = address_of(name)
-            addresses += [address] if address else []
-            addresses += _ipv6(name)
-        found[name] = Interface(up, tuple(addresses))
+        try:
+            up = bool(int(Path(f"/sys/class/net/{name}/flags").read_text(), 16) & _IFF_UP)
+        except OSError:
+            up = True  # not Linux, or it has just disappeared
+        address = address_of(name) if sys.platform == "linux" else None
+        found[name] = Interface(up, (*([address] if address else []), *_ipv6(name)))
     return found
 
 

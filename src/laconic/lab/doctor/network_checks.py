@@ -1,4 +1,4 @@
-"""Check the network between hosts: who is there, who reaches whom, clocks and versions.
+"""Check the network between hosts: who is there, who reaches whom, and versions.
 
 Every host listens on a free port and publishes it in torch's store, which rank 0 serves at
 MASTER_ADDR:MASTER_PORT. Then each host connects to every other. Every wait has a timeout: a host
@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,7 +25,6 @@ from laconic.lab.doctor.host_checks import Environment, number, versions
 from laconic.lab.doctor.network_findings import (
     GROUP,
     NetworkReport,
-    clock_findings,
     congestion_findings,
     connection_findings,
     connection_remedy,
@@ -97,14 +96,13 @@ def check_network(
     timeout: float = 60.0,
     known: Mapping[str, str] | None = None,
     address: str | None = None,
-    clock: Callable[[], float] = time.time,
     settings: Mapping[str, str] | None = None,
 ) -> NetworkReport:
     """Check the network together with the other hosts.
 
     Takes at most ``timeout`` seconds plus the time of the tests. Rank 0 also receives the other
-    hosts' ``host_findings``, and predicts a recipe. ``known`` (versions), ``address``, ``clock``
-    and ``settings`` override this host's.
+    hosts' ``host_findings``, and predicts a recipe. ``known`` (versions), ``address`` and
+    ``settings`` override this host's.
     """
     report = NetworkReport()
     own = address_toward(rendezvous.host) or "127.0.0.1"
@@ -121,13 +119,11 @@ def check_network(
 
     def run() -> None:
         try:
-            with Listener(clock, own) as listener:
+            with Listener(own) as listener:
                 me = HostInfo(**{**asdict(info), "port": listener.port})
                 store = _store(rendezvous, end, timeout, report)
                 if store is not None:
-                    _Session(
-                        rendezvous, me, host_findings, store, end, timeout, clock, report
-                    ).run()
+                    _Session(rendezvous, me, host_findings, store, end, timeout, report).run()
         except (RuntimeError, OSError) as error:  # the store's host is gone
             text = f"the check was interrupted: {str(error).splitlines()[0]}"
             report.problem(text, _RESTART)
@@ -224,7 +220,6 @@ class _Session:
     store: Any
     end: float
     timeout: float
-    clock: Callable[[], float]
     report: NetworkReport
 
     def run(self) -> None:
@@ -242,7 +237,7 @@ class _Session:
         # Start with the next rank, so that not all hosts connect to the same one at once.
         others.sort(key=lambda host: (host.rank - rank) % world)
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            report.pairs = list(pool.map(lambda host: ping(rank, host, self.clock), others))
+            report.pairs = list(pool.map(lambda host: ping(rank, host), others))
         rounds = len(others) / AT_ONCE * CONNECT_SECONDS
         self._barrier("pinged", hosts, GRACE_SECONDS + rounds)
         reached = [pair.target for pair in report.pairs if not pair.error]
@@ -305,7 +300,7 @@ class _Session:
         self._wait(["over"], 2 * GRACE_SECONDS)
         store.add("left", 1)
         report.findings += connection_findings(report) + version_findings(report.hosts)
-        text = "rank 0 reports rates, losses, clocks, and what differs between hosts"
+        text = "rank 0 reports rates, losses, and what differs between hosts"
         report.findings.append(Finding("ok", GROUP, text))
 
     def _collect_reports(self, hosts: Mapping[int, HostInfo]) -> None:
@@ -333,7 +328,6 @@ class _Session:
             connection_findings,
             rate_findings,
             congestion_findings,
-            clock_findings,
         ):
             report.findings += findings(report)
         report.findings += security_findings(report.hosts) + version_findings(report.hosts)

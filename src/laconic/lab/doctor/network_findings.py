@@ -15,8 +15,6 @@ from laconic.links import congestion, job_secret
 from laconic.units import format_rate, format_seconds, format_share
 
 GROUP = "between hosts"
-CLOCK_SECONDS = 0.5
-"""Clocks further apart than this make logs and metrics of several hosts hard to compare."""
 BBR_REMEDY = (
     "load BBR on every host (modprobe tcp_bbr), and allow it to users: "
     'sysctl net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"'
@@ -130,24 +128,6 @@ def rate_findings(report: NetworkReport) -> list[Finding]:
         "other traffic"
     )
     return [*found, check(GROUP, text, (slowest.rate < median / 2, "warning", text, remedy))]
-
-
-def clock_findings(report: NetworkReport) -> list[Finding]:
-    """Return how far the hosts' clocks differ from rank 0's."""
-    found = []
-    measured = [pair for pair in report.pairs if pair.source == 0 and not pair.error]
-    for pair in measured:
-        if abs(pair.offset) - pair.uncertainty > CLOCK_SECONDS:
-            where = "ahead of" if pair.offset > 0 else "behind"
-            text = f"the clock of rank {pair.target} is {abs(pair.offset):.3g} s {where} rank 0's"
-            remedy = "run an NTP client there (chronyd, systemd-timesyncd)"
-            text += ": times in logs and metrics do not compare"
-            found.append(Finding("warning", GROUP, text, remedy))
-    if measured and not found:
-        worst = max(abs(pair.offset) for pair in measured)
-        text = f"clocks agree: the largest difference from rank 0's is {format_seconds(worst)}"
-        found.append(Finding("ok", GROUP, text))
-    return found
 
 
 def congestion_findings(report: NetworkReport) -> list[Finding]:

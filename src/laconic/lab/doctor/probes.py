@@ -1,4 +1,4 @@
-"""Measure the network between two hosts: reachability, latency, clock offset and bandwidth."""
+"""Measure the network between two hosts: reachability, latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from laconic.links import congestion
@@ -43,15 +43,13 @@ class HostInfo:
 class Pair:
     """The connection from ``source`` to ``target``.
 
-    ``latency`` is a round trip in seconds. The target's clock is ``offset`` seconds ahead,
-    within ``uncertainty``. ``error`` says why the target could not be reached, if so.
+    ``latency`` is a round trip in seconds. ``error`` says why the target could not be reached, if
+    so.
     """
 
     source: int
     target: int
     latency: float = 0.0
-    offset: float = 0.0
-    uncertainty: float = 0.0
     error: str = ""
 
 
@@ -72,11 +70,10 @@ class Rate:
 
 
 class Listener:
-    """Answers pings with the time, and counts the bytes that other hosts send. Listens at the
-    address ``host``."""
+    """Answers pings, and counts the bytes that other hosts send. Listens at the address
+    ``host``."""
 
-    def __init__(self, clock: Callable[[], float], host: str) -> None:
-        self._clock = clock
+    def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family, backlog=256)
         self.port = int(self._server.getsockname()[1])
@@ -97,7 +94,7 @@ class Listener:
             if kind == PING:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 while connection.recv(1):
-                    connection.sendall(struct.pack("!d", self._clock()))
+                    connection.sendall(PING)
             elif kind == SINK:
                 size, came = 0, [(0, time.perf_counter())]
                 while piece := connection.recv(PIECE):
@@ -114,12 +111,8 @@ class Listener:
         self._server.close()
 
 
-def ping(source: int, target: HostInfo, clock: Callable[[], float]) -> Pair:
-    """Measure latency and clock offset to a host, from the fastest of `PINGS` round trips.
-
-    As in NTP, the target's clock is ahead by
-    ``remote - (sent + received) / 2``, with half the round trip as the uncertainty.
-    """
+def ping(source: int, target: HostInfo) -> Pair:
+    """Measure the latency to a host: the fastest of `PINGS` round trips."""
     trips = []
     try:
         address = target.address, target.port
@@ -128,15 +121,13 @@ def ping(source: int, target: HostInfo, clock: Callable[[], float]) -> Pair:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(PING)
             for _ in range(PINGS):
-                sent, start = clock(), time.perf_counter()
+                start = time.perf_counter()
                 connection.sendall(b".")
-                (remote,) = struct.unpack("!d", _receive(connection, 8))
-                trip = time.perf_counter() - start
-                trips.append((trip, remote - (sent + trip / 2)))
+                _receive(connection, 1)
+                trips.append(time.perf_counter() - start)
     except OSError as error:
         return Pair(source, target.rank, error=reason(error))
-    trip, offset = min(trips)
-    return Pair(source, target.rank, trip, offset, trip / 2)
+    return Pair(source, target.rank, min(trips))
 
 
 def send(source: int, target: HostInfo) -> Rate:

@@ -40,11 +40,6 @@ class Fault:
     other: int | None = None
     until: float | None = None
 
-    def __str__(self) -> str:
-        other = "" if self.other is None else f"-{_name(self.other)}"
-        until = "" if self.until is None else f" until {self.until:g}"
-        return f"{self.at:g} {self.kind} {_name(self.worker)}{other}{until}"
-
 
 @dataclass(frozen=True)
 class Event:

@@ -45,7 +45,7 @@ svg .title { fill: var(--ink); font-weight: 600; }
 
 WIDTH, HEIGHT = 480, 320
 _LEFT, _TOP, _BOTTOM = 44, 34, 42
-_NAMES, _NAME_LETTERS = 166, 19
+_NAMES, _NAME_LETTERS = 176, 21
 _TEXT = 16  # of a line of text
 _WORKER = 40
 
