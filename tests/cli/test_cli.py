@@ -139,7 +139,7 @@ def test_streams_that_fail_are_no_error_or_one_line(tmp_path: Path) -> None:
         ended = run(f"laconic {words} | true")
         assert ended.returncode in (0, 1) and ended.stderr == ""
     assert (tmp_path / "report.html").exists(), "whoever reads"
-    ended = run("laconic >/dev/full")
+    ended = run(f"laconic report {tmp_path} >/dev/full")
     assert ended.returncode == 2 and ended.stderr.startswith("laconic: No space left on device")
     assert run("laconic nonsense 2>/dev/full").returncode == 2
     said = run(f"PYTHONIOENCODING=ascii laconic report {tmp_path}").stdout
