@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
