@@ -16,8 +16,8 @@ from laconic.units import (
     parse_bandwidth,
     parse_count,
     parse_duration,
-    parse_latency,
     parse_share,
+    parse_time,
 )
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "RATE": parse_bandwidth,
     "SECONDS": parse_duration,
     "SHARE": parse_share,
-    "TIME": parse_latency,
+    "TIME": parse_time,
 }
 """Of an option, or of a value with this name; else text."""
 
