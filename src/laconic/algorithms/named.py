@@ -54,8 +54,9 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
         given = bind(name, function, arguments, options)
         made: Any = function(*arguments, **options)
         text = call_text(name, function, given)
-        result: R = NamedRecipe(made, text) if isinstance(made, tuple) else made
-        return result
+        if isinstance(made, tuple):
+            made = NamedRecipe(made, text)
+        return made  # type: ignore[no-any-return]
 
     return call
 
