@@ -370,6 +370,7 @@ class ParameterRunner:
             self.in_flight, self.present = before
             self._keeps = False
             for channel, state in states:
+                channel.state.clear()
                 channel.state.update(state)
 
     @property
