@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from laconic.algorithms.identity import plain
 from laconic.algorithms.round import NamedRecipe
@@ -54,8 +54,7 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
         given = bind(name, function, arguments, options)
         made: Any = function(*arguments, **options)
         text = call_text(name, function, given)
-        result: R = NamedRecipe(made, text) if isinstance(made, tuple) else made
-        return result
+        return cast("R", NamedRecipe(made, text) if isinstance(made, tuple) else made)
 
     return call
 
