@@ -28,12 +28,11 @@ def table() -> str:
     """Every option, with what it means, and the commands that have it."""
     _, each = commands()
     lines = ["| option | meaning | commands |", "|---|---|---|"]
-    for name, option in OPTIONS.items():
+    for name, (value, about) in OPTIONS.items():
         having = [
             command for command, parser in each.items() if name in parser._option_string_actions
         ]
-        spelled = f"{name} {option.value}".strip()
-        lines.append(f"| `{spelled}` | {option.help} | {', '.join(having)} |")
+        lines.append(f"| `{f'{name} {value}'.strip()}` | {about} | {', '.join(having)} |")
     return "\n".join(lines)
 
 

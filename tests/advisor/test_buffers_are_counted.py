@@ -106,6 +106,8 @@ def test_auto_and_the_command_count_what_a_run_sends(capsys: pytest.CaptureFixtu
     found = []
     for more in ([], ["--buffers", "1M"]):
         assert main([*options.split(), "local_sgd(4)", *more]) == 0
-        rows = json.loads(capsys.readouterr().out)["rows"]
+        said = capsys.readouterr()
+        assert "assuming a round trip of 1 ms" in said.err, "without --latency"
+        rows = json.loads(said.out)["rows"]
         found += [float(r["megabytes"]) for r in rows if r["recipe"] == "local_sgd(4)"]
     assert found[1] == pytest.approx(2 * found[0], rel=1e-4)

@@ -92,7 +92,7 @@ doctor --master h:1 --rank 0 : belong together
 watch missing --once : no metrics in missing: check that the run writes there
 watch no.jsonl --once : no metrics in no.jsonl
 coordinator --address 192.0.2.1:29400 : cannot listen at 192.0.2.1:29400
-keys new --days 0 : --days must be
+keys new --days 0 : --days: not a count: '0'
 report nowhere : cannot read a result from nowhere
 """
 
@@ -165,6 +165,7 @@ def test_a_package_that_is_missing_is_named(
 ) -> None:
     monkeypatch.chdir(files)
     monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "laconic.cli.authority", raising=False)
     assert main(command(line)) == 2
     said = capsys.readouterr().err.lower()
     assert {"sklearn": "scikit-learn"}.get(package, package) in said and "pip install" in said

@@ -77,7 +77,8 @@ def until(condition: Callable[[], bool], seconds: float = 100.0) -> None:
 
 def of_launcher(pid: int) -> list[psutil.Process]:
     """The processes of a lab."""
-    return psutil.Process(pid).children(recursive=True)
+    found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    return found
 
 
 # -- hosts ----

@@ -193,7 +193,7 @@ def test_a_report_is_made_anew_and_shown_as_json(capsys: pytest.CaptureFixture[s
     assert rows[-1]["distance"] == ""
     found = json.loads(told("run", "--json", capsys=capsys), parse_constant=pytest.fail)
     assert " ".join(found["answer"]) == report.verdict(race)
-    assert (found["equal_time"], found["equal_steps"], found["runs_left"]) == (30.0, 75, 0)
+    assert (found["equal_time"], found["equal_steps"]) == (30.0, 75)
     assert found["rows"][3]["status"] == "failed" and found["rows"][3]["loss_at_equal_time"] is None
     spread = found["rows"][4]["spread"]["seconds_per_step"]
     assert found["rows"][4]["runs"] == 2 and spread == pytest.approx(0.2 / 2**0.5)

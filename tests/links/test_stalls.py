@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,9 +21,9 @@ import torch
 import laconic
 from laconic.links import handshake, health
 from laconic.links.addresses import listen
-from laconic.links.elastic.coordinator import Coordinator
+from laconic.links.elastic.coordinator import KEY, PURPOSE, Coordinator, secret_of_callers
 from laconic.links.sockets import borrowed
-from laconic.links.talks import Talks
+from laconic.links.talks import Talks, converse
 from laconic.links.wire import Wire
 
 from tests.support import forgetful, gloo, job_keys, launched
@@ -200,7 +201,8 @@ def test_the_system_watches_every_socket(
     answers.serve(listening, lambda: answer, 5, print)
     exchange = handshake.call(secret, b"", bytes(8), 0, b"")
     calls.call(forgetful.HERE, listening.getsockname()[1], exchange, 5, print)
-    with listening:
+    joins = partial(handshake.call, secret_of_callers(), PURPOSE, KEY, 0, b"")
+    with listening, contextlib.closing(converse(forgetful.HERE, port, joins, 5)):
         answers.turn(1)
         messages = {fd for wire in wires for fd in wire.connections.values()}
         count = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 from laconic.algorithms.identity import plain
 from laconic.algorithms.round import NamedRecipe
@@ -54,7 +54,9 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
         given = bind(name, function, arguments, options)
         made: Any = function(*arguments, **options)
         text = call_text(name, function, given)
-        return cast("R", NamedRecipe(made, text) if isinstance(made, tuple) else made)
+        if isinstance(made, tuple):
+            made = NamedRecipe(made, text)
+        return made  # type: ignore[no-any-return]
 
     return call
 

@@ -33,7 +33,7 @@ def add(parser: Any) -> None:
     )
     declare(parser, "--workers --latency --loss --all --json")
     declare(parser, "--bandwidth", by_host=True)
-    numbers = {"ranks": 1, "backward_share": 0.6, "dtype": "float32"}
+    numbers: dict[str, Any] = {"ranks": 1, "backward_share": 0.6, "dtype": "float32"}
     declare(parser.add_argument_group("from numbers"), NUMBERS, **numbers)
     measured = parser.add_argument_group("measured on emulated hosts")
     declare(measured, f"--workload {MEASURED}", steps="20", seed=0)
@@ -66,8 +66,8 @@ def _numbers(arguments: argparse.Namespace, form: str) -> str:
     latency = arguments.latency
     if latency is None:
         latency = LATENCY
-        note = "assuming a round trip of 1 ms, as in a local network: --latency sets it"
-        print(f"laconic: {note}", file=sys.stderr)
+        note = "laconic: assuming a round trip of 1 ms, as in a local network: --latency sets it"
+        print(note, file=sys.stderr)
     if arguments.loss and not latency:
         raise ValueError(
             "--loss has no effect with a --latency of 0: a packet that is lost arrives round trips "

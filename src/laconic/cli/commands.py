@@ -10,7 +10,7 @@ import argparse
 from importlib import import_module
 from typing import Any, NoReturn
 
-from laconic.cli.options import Once
+from laconic.cli.options import Stored
 from laconic.version import __version__
 
 COMMANDS = {
@@ -31,10 +31,10 @@ COMMANDS = {
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line with the next step, and whose options are given once."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
         for name in (None, "store"):
-            self.register("action", name, Once)
+            self.register("action", name, Stored)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic import MODULE_OF
 from laconic.cli.options import BETWEEN, FREE, NETWORK, declare, impairments_of
 from laconic.cli.progress import Display
 from laconic.cli.streams import print_json
-from laconic.errors import check_int
 
 if TYPE_CHECKING:
     from laconic.lab.race.result import Result
@@ -38,19 +36,16 @@ OPTIONS = (
 
 def add(parser: Any) -> None:
     """Add the description and the options of the command."""
-    recipes = ", ".join(sorted(n for n, where in MODULE_OF.items() if where.endswith("recipes")))
     parser.description = (
         "Train the same model under each recipe on hosts connected by a slow network, emulated on "
         "this machine, and show what each recipe costs and gains."
     )
-    parser.epilog = (
-        f"Recipes: {recipes}. Write them as in Python, such as 'slowmo(local_sgd(12), period=48)'."
-    )
+    parser.epilog = "Write recipes as in Python, such as 'slowmo(local_sgd(12), period=48)'."
     parser.add_argument(
         "recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(DEFAULT)}"
     )
-    hosts = {"hosts": 4, "per_host": 1}
-    declare(parser, OPTIONS, **hosts, workload="text", seed=0, repeat=1, out="laconic-compare")
+    usual: dict[str, Any] = {"hosts": 4, "per_host": 1, "workload": "text", "seed": 0, "repeat": 1}
+    declare(parser, OPTIONS, **usual, out="laconic-compare")
     network = parser.add_argument_group("network", BETWEEN)
     declare(network, NETWORK, by_host=True, bandwidth="100mbit", **FREE)
     declare(parser.add_mutually_exclusive_group(), "--seconds --steps", seconds="30")
@@ -65,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.lab.race import report, runner
     from laconic.lab.race.result import NO_COMMUNICATION
 
-    repeat = check_int("repeat", arguments.repeat, 1)
     settings = runner.Settings(
         recipes=tuple(arguments.recipes or DEFAULT),
         rivals=tuple(arguments.peer),
@@ -82,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         data=arguments.data,
         seconds=arguments.seconds if arguments.steps is None else None,
         steps=arguments.steps,
-        seeds=tuple(range(arguments.seed, arguments.seed + repeat)),
+        seeds=tuple(range(arguments.seed, arguments.seed + arguments.repeat)),
     )
     settings.check()
     names = (NO_COMMUNICATION, *settings.names())
@@ -90,32 +84,28 @@ def run(arguments: argparse.Namespace) -> int:
     command = shlex.join(["laconic", *sys.argv[1:]])
     result = None
     try:
-        with terminate_as_exit(), Display(dict.fromkeys(names, ""), repeat) as display:
+        with terminate_as_exit(), Display(dict.fromkeys(names, ""), arguments.repeat) as display:
             for result in runner.run(settings, command, display.watch):
                 report.save(result, arguments.out)
     finally:
         if result is not None:
-            available = sum(row.status != "absent" for row in result.rows[: len(names)])
-            left = len(names) + available * (repeat - 1) - len(result.rows)
-            show(result, arguments.out, left, as_json=arguments.json)
+            show(result, arguments.out, as_json=arguments.json)
     assert result is not None, "a race has at least the row without communication"
     return 0 if all(row.status in ("ok", "absent") for row in result.rows) else 1
 
 
-def show(result: Result, directory: Path, left: int = 0, *, as_json: bool = False) -> None:
+def show(result: Result, directory: Path, *, as_json: bool = False) -> None:
     """Write the report in ``directory``, and print the table, the verdict and the paths, or all of
-    it as JSON. ``left`` is how many runs did not start."""
+    it as JSON."""
     from rich.console import Console
 
     from laconic.lab.race import report
 
     paths = [str(path) for path in report.write(result, directory)]
     if as_json:
-        print_json({**report.summary(result), "runs_left": left, "files": paths})
+        print_json({**report.summary(result), "files": paths})
         return
     console = Console()
     Console(width=max(console.width, TABLE_WIDTH)).print(report.table(result))
-    if left:
-        console.print(f"Interrupted: {left} run{'s' * (left != 1)} did not start.", highlight=False)
     console.print(report.verdict(result), highlight=False, markup=False)
     console.print("Written: " + ", ".join(paths), highlight=False, markup=False)

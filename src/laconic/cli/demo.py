@@ -13,7 +13,6 @@ from laconic.cli.progress import Display
 
 if TYPE_CHECKING:
     from laconic.lab.race.result import Result
-    from laconic.lab.race.runner import Settings
 
 WIDTH = 80
 """Columns of the text, or fewer in a narrower terminal."""
@@ -35,9 +34,7 @@ def add(parser: Any) -> None:
         "Train a small model in several ways on four emulated hosts with 100 Mbit/s, and show in a "
         "picture and three sentences what each way costs and gains."
     )
-    parser.epilog = (
-        "laconic compare does the same with recipes, networks and models of your choice."
-    )
+    parser.epilog = "laconic compare does the same with your own recipes, networks and models."
     declare(parser.add_mutually_exclusive_group(), "--elastic --seconds", seconds="15")
     declare(parser, "--out", out="laconic-demo")
 
@@ -52,11 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
         from laconic.lab.demo import kill
 
         return kill.run()
-    from laconic.lab.demo.outcome import EXPLAINED
+    from laconic.lab.demo.outcome import EXPLAINED, FREE, RECIPES
     from laconic.lab.emulation.jobs import terminate_as_exit
     from laconic.lab.race import report, runner
+    from laconic.lab.race.workloads import SMALL
 
-    settings = settings_of(arguments.seconds)
+    settings = runner.Settings(
+        recipes=tuple(RECIPES), free=(FREE,), workload=SMALL, seconds=arguments.seconds
+    )
     settings.check()
     minutes = len(EXPLAINED) * (arguments.seconds + OVERHEAD_SECONDS) / 60
     text = INTRODUCTION.format(ways=len(EXPLAINED), seconds=arguments.seconds, minutes=minutes)
@@ -70,15 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     assert result is not None, "a race has at least the row without communication"
     show(result, arguments.out)
     return 0 if all(row.status == "ok" for row in result.rows) else 1
-
-
-def settings_of(seconds: float) -> Settings:
-    """Return what the demo races: equal settings for all recipes."""
-    from laconic.lab.demo.outcome import FREE, RECIPES
-    from laconic.lab.race.runner import Settings
-    from laconic.lab.race.workloads import SMALL
-
-    return Settings(recipes=tuple(RECIPES), free=(FREE,), workload=SMALL, seconds=seconds)
 
 
 def show(result: Result, directory: Path) -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from laconic.cli.options import declare, given
-from laconic.errors import check_int
 
 CA, CERTIFICATE, KEY, SECRET = "ca.pem", "cert.pem", "key.pem", "secret"
-MOST_DAYS = 36500
 
 
 def add(parser: Any) -> None:
@@ -40,11 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from laconic.cli.authority import Authority
 
-        days = check_int("--days", arguments.days, 1)
-        if days > MOST_DAYS:
-            raise ValueError(f"--days must be at most {MOST_DAYS}, not {days}")
-        authority = Authority.make(days)
-        certificate, key = authority.sign(days)
+        authority = Authority.make(arguments.days)
+        certificate, key = authority.sign(arguments.days)
         private = {KEY: key, SECRET: secrets.token_hex(32).encode() + b"\n"}
         write(directory, {CA: authority.pem(), CERTIFICATE: certificate}, private)
     print(text(directory.resolve()))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 from collections.abc import Sequence
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from laconic.cli.options import (
     BETWEEN,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 COLORS = (36, 32, 33, 35, 34)
 """Of the hosts' names on a terminal: ANSI's cyan, green, yellow, magenta and blue."""
-CLEAR = "\r\x1b[K"
+CLEAR = b"\r\x1b[K"
 """What erases the line of a terminal."""
 RESTART_SECONDS = 5.0
 """After which a program that was killed at random starts again."""
@@ -150,8 +151,7 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
                 )
             )
             entry = new.entry(host)
-            log(f"{describe(network)}; join from other terminals with laconic lab --shell HOST")
-            log("Ctrl-D ends the lab")
+            log(f"{describe(network)}; join it with laconic lab --shell HOST; Ctrl-D ends it")
         return open_shell(entry, {**os.environ, **cluster.interface_variables("eth0")})
 
 
@@ -161,7 +161,7 @@ def describe(network: Network) -> str:
     def rate(value: float | None) -> str:
         return "unlimited" if value is None else format_rate(value)
 
-    hosts = "1 host" if network.hosts == 1 else f"{network.hosts} hosts"
+    hosts = f"{network.hosts} host{'s' * (network.hosts > 1)}"
     single = [f", host{h} {rate(value)}" for h, value in sorted(network.host_bandwidth.items())]
     parts = [f"{hosts}, {rate(network.bandwidth)} each{''.join(single)}"]
     return ", ".join([*parts, *filter(None, [str(network.impairments)])])
@@ -181,8 +181,7 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if os.isatty(2):
-            write(2, CLEAR.encode())
+        write(sys.stderr, b"")
 
     def started(self, reason: str | None) -> None:
         """Print what the programs run on, and what is not emulated."""
@@ -196,17 +195,16 @@ class Display:
 
     def printed(self, process: Process, error: bool, lines: Sequence[bytes]) -> None:
         """Print lines of a process."""
-        descriptor, prefix = 2 if error else 1, f"{process.name} | "
-        if os.isatty(descriptor):
-            color = COLORS[process.host % len(COLORS)]
-            prefix = f"{CLEAR}\x1b[{color}m{prefix}\x1b[0m"
-        write(descriptor, b"".join(prefix.encode() + line + b"\n" for line in lines))
+        stream, prefix = sys.stderr if error else sys.stdout, f"{process.name} | "
+        if stream.isatty():
+            prefix = f"\x1b[{COLORS[process.host % len(COLORS)]}m{prefix}\x1b[0m"
+        write(stream, b"".join(prefix.encode() + line + b"\n" for line in lines))
 
     def rates(self, seconds: float, rates: Sequence[float] | None) -> None:
         """Update the line of rates."""
-        if os.isatty(2):
+        if sys.stderr.isatty():
             line = rates_line(seconds, rates)[: get_terminal_size().columns - 1]
-            write(2, f"{CLEAR}{line}".encode())
+            write(sys.stderr, line.encode())
 
     def happened(self, happened: Happened) -> None:
         """Print what the lab did to a host."""
@@ -255,18 +253,10 @@ def rates_line(seconds: float, rates: Sequence[float] | None) -> str:
 
 def log(text: str) -> None:
     """Print one line of our own on stderr."""
-    write(2, f"{CLEAR if os.isatty(2) else ''}laconic: {text}\n".encode())
+    write(sys.stderr, f"laconic: {text}\n".encode())
 
 
-def write(descriptor: int, data: bytes) -> None:
-    """Write all of ``data``, bypassing Python's buffers.
-
-    Python would retry a failed buffered write when it exits. Raises OSError with the name of the
-    stream.
-    """
-    name = {1: "standard output", 2: "standard error"}[descriptor]
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-    except OSError as error:
-        raise OSError(f"cannot write to {name}: {error.strerror}") from error
+def write(stream: TextIO, data: bytes) -> None:
+    """Write to one of our streams, over the line of rates if it is on a terminal."""
+    stream.buffer.write(CLEAR * stream.isatty() + data)
+    stream.flush()

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from laconic.lab.emulation.impairments import Impairments
 
 VOCABULARY = """
---workers N  number of workers
---ranks N  ranks of each worker, such as the GPUs of a node
---hosts N  number of hosts
---per-host N  processes per host, each one worker
---group-size N  workers per group, for recipes such as hierarchical
+--workers COUNT  number of workers
+--ranks COUNT  ranks of each worker, such as the GPUs of a node
+--hosts COUNT  number of hosts
+--per-host COUNT  processes per host, each one worker
+--group-size COUNT  workers per group, for recipes such as hierarchical
 --slow-host HOST=FACTOR  make one host compute more slowly, such as 2=1.5; repeatable
---sites N  sites with equal shares of the workers
+--sites COUNT  sites with equal shares of the workers
 
 --bandwidth RATE  rate at which each host or worker sends, such as 20mbit
 --download RATE  rate at which each worker receives, if it is not that at which it sends
@@ -56,8 +56,8 @@ VOCABULARY = """
 --seconds SECONDS  training time of each run
 --steps COUNT  steps of each run
 --seed N  random seed
---repeat N  runs of each recipe or setting, with as many seeds
---trials N  number of trials, including resumed ones
+--repeat COUNT  runs of each recipe or setting, with as many seeds
+--trials COUNT  number of trials, including resumed ones
 --no-stop  train every setting to the end, good or bad
 
 --price PRICE  price of a worker per hour
@@ -87,24 +87,18 @@ VOCABULARY = """
 --json  print JSON
 --out DIR  directory for the results
 
---days N  days for which the certificates are valid
+--days COUNT  days for which the certificates are valid
 """
 
 
-class Option(NamedTuple):
-    """What the help says about an option."""
-
-    value: str
-    help: str
-
-
-def _option(row: str) -> tuple[str, Option]:
+def _option(row: str) -> tuple[str, tuple[str, str]]:
     spec, _, about = row.partition("  ")
     name, _, value = spec.partition(" ")
-    return name, Option(value, about)
+    return name, (value, about)
 
 
 OPTIONS = dict(map(_option, filter(None, VOCABULARY.splitlines())))
+"""The name of the value and the help of each option."""
 
 
 def parse_host(text: str) -> int:
@@ -175,11 +169,11 @@ def worded(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-class Once(argparse.Action):
-    """An option with one value. A second one is an error: it would replace the first silently.
+class Stored(argparse.Action):
+    """Stores what is given for an option, and adds its name to ``given`` of the arguments.
 
-    The name of the option is added to ``given`` of the arguments. Values of single hosts are in the
-    arguments as a dictionary, under the name that `single` returns.
+    A second value is an error where it would replace the first silently. Values of single hosts are
+    in the arguments as a dictionary, under the name that `single` returns.
     """
 
     def __call__(
@@ -189,17 +183,19 @@ class Once(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        name = self.dest
         if isinstance(values, OfHost):
-            found = getattr(namespace, single(self.dest))
+            name = single(name)
+            found = getattr(namespace, name)
             if values.host in found:
                 raise argparse.ArgumentError(self, f"has two values for host {values.host}")
-            setattr(namespace, single(self.dest), {**found, values.host: values.value})
-            return
-        given = getattr(namespace, "given", ())
-        if option_string and self.dest in given:
+            values = {**found, values.host: values.value}
+        elif isinstance(self.default, list):
+            values = [*getattr(namespace, name), values]
+        elif option_string and name in namespace.given:
             raise argparse.ArgumentError(self, "is given twice: leave out one of them")
-        namespace.given = (*given, self.dest)
-        setattr(namespace, self.dest, values)
+        namespace.given = (*namespace.given, name)
+        setattr(namespace, name, True if self.nargs == 0 else values)
 
 
 def attribute(option: str) -> str:
@@ -218,7 +214,7 @@ BETWEEN = (
     "HOST= gives one host another value, such as --latency 2=50ms. Between two hosts, the mean of "
     "their latencies, jitters and losses counts."
 )
-FREE = {"latency": "0", "jitter": "0", "loss": "0"}
+FREE: dict[str, Any] = {"latency": "0", "jitter": "0", "loss": "0"}
 
 
 def declare(
@@ -239,17 +235,17 @@ def declare(
         about += "" if default is None else f" (default: {default})"
         more: dict[str, Any] = {"help": about.replace("%", "%%"), "default": default}
         if not value:
-            parser.add_argument(name, action="store_true", help=more["help"])
+            parser.add_argument(name, nargs=0, **{**more, "default": False})
             continue
         kind = value.removeprefix("HOST=")
         parse = types.get(name, types.get(kind, str))
         if isinstance(default, str):  # argparse would not, beside a value of one host
             more["default"] = parse(default)
-        if about.endswith("; repeatable") and kind == value:
-            more |= {"action": "append", "default": []}
-        elif by_host or kind != value:
+        if by_host or kind != value:
             parse = host_and(parse, required=kind != value)
             value = value if kind != value else f"[HOST=]{value}"
+        elif about.endswith("; repeatable"):
+            more["default"] = []
         more["type"] = parse if parse in (int, float) else worded(parse)
         parser.add_argument(name, metavar=value, **more)
         parser.set_defaults(**{single(attribute(name)): {}} if "HOST=" in value else {})
@@ -257,13 +253,8 @@ def declare(
 
 def given(arguments: argparse.Namespace, options: str) -> list[str]:
     """Return which of the options are given."""
-
-    def is_given(name: str) -> bool:
-        values = (getattr(arguments, each, None) for each in (name, single(name)))
-        found = any(v is True or (isinstance(v, (list, dict)) and v) for v in values)
-        return found or name in arguments.given
-
-    return [option for option in options.split() if is_given(attribute(option))]
+    names = {option: attribute(option) for option in options.split()}
+    return [o for o, name in names.items() if {name, single(name)} & {*arguments.given}]
 
 
 def impairments_of(arguments: argparse.Namespace) -> Impairments:

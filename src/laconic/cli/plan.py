@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic.cli.options import attribute, declare, given
-from laconic.errors import check_int
 
 if TYPE_CHECKING:
     from laconic.advisor.plan.cluster import Cluster
@@ -27,22 +26,16 @@ FIELDS = {
 """Fields of a cluster with another name than that of their option."""
 STEPS = 10_000
 """Default length of the run."""
-EXAMPLE = "laconic plan --workers 8 --sites 3 --bandwidth 100mbit --latency 80ms --params 1b"
+EXAMPLE = (
+    "laconic plan --workers 8 --sites 3 --bandwidth 100mbit --latency 80ms --params 1b "
+    "--step-time 1s"
+)
 EPILOG = f"""\
 8 machines with one GPU each, in 3 countries, and a model of a billion parameters:
 
-    {EXAMPLE} --step-time 1s
+    {EXAMPLE}
 
-The same for one recipe, with a machine that fails once a month:
-
-    {EXAMPLE} --step-time 1s \\
-        --mtbf 30d 'diloco(100)'
-
-For unequal sites, write a file, and change it:
-
-    laconic plan --example > cluster.yaml
-    laconic plan --cluster cluster.yaml
-
+For unequal sites, write a file with --example, and change it.
 docs/planning.md explains every number."""
 CLUSTER = (
     "--workers --sites --bandwidth --download --uplink --latency --jitter --loss --params --dtype "
@@ -67,7 +60,7 @@ def add(parser: Any) -> None:
     what = parser.add_argument_group(
         "the cluster, all of whose workers are alike; --latency is the round trip between sites"
     )
-    numbers = {"sites": 1, "dtype": "float32", "step_time": "1s", "spread": "5%"}
+    numbers: dict[str, Any] = {"sites": 1, "dtype": "float32", "step_time": "1s", "spread": "5%"}
     declare(what, CLUSTER, **numbers, latency="0", jitter="0", loss="0")
     declare(parser.add_argument_group("from files"), "--cluster --from-metrics --example")
     declare(parser, "--steps --repeat --json", steps=STEPS)
@@ -81,12 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.example:
         print(fields.EXAMPLE, end="")
         return 0
-    runs = None if arguments.repeat is None else check_int("--repeat", arguments.repeat, 1)
     cluster, measured = _cluster(arguments)
     recipes = arguments.recipes
     if measured is not None and not recipes:
         recipes = [_recipe_of(measured, arguments.from_metrics)]
-    made = plan(cluster, recipes, steps=arguments.steps, seeds=runs)
+    made = plan(cluster, recipes, steps=arguments.steps, seeds=arguments.repeat)
     if arguments.json:
         print(made.to_json())
         return 0
@@ -134,8 +126,7 @@ def _described(arguments: argparse.Namespace) -> Cluster:
     from laconic.advisor.plan.cluster import Cluster, Failures, uniform
 
     known = {name: getattr(arguments, attribute(name)) for name in given(arguments, CLUSTER)}
-    required = ("--workers", "--bandwidth", "--params")
-    if missing := [name for name in required if name not in known]:
+    if missing := [n for n in ("--workers", "--bandwidth", "--params") if n not in known]:
         raise ValueError(
             f"plan also needs {', '.join(missing)}, or --cluster FILE; for example: {EXAMPLE}"
         )

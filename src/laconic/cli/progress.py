@@ -24,7 +24,7 @@ class Display:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._explained, self._runs = explained, runs
+        self._explained, self._total = explained, runs * len(explained)
         self._console = Console(stderr=True, highlight=False, markup=False)
         self._progress = Progress(
             *(TextColumn("  "), BarColumn(bar_width=24), TextColumn("{task.description}")),
@@ -48,8 +48,7 @@ class Display:
         if kind == "launched":
             self._begun += 1
             what = f": {self._explained[name]}" if self._explained[name] else ""
-            total = len(self._explained) * self._runs
-            self._console.print(f"{self._begun}/{total} {name}{what}")
+            self._console.print(f"{self._begun}/{self._total} {name}{what}")
         if kind in DOING:
             self._update(DOING[kind], total=None)
         elif kind == "step":

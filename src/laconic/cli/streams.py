@@ -31,12 +31,13 @@ def guarded(run: Callable[[], int]) -> int:
     """Return what ``run`` returns, or after an error the exit code: 2 for what the user can mend,
     1 if the reader of the output has ended or for a bug, 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # which a terminal's encoding may not have
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack some characters
             stream.reconfigure(errors="replace")
     try:
-        code = run()
-        sys.stdout.flush()
-        return code
+        try:
+            return run()
+        finally:  # also after the help of a parser
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
     except Exception as error:

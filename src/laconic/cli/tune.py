@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +47,9 @@ def add(parser: Any) -> None:
         help="slowmo (default), local_sgd, diloco, ddp, sgp or easgd with the parameters "
         "usually tuned, or a recipe with free names",
     )
-    network = {"workers": 4, "bandwidth": "100mbit", "latency": "0"}
-    usual = {"workload": "digits", "trials": TRIALS, "repeat": 1, "seed": 0, "out": "laconic-tune"}
-    declare(parser, OPTIONS, **network, **usual)
+    network: dict[str, Any] = {"workers": 4, "bandwidth": "100mbit", "latency": "0"}
+    usual: dict[str, Any] = {"workload": "digits", "trials": TRIALS, "repeat": 1, "seed": 0}
+    declare(parser, OPTIONS, **network, **usual, out="laconic-tune")
     declare(parser.add_mutually_exclusive_group(), "--steps --seconds", steps=STEPS)
 
 
@@ -61,7 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.advisor.tune.journal import open_journal
     from laconic.advisor.tune.space import LR
 
-    trials = check_int("trials", arguments.trials, 1)
     space, task = _space_and_task(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     settings = _settings(arguments, space, task)
@@ -76,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             prune = not arguments.no_stop
             tried = tuning.tune(
-                study, space, evaluate, trials=trials, seed=arguments.seed, prune=prune
+                study, space, evaluate, trials=arguments.trials, seed=arguments.seed, prune=prune
             )
             for number, trial in enumerate(tried, done + 1):
-                log.print(f"{number}/{trials} {report.trial_text(space, trial)}")
+                log.print(f"{number}/{arguments.trials} {report.trial_text(space, trial)}")
         finally:
             _show(space, tuning.ended(study, space), timed)
         tuning.best(tuning.ended(study, space))  # raises if no trial succeeded
@@ -93,9 +92,7 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
     from laconic.lab.emulation.impairments import Impairments
     from laconic.lab.race.runner import Settings
 
-    workers = check_int("workers", arguments.workers, 1)
     check_int("seed", arguments.seed, 0)
-    repeat = check_int("repeat", arguments.repeat, 1)
     grids: dict[str, Any] = {}
     for name, values in map(parse_values, arguments.values):
         if name in grids:
@@ -105,7 +102,7 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
         recipes=(),
         rules=arguments.rules,
         hosts=1,
-        per_host=workers,
+        per_host=arguments.workers,
         group_size=arguments.group_size,
         bandwidth=arguments.bandwidth,
         impairments=Impairments(latency=arguments.latency),
@@ -113,9 +110,9 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
         data=arguments.data,
         seconds=None,
         steps=arguments.steps,
-        seeds=tuple(range(arguments.seed, arguments.seed + repeat)),
+        seeds=tuple(range(arguments.seed, arguments.seed + arguments.repeat)),
     )
-    space = space_of(arguments.recipe, grids, workers, settings.user_recipes())
+    space = space_of(arguments.recipe, grids, arguments.workers, settings.user_recipes())
     compute = math.nan
     if arguments.step_time is not None:
         compute = check_float("step-time", arguments.step_time, 0.0, strict=True)
@@ -140,13 +137,9 @@ def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[s
         "values": {name: list(values) for name, values in space.grids.items()},
         "steps": task.race.steps,
         **{name: getattr(arguments, name) for name in names},
-        "files": {f.name: _digest(f) for f in files if f.is_file()},
+        "files": {f.name: sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()},
         "torch": torch.__version__,
     }
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _timed(study: optuna.Study, space: Space, task: Task) -> Task:

@@ -145,9 +145,6 @@ class Files:
     """The files that a user names, and those in the directories that a user names."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        for path in paths:
-            if not path.parent.is_dir():
-                raise ValueError(f"cannot watch {path}: no directory {path.parent}")
         self._paths = paths
         self._files: dict[Path, LogFile] = {}
 

@@ -97,7 +97,7 @@ class CommOptimizer(Optimizer):
                     f"{optimizer!r}"
                 )
             check_int("world_size", world_size, 1)
-            numbers = {
+            numbers: dict[str, Any] = {
                 "comm_period": comm_period,
                 "dist_pulling_strength": dist_pulling_strength,
                 "local_pulling_strength": local_pulling_strength,

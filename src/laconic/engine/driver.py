@@ -21,9 +21,7 @@ from laconic.engine.joint_optimizer import (
     Events,
     JointOptimizer,
     StepHooks,
-    class_names,
     listen,
-    members,
     warn_of_unseen_steps,
 )
 from laconic.engine.loading import Loading, LoadModel
@@ -133,8 +131,8 @@ class Driver:
         after = self._after_step if self.hooked else lambda *_: None
         self._handles = listen(optimizer, self._before_optimizer, after)
         if self.hooked:
-            names = class_names(members(optimizer))
-            self._end_watch = warn_of_unseen_steps(self.session.params(), names)
+            self._end_watch()
+            self._end_watch = warn_of_unseen_steps(optimizer)
 
     # -- one step ----
 

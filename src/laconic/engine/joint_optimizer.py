@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
+from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -233,13 +234,16 @@ def _wrappers_at_work(optimizer: Optimizer) -> int:
     return count
 
 
-def warn_of_unseen_steps(params: Sequence[Tensor], name: str) -> Callable[[], None]:
-    """Warn if other optimizers move ``params``, and the attached one, of the class ``name``, never
-    steps. Returns a function that ends this, to be called with the first step."""
-    own, moves = {id(p) for p in params}, 0
+def warn_of_unseen_steps(attached: Optimizer) -> Callable[[], None]:
+    """Warn if other optimizers move the parameters of ``attached``, and it never steps. Returns a
+    function that ends this, to be called with the first step."""
+    own = {id(p) for group in attached.param_groups for p in group["params"]}
+    name, alive, moves = class_names(members(attached)), ref(attached), 0
 
     def on_step(optimizer: Optimizer, *_: Any) -> None:
         nonlocal moves
+        if alive() is None:  # others may have the ids of its parameters
+            return
         moves += any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         if moves == MOVES:
             warnings.warn(

@@ -119,6 +119,11 @@ class Collectives(Blocking):
         with self._guard.blaming():
             transfer.send(rank, size)
 
+    def _send_all(self, transfer: Transfer, size: int | None = None) -> None:
+        """The first ``size`` bytes (None: all) for every rank can be sent."""
+        with self._guard.blaming():
+            transfer.send_all(size)
+
     def _wait(self, transfer: Transfer, rank: int | None = None, size: int | None = None) -> None:
         """Wait for the first ``size`` bytes (None: all) from ``rank``; None: until all messages
         have come and are sent."""
@@ -191,8 +196,7 @@ class Collectives(Blocking):
             mean = mean_in_rank_order(each, reuse=True, out=own[part])
             if mean.dtype != own.dtype:
                 own[part].copy_(mean)
-            for r in others:
-                self._send(back, r, part.stop * x.element_size())
+            self._send_all(back, part.stop * x.element_size())
         self._wait(there)
         self._give_back(scratch)
         await self._sent(back, overlaps)
@@ -213,8 +217,7 @@ class Collectives(Blocking):
     def _fill(self, transfer: Transfer, parts: Parts | None, itemsize: int) -> None:
         """Fill the ``parts`` of all rows, and send each of them."""
         if parts is None or parts.fill is None:
-            with self._guard.blaming():
-                transfer.send_all()
+            self._send_all(transfer)
             return
         for part in parts:
             for r in hops(self.rank, self.size):
@@ -230,7 +233,7 @@ class Collectives(Blocking):
         overlaps: bool = False,
     ) -> Tensor:
         slices = x.view(owners or self.size, -1).unbind()
-        if parts is not None and (len(slices) < self.size or len(parts.ends) == 1):
+        if parts is not None and len(slices) < self.size:
             parts.fill_all(range(len(slices)))
             parts = None
         if self.rank >= len(slices):
@@ -243,9 +246,8 @@ class Collectives(Blocking):
         room = scratch.take((self.size - 1) * length, x.dtype, x.device)
         pieces = list(torch.split(room, length)) if self.size > 1 else []
         pieces.insert(self.rank, slices[self.rank])
-        transfer = self._post_all(slices, pieces, ready=parts is None, joins=overlaps)
-        if parts is not None:
-            self._fill(transfer, parts, x.element_size())
+        transfer = self._post_all(slices, pieces, ready=False, joins=overlaps)
+        self._fill(transfer, parts, x.element_size())
         await self._sent(transfer, overlaps)
 
         def arrived() -> Iterator[Tensor]:
@@ -270,37 +272,24 @@ class Collectives(Blocking):
         slices = list(out.view(owners or self.size, -1).unbind())
         order = [r for r in arrivals(self.rank, self.size) if r < len(slices)]
         parts = parts or Parts([len(slices[0])])
-        if len(parts.ends) == 1:
-            parts.fill_all([r for r in order if r == self.rank])
-        if self.rank not in order:
-            transfer = self._post_all([], slices, joins=overlaps)
-        else:
-            own = slices[self.rank]
-            fill = parts.fill if len(parts.ends) > 1 else None
-            if fill is None and mine.data_ptr() != own.data_ptr():
-                own.copy_(mine)
-            transfer = self._post_all([own] * self.size, slices, ready=not fill, joins=overlaps)
-            if fill is not None:
-                for part in parts:
-                    fill(self.rank, part)
-                    if mine.data_ptr() != own.data_ptr():
-                        own[part].copy_(mine[part])
-                    for r in hops(self.rank, self.size)[:-1]:
-                        self._send(transfer, r, part.stop * out.element_size())
+        own = slices[self.rank] if self.rank in order else None
+        sends = [] if own is None else [own] * self.size
+        transfer = self._post_all(sends, slices, ready=False, joins=overlaps)
+        for part in () if own is None else parts:
+            if parts.fill is not None:
+                parts.fill(self.rank, part)
+            if own is not None and mine.data_ptr() != own.data_ptr():
+                own[part].copy_(mine[part])
+            self._send_all(transfer, part.stop * out.element_size())
         await self._sent(transfer, overlaps)
         self._receive(transfer, parts, order, out.element_size())
 
     async def _all_to_all(
         self, x: Tensor, out: Tensor, parts: Parts | None = None, overlaps: bool = False
     ) -> None:
-        order = hops(self.rank, self.size)
-        parts = parts or Parts([x.shape[1]])
-        if len(parts.ends) == 1:
-            parts.fill_all(order)
-        rows, fill = list(out.unbind()), parts.fill if len(parts.ends) > 1 else None
-        transfer = self._post_all(x.unbind(), rows, ready=fill is None, joins=overlaps)
-        if fill is not None:
-            self._fill(transfer, parts, x.element_size())
+        parts, rows = parts or Parts([x.shape[1]]), list(out.unbind())
+        transfer = self._post_all(x.unbind(), rows, ready=False, joins=overlaps)
+        self._fill(transfer, parts, x.element_size())
         rows[self.rank].copy_(x[self.rank])
         await self._sent(transfer, overlaps)
         self._receive(transfer, parts, arrivals(self.rank, self.size), x.element_size())

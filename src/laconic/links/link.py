@@ -304,9 +304,13 @@ def _to_its_end(name: str) -> Callable[..., Any]:
 class Blocking:
     """The collectives of a link, each made of one that is awaited."""
 
-    mean, reduce_scatter, all_gather, all_to_all, broadcast, swap, gather = map(
-        _to_its_end, COLLECTIVES
-    )
+    mean: Callable[..., None] = _to_its_end("mean")
+    reduce_scatter: Callable[..., Tensor] = _to_its_end("reduce_scatter")
+    all_gather: Callable[..., None] = _to_its_end("all_gather")
+    all_to_all: Callable[..., None] = _to_its_end("all_to_all")
+    broadcast: Callable[..., None] = _to_its_end("broadcast")
+    swap: Callable[..., Sequence[Tensor | None]] = _to_its_end("swap")
+    gather: Callable[..., Tensor] = _to_its_end("gather")
 
     @property
     def awaited(self) -> AsyncLink:

@@ -146,11 +146,11 @@ class Transfer:
         self._traffic.messages[self._outgoing[rank]].ready = size
         self._move(frames.WITHOUT_WAITING)
 
-    def send_all(self) -> None:
-        """Allow all messages to be sent."""
+    def send_all(self, size: int | None = None) -> None:
+        """Allow the first ``size`` bytes (None: all) of every message to be sent."""
         for index in self._outgoing.values():
             message = self._traffic.messages[index]
-            message.ready = message.size
+            message.ready = message.size if size is None else size
         self._move(frames.WITHOUT_WAITING)
 
     def wait(self, rank: int | None = None, size: int | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from laconic.lab.doctor.finding import Finding
 from laconic.links import congestion, job_secret, tls
 
@@ -44,12 +46,13 @@ def settings() -> dict[str, str]:
 
     A value is "invalid" if this host's own findings include a problem with it.
     """
+    settings: dict[str, Callable[[], str]] = {
+        "TLS": lambda: "off" if tls.contexts() is None else "on",
+        "secret": lambda: job_secret.fingerprint()[:16] or "none",
+        congestion.VARIABLE: congestion.chosen,
+    }
     found = {}
-    for name, read in (
-        ("TLS", lambda: "off" if tls.contexts() is None else "on"),
-        ("secret", lambda: job_secret.fingerprint()[:16] or "none"),
-        (congestion.VARIABLE, congestion.chosen),
-    ):
+    for name, read in settings.items():
         try:
             found[name] = read()
         except ValueError:

@@ -66,7 +66,7 @@ class Settings:
     communication unless ``baseline`` is False. The ``free`` recipes run last, without a network, as
     processes of this machine. ``rules`` is a file with the user's own recipes.
     ``group_size`` is the number of adjacent workers per group, for recipes with rounds inside
-    groups. ``lr`` is a factor on the workload's learning rate.
+    groups.
     """
 
     recipes: tuple[str, ...]
@@ -88,7 +88,6 @@ class Settings:
     seeds: tuple[int, ...] = (0,)
     validations: int = 8
     baseline: bool = True
-    lr: float = 1.0
 
     @property
     def network(self) -> Network:
@@ -279,7 +278,6 @@ def _row(
         steps=settings.steps,
         seed=seed,
         validations=settings.validations,
-        lr=settings.lr,
         # Emulated hosts have slow interfaces. Otherwise the link is throttled, shared by ranks.
         bandwidths=[rate / settings.per_host for rate in rates] if throttled else None,
         latencies=[*map(settings.impairments.round_trip, hosts)] if throttled else None,

@@ -178,6 +178,7 @@ def try_out(workload: Workload, text: str, workers: int, seed: int) -> None:
         with _user_code():
             batch = next(stream, None)
         require(batch is not None, "batches", f"worker {worker} has none")
+        assert batch is not None
         tried.append(batch)
     for batch in tried:
         with _user_code():

@@ -45,11 +45,10 @@ class Spec:
     """The specification of a run, equal on all ranks.
 
     ``recipe`` is empty for no communication, and the name of another library if ``peer``. ``rules``
-    is the file with the user's own recipes. ``group_size`` is workers per group. ``lr`` is a factor
-    on the workload's learning rate. ``seconds`` or ``steps`` ends the run. ``bandwidths`` (bit/s,
-    of a rank on each host) and ``latencies`` (s, of a round trip of each host) are for a link to be
-    throttled here. ``paces`` are the factors by which each host's compute time is extended.
-    ``interface`` is the one whose counter is read.
+    is the file with the user's own recipes. ``group_size`` is workers per group. ``seconds`` or
+    ``steps`` ends the run. ``bandwidths`` (bit/s, of a rank on each host) and ``latencies`` (s, of
+    a round trip of each host) are for a link to be throttled here. ``paces`` are the factors by
+    which each host's compute time is extended. ``interface`` is the one whose counter is read.
     """
 
     recipe: str
@@ -67,7 +66,6 @@ class Spec:
     paces: list[float]
     interface: str | None
     timeout: float
-    lr: float = 1.0
 
     def to_json(self) -> str:
         """Return the specification for the worker's command line."""
@@ -164,7 +162,7 @@ class Run:
         torch.manual_seed(spec.seed)
         self.model = workload.model()
         self._optimizer = workload.optimizer(self.model)
-        self._peaks = [spec.lr * group["lr"] for group in self._optimizer.param_groups]
+        self._peaks = [group["lr"] for group in self._optimizer.param_groups]
         self._batches: Iterator[Batch] = workload.batches(self.rank, self.size, spec.seed)
         self.entrant: Entrant
         if isinstance(entry, Rival):
