@@ -121,10 +121,6 @@ class ParameterRunner:
         self.set, self.in_flight, self.executed = other.set, other.in_flight, other.executed
         self.x_digest = other.x_digest
 
-    def learning_rate(self, bucket: Bucket) -> float:
-        """See `Messenger.learning_rate`."""
-        return self._messenger.learning_rate(bucket)
-
     def clock(self, bucket: Bucket, step: int) -> Clock:
         """See `Messenger.clock`."""
         return self._messenger.clock(bucket, step, self.executed, self.present)

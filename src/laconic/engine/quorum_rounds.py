@@ -82,7 +82,7 @@ class Kind:
     @property
     def rates(self) -> tuple[float, ...]:
         """The learning rates of `channels`; NaN where it does not count."""
-        return tuple(r.learning_rate(c.bucket) for r in self.runners for c in r.channels)
+        return tuple(r.clock(c.bucket, 0).lr for r in self.runners for c in r.channels)
 
     def due(self, step: int) -> bool:
         """Whether this worker arrives after ``step``."""
