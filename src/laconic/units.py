@@ -2,7 +2,7 @@
 
 Rates are bits per second in powers of ten, as network equipment is sold: "100 mbit" is 1e8 bit/s.
 
-Command lines parse rates and latencies with `parse_bandwidth` and `parse_latency`, which require a
+Command lines parse rates and durations with `parse_bandwidth` and `parse_time`, which require a
 unit: a bare "100" is rarely meant as 100 bit/s, nor a bare "5" as 5 s. `parse_rate` and
 `parse_duration` take bare numbers, which programs pass.
 """
@@ -21,7 +21,7 @@ _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _COUNT_FORMS = "a positive whole number, or one with K, M, B or T (1.3B, 125M, 865280)"
 _RATE_FORMS = "a positive number of bit/s, or one with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"
 _BANDWIDTH_FORMS = "a positive number with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"
-_LATENCY_FORMS = "0, or a positive number with us, ms, s, min, h or d (20ms, 1.5 s)"
+_TIME_FORMS = "0, or a positive number with us, ms, s, min, h or d (20ms, 1.5 s)"
 _SHARE_FORMS = "a number from 0 to 1, or one with % (0.1%, 0.001)"
 _DURATION_FORMS = "a number of seconds from 0 up, or one with us, ms, s, min, h or d (20ms, 1.5 s)"
 
@@ -51,12 +51,12 @@ def parse_bandwidth(text: str) -> float:
     return _read(text, "rate", _BANDWIDTH_FORMS, _RATES, _positive, bare=False)
 
 
-def parse_latency(text: str) -> float:
-    """Return the latency `text` of a command line ("20ms", "100 us", "0") in seconds.
+def parse_time(text: str) -> float:
+    """Return the duration `text` of a command line ("20ms", "100 us", "0") in seconds.
 
     As `parse_duration`, but raises ValueError for a number without a unit, too, unless it is 0.
     """
-    return _read(text, "latency", _LATENCY_FORMS, _DURATIONS, _not_negative, bare=False)
+    return _read(text, "time", _TIME_FORMS, _DURATIONS, _not_negative, bare=False)
 
 
 def parse_share(text: str) -> float:

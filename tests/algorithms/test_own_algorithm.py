@@ -28,25 +28,15 @@ def test_selected_parts_cover_the_model_like_one_round() -> None:
     assert same_bits(simulated(Job(parts, 3, 12)), simulated(Job((whole,), 3, 12)))
 
 
-def test_after_a_step_an_update_of_matrices_sees_each_with_its_shape() -> None:
-    seen: list[tuple[int, list[tuple[int, ...]]]] = []
-
+def test_an_update_of_matrices_changes_nothing_in_every_step() -> None:
     @dataclass(frozen=True)
     class Look(Update):
         whole = True
 
-        def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
-            seen.append((x.numel(), [tuple(shape) for shape in clock.tensors.shapes]))
+        def after_step(self, x: Tensor, state: State, clock: Clock) -> None: ...
 
-    def worker(rank: int) -> None:
-        model = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        la.attach(model, optimizer, (la.Round(la.every(3), Look(), Mean()),))
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-
-    la.simulate(worker, workers=1)
-    assert seen == [(12, [(3, 4)]), (3, [(3,)])]
+    with pytest.raises(ValueError, match="tensor by tensor: leave out `before_step` and"):
+        la.Round(la.every(3), Look(), Mean())
 
 
 def test_a_round_of_its_own_on_the_workers_of_a_node() -> None:

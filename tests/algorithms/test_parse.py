@@ -66,7 +66,7 @@ def test_a_spelling_means_what_python_means_by_it(text: str) -> None:
         ("local_sgd(12, perod=3)", "no option 'perod' (did you mean 'period'?): its options are "),
         ("ddp(period=3)", "ddp has no option 'period': its options are codec"),
         ("slowmo(local_sgd(12, base=1))", "local_sgd has no option 'base': its options are period"),
-        ("local_sgd()", "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep', "),
+        ("local_sgd()", "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep')"),
         ("local_sgd", "missing a required argument: 'period'"),
         ("slowmo(local_sgd)", "missing a required argument: 'period', in 'slowmo(local_sgd)'"),
         ("ddp(1)", "ddp(*, codec=None): too many positional arguments"),

@@ -20,9 +20,10 @@ WIDTH = 80
 INTRODUCTION = """\
 Four hosts that send 100 Mbit/s each are emulated on this machine. On them the same model is
 trained in {ways} ways, for {seconds:g} s each: a small transformer that learns Python code, byte
-by byte. All begin with the same weights, get the same data, and use the same optimizer (AdamW).
-They differ only in how the hosts agree. Measured is the loss on code that is not trained on: lower
-is better. One after the other, with start and validation, they take about {minutes:.0f} minutes.
+by byte. Each host has 4 kB of code of its own. All begin with the same weights, get the same data,
+and use the same optimizer (AdamW). They differ only in how the hosts agree. Measured is the loss on
+code that is not trained on: lower is better. One after the other, with start and validation, they
+take about {minutes:.0f} minutes.
 """
 OVERHEAD_SECONDS = 15.0
 """What each row takes besides training, on two cores."""
@@ -52,10 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.lab.demo.outcome import EXPLAINED, FREE, RECIPES
     from laconic.lab.emulation.jobs import terminate_as_exit
     from laconic.lab.race import report, runner
-    from laconic.lab.race.workloads import SMALL
+    from laconic.lab.race.workloads import FEW
 
     settings = runner.Settings(
-        recipes=tuple(RECIPES), free=(FREE,), workload=SMALL, seconds=arguments.seconds
+        recipes=tuple(RECIPES), free=(FREE,), workload=FEW, seconds=arguments.seconds
     )
     settings.check()
     minutes = len(EXPLAINED) * (arguments.seconds + OVERHEAD_SECONDS) / 60

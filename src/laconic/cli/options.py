@@ -16,8 +16,8 @@ from laconic.units import (
     parse_bandwidth,
     parse_count,
     parse_duration,
-    parse_latency,
     parse_share,
+    parse_time,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ VOCABULARY = """
 --backward-share SHARE  share of the step time spent in the backward pass
 --spread SHARE  standard deviation of step times over their mean
 
---workload WORKLOAD  digits, text, text-small, or your own, such as my.py:make
+--workload WORKLOAD  digits, text, text-small, text-few, or your own, such as my.py:make
 --data FILE  training data of the text workload or your own
 --rules FILE  file with your own recipes, such as my_rules.py
 --free RECIPE  a recipe on a free network: what the others can reach; repeatable
@@ -133,7 +133,7 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "RATE": parse_bandwidth,
     "SECONDS": parse_duration,
     "SHARE": parse_share,
-    "TIME": parse_latency,
+    "TIME": parse_time,
 }
 """Of an option, or of a value with this name; else text."""
 

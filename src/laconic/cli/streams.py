@@ -19,7 +19,7 @@ from laconic.units import finite
 
 TRACEBACK = "LACONIC_TRACEBACK"
 EXTRAS = {
-    **dict.fromkeys(("matplotlib", "numpy", "pyroute2", "rich", "sklearn"), "lab"),
+    **dict.fromkeys(("numpy", "pyroute2", "rich", "sklearn"), "lab"),
     **{"cryptography": "tls", "optuna": "tune", "yaml": "plan", "argcomplete": "completion"},
 }
 """The extra of laconic that installs a package."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
@@ -358,7 +359,8 @@ class ParameterRunner:
         beginning."""
         states: list[tuple[Channel, State]] = []
         for channel in self.channels if self.round.update.quiesce or self.in_flight else ():
-            with channel.states() as (state, _):
+            # the copies take the state's place, also after an inference mode of the caller's
+            with channel.states() as (state, _), torch.inference_mode(False):
                 states.append((channel, {name: t.clone() for name, t in state.items()}))
         before = self.in_flight, self.present
         self.in_flight, self._keeps = [*self.in_flight], True
@@ -368,6 +370,7 @@ class ParameterRunner:
             self.in_flight, self.present = before
             self._keeps = False
             for channel, state in states:
+                channel.state.clear()
                 channel.state.update(state)
 
     @property

@@ -145,7 +145,9 @@ def _about_auto(result: Result) -> str:
             faster = f" ({times:.1f} times as fast)" if times > 1.05 else ""
             text += f"had that loss after {seconds[AUTO]:.1f} s{faster}, "
     hope = "" if free is None else f"; without a network, {FREE} ended at {show(free)}"
-    return f"{text}and ended at {show(losses[AUTO])}, {place}{hope}."
+    gains = losses[AUTO] < losses.get(DDP, 0.0)
+    advice = f" Begin with {AUTO} in your own program." if gains else ""
+    return f"{text}and ended at {show(losses[AUTO])}, {place}{hope}.{advice}"
 
 
 def _about_alone(result: Result) -> str:
@@ -168,7 +170,9 @@ def _about_alone(result: Result) -> str:
     else:
         order = f"all recipes but {listed(rest)} are ahead of them"
     mean = "the mean loss of their own models"
-    return f"Hosts that never communicate end at {show(alone)}, {mean}: {order}"
+    seldom = [name for name in ahead if name not in (DDP, AUTO)]
+    told = ". What hosts learn from each other is worth a few messages" if seldom else ""
+    return f"Hosts that never communicate end at {show(alone)}, {mean}: {order}{told}"
 
 
 def chosen(auto: Row) -> str:

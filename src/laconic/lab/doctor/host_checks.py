@@ -368,7 +368,7 @@ def lab() -> list[Finding]:
     """Check what ``laconic compare`` needs, by building an emulated host and removing it."""
     missing = [
         name
-        for name in ("rich", "matplotlib", "sklearn", "pyroute2")
+        for name in ("rich", "sklearn", "pyroute2")
         if importlib.util.find_spec(name) is None
         and not (name == "pyroute2" and sys.platform != "linux")
     ]

@@ -78,7 +78,7 @@ def lr_factor(step: float, steps: float, workload: Workload) -> float:
 
 
 def load(name: str, *, data: Path | None = None) -> Workload:
-    """Return the workload called `name`: "digits", "text" or "text-small".
+    """Return the workload called `name`: "digits", "text", "text-small" or "text-few".
 
     Args:
         data: for the texts, the file with the training data; by default, Python's standard library.
@@ -189,9 +189,10 @@ def _digits_batches(
 VOCABULARY, WIDTH, LAYERS, HEAD, CONTEXT = 256, 128, 4, 32, 64
 TEXT_BATCH = 16
 """Crops per worker and step: 1024 bytes, about 70 ms on one core."""
-SMALL, SMALL_BATCH = "text-small", 4
+SMALL, FEW, SMALL_BATCH = "text-small", "text-few", 4
 """The text workload with fewer crops per worker and step, about 20 ms on one core: seconds of
-training are hundreds of steps."""
+training are hundreds of steps. The second also has little text: `FEW_BYTES` for each worker."""
+FEW_BYTES = 4096
 _VALIDATION_CROPS, _SMALL_VALIDATION_CROPS = 640, 320
 _CORPUS_BYTES = 4_000_000
 _NOT_PROSE = {"encodings", "pydoc_data"}  # tables and one giant string, nothing to learn from
@@ -203,6 +204,7 @@ def _text(
     name: str = "text",
     batch: int = TEXT_BATCH,
     validation: int = _VALIDATION_CROPS,
+    own: int | None = None,
 ) -> Workload:
     source = standard_library() if data is None else _read(data)
     if len(source) < 10 * (CONTEXT + 1):
@@ -216,7 +218,7 @@ def _text(
         name=name,
         model=ByteTransformer,
         optimizer=_adamw,
-        batches=partial(_text_batches, corpus[:split], batch),
+        batches=partial(_text_batches, corpus[:split], batch, own),
         loss=_next_byte_loss,
         validation=_validation_crops(corpus[split:], validation),
     )
@@ -258,16 +260,21 @@ def standard_library() -> bytes:
 
 
 def _text_batches(
-    corpus: Tensor, batch: int, worker: int, workers: int, seed: int
+    corpus: Tensor, batch: int, own: int | None, worker: int, workers: int, seed: int
 ) -> Iterator[Batch]:
-    """Stream random crops of the corpus, with a generator per worker."""
+    """Stream random crops of the corpus, or of so many bytes of the worker's own part of it, with a
+    generator per worker."""
     _check_worker(worker, workers)
 
     def stream() -> Iterator[Batch]:
-        generator = _generator(seed, worker)
+        generator, text = _generator(seed, worker), corpus
+        if own is not None:
+            text = corpus.chunk(workers)[worker]
+            start = int(torch.randint(max(len(text) - own, 1), (), generator=generator))
+            text = text[start : start + own]
         while True:
-            starts = torch.randint(len(corpus) - CONTEXT, (batch,), generator=generator)
-            yield _crops(corpus, starts)
+            starts = torch.randint(len(text) - CONTEXT, (batch,), generator=generator)
+            yield _crops(text, starts)
 
     return stream()
 
@@ -347,4 +354,7 @@ _LOADERS: dict[str, Callable[[Path | None], Workload]] = {
     "digits": _digits,
     "text": _text,
     SMALL: partial(_text, name=SMALL, batch=SMALL_BATCH, validation=_SMALL_VALIDATION_CROPS),
+    FEW: partial(
+        _text, name=FEW, batch=SMALL_BATCH, validation=_SMALL_VALIDATION_CROPS, own=FEW_BYTES
+    ),
 }
