@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Driver:
 
     Every front end builds one in the same way, from a model, a recipe, the links by set of ranks,
     and `Settings`. One that knows its optimizer later calls `bind`, and one whose ``settings`` are
-    not ``hooked`` calls `advance` after every step, or its parts.
+    not ``hooked`` calls `advance` after every step.
     """
 
     def __init__(
@@ -176,11 +176,13 @@ class Driver:
     @torch.no_grad()
     def _after_step(self, *_: object, skipped: bool = False) -> None:
         self._begin_skipped()
-        with self._rounds_of(self.session.step + 1):
-            self.count()
-            self.observe()
+        rounds = self.session.rounds_of(self.session.step + 1)
+        with rounds if self.run.quorum is None else nullcontext():  # a quorum is waited for again
+            self._count()
+            if self.run.scores is not None:
+                self.run.scores.after_step()
             self.run.pull()
-            self.communicate()
+            self._communicate()
             if self.session.settings.buffers == "broadcast":
                 self.session.share_buffers()
         self.run.drift.after_step()
@@ -198,10 +200,6 @@ class Driver:
             if self.run.scores is not None:
                 self.run.scores.skip_step()
 
-    def _rounds_of(self, step: int) -> AbstractContextManager[None]:
-        """See `Session.rounds_of`. Rounds with a quorum are waited for again."""
-        return self.session.rounds_of(step) if self.run.quorum is None else nullcontext()
-
     def advance(self) -> None:
         """Do what follows an optimizer step, for a front end without hooks. Skipped steps count,
         too. After an overflow, a GradScaler skips a step, perhaps on this rank alone. If ranks
@@ -215,12 +213,10 @@ class Driver:
         if not isinstance(bound, JointOptimizer) or bound.skip(optimizer):
             self.advance()
 
-    @torch.no_grad()
-    def count(self) -> None:
-        """Count the optimizer's step, taken or skipped: the first part of `advance`."""
+    def _count(self) -> None:
+        """Count the optimizer's step, taken or skipped."""
         session, run = self.session, self.run
         session.refuse_in_consensus("optimizer.step()")
-        self._begin_skipped()
         if self._closure:
             if any(gradients.withheld for gradients in run.gradients):
                 raise ValueError(NOT_AVERAGED)
@@ -235,18 +231,10 @@ class Driver:
         for gradients in run.gradients:
             gradients.after_step()
 
-    @torch.no_grad()
-    def observe(self) -> None:
-        """Record this step's loss for the worker's score. Does not change parameters."""
-        if self.run.scores is not None:
-            self.run.scores.after_step()
-
-    @torch.no_grad()
-    def communicate(self, *, now: bool = False) -> None:
-        """Run the rounds that are due after this step; ``now``: all of the recipe's."""
+    def _communicate(self) -> None:
+        """Run the rounds that are due after this step."""
         start = time.thread_time()
-        with self._rounds_of(self.session.step):
-            self.rounds_done += self.run.communicate(now=now)
+        self.rounds_done += self.run.communicate()
         if self.run.leaves_equal(self.session.step):
             self.ending.complete = self.session.step
         self.session.round_seconds += time.thread_time() - start

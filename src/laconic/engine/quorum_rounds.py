@@ -134,12 +134,11 @@ class QuorumRounds:
 
     # -- one round ----
 
-    def communicate(self, step: int, *, now: bool = False) -> int:
-        """Take part in the rounds that are due after ``step``, or in all rounds if ``now``. Returns
-        their number."""
+    def communicate(self, step: int) -> int:
+        """Take part in the rounds that are due after ``step``. Returns their number."""
         ran = 0
         for index, kind in enumerate(self.kinds):
-            if now or kind.due(step):
+            if kind.due(step):
                 self._session.status(kind.runners[0].label(step))
                 self._deliver(index, kind, step)
                 self._session.status("computing")

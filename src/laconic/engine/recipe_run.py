@@ -257,16 +257,15 @@ class RecipeRun:
         for running in reversed(self.rounds):
             running.after_step(self.session.step)
 
-    def communicate(self, *, now: bool = False) -> int:
-        """Run the rounds that are due after this step, or, ``now``, all of them. Returns how many
-        ran."""
+    def communicate(self) -> int:
+        """Run the rounds that are due after this step. Returns how many ran."""
         step, ran = self.session.step, 0
         if self.quorum is not None:
-            return self.quorum.communicate(step, now=now)
+            return self.quorum.communicate(step)
         for running in self.rounds:
             for flight in running.fold_due(step):
                 self.drift.report_round(running, flight.apart.wait())
-            if now or running.round.when(step):
+            if running.round.when(step):
                 self._prepare(running)
                 running.start(step)
                 self.drift.after_start(running, step)
