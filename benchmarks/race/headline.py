@@ -97,8 +97,8 @@ def picture(found: dict[tuple[Network, str], Curve], theme: str) -> Figure:
     last, loss = full[-1]
     soon = reached(own, loss)
     axes.annotate("", (soon, loss), (last, loss), arrowprops={"arrowstyle": "->", "color": GRAY})
-    text = f"the same loss after {soon:.0f} s, not {last:.0f} s"
-    axes.text(last, loss - 0.06, text, color=colors["text"], ha="right")
+    text = f"same loss after {soon:.0f} s"
+    axes.text(soon + 3, loss + 0.02, text, color=colors["text"], fontsize=10)
     axes.set_title("4 hosts, 100 Mbit/s each", loc="left", fontweight="bold", color=colors["text"])
     axes.set_ylim(LEAST, MOST)
     axes.set_xlim(0, last)
