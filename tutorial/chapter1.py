@@ -21,7 +21,7 @@
 # - say what a [step](../glossary.md#step), a [batch](../glossary.md#batch) and an
 #   [epoch](../glossary.md#epoch) are;
 # - repeat a training run bit for bit;
-# - measure what training costs, and estimate it for more data and a larger network.
+# - measure and estimate what training costs.
 #
 # **Before you start.** You know Python, and have seen a PyTorch training loop. `python -m tutorial
 # 1` runs for about one minute ([set up the environment](index.md)).
@@ -61,8 +61,7 @@ print(machine())
 show(FFNet, ToyDataset)
 
 # %% [markdown]
-# The small network has 100 inputs, one hidden layer of 10, and one output: 100·10 + 10 + 10·1 + 1 =
-# 1,021 parameters. The medium one has four hidden layers of 100.
+# The small network has 100·10 + 10 + 10·1 + 1 = 1,021 parameters:
 
 # %%
 small = FFNet(input_size=100, num_hl=0, hl_size=10)
@@ -109,9 +108,9 @@ assert losses == train(SEED, verbose=False)  # and the same seed gives the same 
 assert losses != train(SEED + 1, verbose=False)
 
 # %% [markdown]
-# **What to notice.** The loss falls fast, then slowly, then fast again. By the second epoch the
-# network has learned the mean of all targets, which alone gives a loss equal to their variance,
-# 0.42. A loss that hardly falls for some epochs does not mean that training is over.
+# **What to notice.** The loss falls fast, then slowly, then fast again: by the second epoch the
+# network has learned only the mean of all targets, whose loss is their variance, 0.42. A loss that
+# hardly falls for some epochs does not mean that training is over.
 #
 # The same seed repeats a run bit for bit. Chapter 3 uses this to show that two processes compute
 # the same as one.
@@ -140,7 +139,7 @@ for _ in range(scaled(4)):
         )
         seconds[m, d] = min(best, min(taken) / 1e9)
 
-print(f"Seconds per epoch, batch 32, on {machine()}\n")
+print("Seconds per epoch, batch 32\n")
 print(f"{'':12}{'small data':>12}{'large data':>12}{'ratio':>8}")
 for m in networks:
     row = [seconds[m, d] for d in sizes]

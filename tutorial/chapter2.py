@@ -19,7 +19,7 @@
 #
 # **After this chapter you can**
 #
-# - say what GPUs are good at, and why models need many of them;
+# - say what GPUs are good at, and why models need many;
 # - combine small batches into a large one with [gradient
 #   accumulation](../glossary.md#gradient-accumulation);
 # - tell [data parallelism](../glossary.md#data-parallelism) from [model
@@ -38,7 +38,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from tutorial.growing import steps_of_one, time_process, time_threads
+from tutorial.growing import draw, steps_of_one, time_process, time_threads
 from tutorial.naive_ddp import spawn_and_join
 from tutorial.toy import SEED, FFNet, ToyDataset, expect, machine, scaled
 
@@ -52,7 +52,7 @@ print(machine())
 # operations on 3n² numbers, so larger matrices do more work with each number fetched from memory:
 
 # %%
-print(f"product of two n x n matrices on one core, {machine()}\n")
+print("product of two n x n matrices on one core\n")
 rates = {}
 for n in (8, 32, 128, 512):
     a, b = torch.randn(n, n), torch.randn(n, n)
@@ -97,18 +97,7 @@ models = [  # name, year, parameters, arXiv number of the source
     ("Llama 3.1", 2024.6, 405e9, "2407.21783"),
     ("DeepSeek-V3", 2024.95, 671e9, "2412.19437"),
 ]
-figure, axes = plt.subplots(figsize=(7, 4))
-axes.semilogy([year for _, year, _, _ in models], [size for _, _, size, _ in models], "o")
-for name, year, size, _ in models:
-    axes.annotate(name, (year, size), xytext=(5, -10), textcoords="offset points", fontsize=8)
-axes.set(
-    xlabel="year",
-    ylabel="parameters",
-    xlim=(2017.8, 2026.5),
-    ylim=(3e7, 3e12),
-    title="Language models",
-)
-axes.grid(alpha=0.3)
+draw(models)
 plt.show()
 
 size = {name: parameters for name, _, parameters, _ in models}
@@ -230,7 +219,7 @@ seconds = dict.fromkeys(ways, math.inf)
 for _ in range(scaled(8)):  # in turn, the best of each: what else runs here disturbs all alike
     for name, way in ways.items():
         seconds[name] = min(seconds[name], way())
-print(f"{steps} steps by each worker, on {machine()}\n")
+print(f"{steps} steps by each worker\n")
 for name, taken in seconds.items():
     print(f"{name:14} {taken:6.2f} s, {taken / seconds['one worker']:5.2f} times one worker's")
 if (os.cpu_count() or 1) >= 2:

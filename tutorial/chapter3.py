@@ -27,10 +27,8 @@
 # **After this chapter you can**
 #
 # - start processes that form a group, and see how they end;
-# - distribute data so that no sample is lost, and average gradients with one
-#   [all-reduce](../glossary.md#all-reduce);
-# - check that several processes compute the same as one;
-# - say why more processes can be slower.
+# - distribute data and average gradients with one [all-reduce](../glossary.md#all-reduce);
+# - check that several processes compute the same as one, and say why they can be slower.
 #
 # **Before you start.** Read chapters [1](chapter1.md) and [2](chapter2.md). `python -m tutorial 3`
 # runs for about one minute. The code is in `tutorial/naive_ddp.py`, because the processes that it
@@ -101,7 +99,6 @@ numbers = spawn_and_join(2, naive_ddp.who)
 print(numbers, "started by", os.getpid())
 assert len({*numbers, os.getpid()}) == 3
 
-print("now rank 1 dies; an error of rank 0, which waited for it, may follow", flush=True)
 try:
     spawn_and_join(2, naive_ddp.die, victim=1)
 except RuntimeError as error:
@@ -224,7 +221,7 @@ assert differ > 1000 * tolerance[dtype]
 # *Waiting* is the time in `reduce_gradients`.
 
 # %%
-print(f"10 epochs of 1,024 samples, batches of 24, on {machine()}\n")
+print("10 epochs of 1,024 samples, batches of 24\n")
 print(f"{'processes':>10}{'seconds':>10}{'waiting':>10}{'share':>8}")
 options = {"num_samples": scaled(1024, least=48), "epochs": scaled(10, least=1)}
 alone = train_alone(**options)
@@ -244,7 +241,7 @@ expect(naive[2]["waiting"] > naive[2]["seconds"] / 2, "two processes wait most o
 # %%
 numbers = [10, 1_000, 100_000, 1_000_000]
 seconds = spawn_and_join(2, naive_ddp.time_all_reduce, numbers=numbers, repeats=scaled(50, 3))[0]
-print(f"all_reduce between 2 processes, on {machine()}\n")
+print("all_reduce between 2 processes\n")
 for number, taken in zip(numbers, seconds, strict=True):
     print(f"{number:10,} numbers {taken * 1e6:10,.0f} microseconds")
 

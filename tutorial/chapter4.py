@@ -21,9 +21,8 @@
 # - predict the time of a message from [latency](../glossary.md#latency) and
 #   [bandwidth](../glossary.md#bandwidth);
 # - say what an all-reduce does inside, and how many bytes it sends;
-# - explain [buckets](../glossary.md#bucket) and [overlap](../glossary.md#overlap), and how far they
-#   help;
-# - say why all ranks must send in the same order.
+# - explain [buckets](../glossary.md#bucket), [overlap](../glossary.md#overlap), and why all ranks
+#   must send in the same order.
 #
 # **Before you start.** Read [chapter 3](chapter3.md). The chapter runs for about one minute. Run
 # nothing else in the meantime: its processes share your cores.
@@ -53,7 +52,7 @@ numbers = [1, 1_000, 10_000, 100_000, 1_000_000, 4_000_000]
 seconds = spawn_and_join(2, time_all_reduce, numbers=numbers, repeats=scaled(40, least=3))[0]
 latency = seconds[1]
 rate = 4 * (numbers[-1] - numbers[-2]) / (seconds[-1] - seconds[-2])
-print(f"all_reduce between 2 processes, on {machine()}\n")
+print("all_reduce between 2 processes\n")
 print(f"{'':13}{'measured':>12}{'by the line':>14}")
 for number, taken in zip(numbers, seconds, strict=True):
     line = latency + 4 * number / rate
@@ -64,8 +63,8 @@ expect(seconds[1] < 5 * seconds[0], "a thousand times the bytes take less than f
 expect(seconds[-1] > 2 * seconds[-2], "four times the bytes of 4 MB take more than twice as long")
 
 # %% [markdown]
-# **What to notice.** A thousand times the bytes of the first row do not take a thousand times as
-# long, because most of the time is latency. A message should therefore be large.
+# **What to notice.** A thousand times the bytes of the first row take less than twice as long: most
+# of the time is latency. A message should therefore be large.
 #
 # The formula has limits: an all-reduce is several messages, small tensors stay within caches, and
 # each message wakes a process, which needs a free core. A real network is ten to a thousand times
@@ -160,7 +159,7 @@ assert sums == [[101, 101], [101, 101]]
 # %%
 model = buckets.deep_network()
 size = 4 * count_parameters(model)
-print(f"{len(list(model.parameters()))} tensors, {size / 1e6:.2f} MB of gradients, on {machine()}")
+print(f"{len(list(model.parameters()))} tensors, {size / 1e6:.2f} MB of gradients")
 race = {}
 for rate in (0, 200e6):
     options = {"steps": scaled(15, least=1), "rate": rate, "most": 2**19, "batch": scaled(2048, 8)}
@@ -204,7 +203,7 @@ expect(0.6 < gap < 1.6, "overlapped is about as fast as torch's DDP")
 sizes = [2**14, 2**17, 2**18, 2**19, 2**25]
 options = {"steps": scaled(10, least=1), "rate": 200e6, "batch": scaled(2048, 8)}
 taken = spawn_and_join(2, buckets.sweep, sizes=sizes, **options)[0]
-print(f"overlapped, at most so many kB a bucket, on {machine()}\n")
+print("overlapped, at most so many kB a bucket\n")
 for most, each in zip(sizes, taken, strict=True):
     number = len(buckets.cut(model.parameters(), most))
     print(f"{most / 2**10:10,.0f} kB {number:4} buckets {each * 1e3:8.1f} ms per step")
