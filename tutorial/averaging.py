@@ -292,3 +292,61 @@ def by_laconic(task: Task, recipe: laconic.Recipe, steps: int, **options: Any) -
     workers, models, losses, sent = zip(*laconic.simulate(train, task.workers), strict=True)
     x = torch.stack([worker.x for worker in workers])
     return Trained(x, models[0], losses[0], sum(sent) / len(sent), list(workers))
+
+
+def remembered(team: Team, name: str) -> Tensor:
+    """What the workers' optimizers keep under ``name``: a row for each."""
+    return torch.stack(
+        [
+            torch.cat([w.optimizer.state[p][name].flatten() for p in w.model.parameters()])
+            for w in team.workers
+        ]
+    )
+
+
+def apart(rows: Tensor) -> float:
+    """The largest difference between a worker's row and the first's."""
+    return float((rows - rows[0]).abs().max())
+
+
+Losses = dict[str, list[float]]
+"""For each algorithm, by seed."""
+
+
+def times(losses: Losses, name: str, other: str) -> tuple[float, float]:
+    """The loss of ``name`` over that of ``other``, seed by seed: the least and the most."""
+    ratios = [a / b for a, b in zip(losses[name], losses[other], strict=True)]
+    return min(ratios), max(ratios)
+
+
+def check_claims(ordered: Losses, shuffled: Losses, sent: dict[str, float]) -> None:
+    """Assert what chapter 6 says about its table of losses."""
+    # what a longer period costs
+    assert times(ordered, "local_sgd(4)", "ddp()")[1] < 2
+    assert times(ordered, "local_sgd(16)", "ddp()")[0] > 10
+    assert times(ordered, "local_sgd(64)", "ddp()")[0] > 30
+    assert times(shuffled, "local_sgd(64)", "ddp()")[1] < 1.5
+    # longer steps pay off here, with any algorithm
+    assert times(ordered, "ddp()", "ddp(), lr 0.1")[0] > 1.5
+    assert times(shuffled, "ddp()", "ddp(), lr 0.1")[0] > 1.5
+    # what slow momentum gains, and where it is no more than a larger lr, or too much
+    assert times(ordered, "local_sgd(16)", "slowmo(.., 16, 0.5)")[0] > 5
+    assert times(ordered, "local_sgd(16), lr 0.1", "slowmo(.., 16, 0.5)")[0] > 2
+    assert times(shuffled, "local_sgd(16)", "slowmo(.., 16, 0.5)")[0] > 1.5
+    least, most = times(shuffled, "local_sgd(16), lr 0.1", "slowmo(.., 16, 0.5)")
+    assert 1 / 1.7 < least <= most < 1.7
+    assert times(shuffled, "slowmo(.., 16, 0.9)", "local_sgd(16)")[0] > 1.5
+    # DiLoCo's longer steps, gossip, and loosely coupled workers
+    assert times(shuffled, "ddp()", "diloco(16)")[0] > 1.5
+    assert times(ordered, "local_sgd(16)", "diloco(16)")[0] > 5
+    assert times(shuffled, "local_sgd(16)", "diloco(16)")[0] > 1.5
+    for losses in (ordered, shuffled):
+        least, most = times(losses, "sgp()", "ddp()")
+        assert 1 / 1.3 < least <= most < 1.3
+        for name in ("easgd(16)", "lsgd(16, 4)"):
+            assert times(losses, name, "local_sgd(16)")[0] > 1.2
+    # bytes
+    for name in ("slowmo(.., 16, 0.5)", "diloco(16)", "easgd(16)"):
+        assert abs(sent[name] / sent["local_sgd(16)"] - 1) < 0.05
+    assert abs(sent["sgp()"] - 1) < 0.05
+    assert sent["local_sgd(64)"] < 1.02 * 1.5 / 64

@@ -20,8 +20,7 @@ Parameters = list[nn.Parameter]
 class Network:
     """Averages tensors over all processes in a thread of its own, one after the other.
 
-    ``rate``: bits per second. The thread sleeps for as long as a message would take at this rate,
-    so that a fast machine emulates a slow network. 0: without sleeping.
+    ``rate``: bits per second. 0: without sleeping.
     """
 
     def __init__(self, rate: float = 0) -> None:
@@ -49,7 +48,7 @@ def one_by_one(parameters: Iterable[nn.Parameter], network: Network) -> None:
 
 
 def flat(parameters: Iterable[nn.Parameter], network: Network) -> None:
-    """Send one message for all: copy gradients together, average, copy back."""
+    """Send one message for all."""
     parameters = list(parameters)
     together = pack(parameters)
     network.mean(together).result()
@@ -95,8 +94,7 @@ def in_buckets(parameters: Iterable[nn.Parameter], network: Network, most: int) 
 class Overlapped:
     """Sends buckets as soon as their gradients are complete, while backward computes others.
 
-    Buckets leave in the order of ``parameters`` on every rank, whichever is complete first: an
-    all-reduce adds the first message of each rank, then the second of each, and so on.
+    Buckets leave in the order of ``parameters`` on every rank, whichever is complete first.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], network: Network, most: int) -> None:

@@ -13,23 +13,22 @@
 # %% [markdown]
 # # 1. One CPU process
 #
-# Before several machines train one network, one process does. This chapter trains a tiny network,
-# measures what that costs, and finds out where the cost comes from.
+# This chapter trains a tiny network in one process, measures what that costs, and finds out where
+# the cost comes from.
 #
 # **After this chapter you can**
 #
 # - say what a [step](../glossary.md#step), a [batch](../glossary.md#batch) and an
 #   [epoch](../glossary.md#epoch) are;
 # - repeat a training run bit for bit;
-# - measure what training costs, and estimate it for more data and a larger network.
+# - measure and estimate what training costs.
 #
-# **Before you start.** You know Python, and have seen a training loop in PyTorch.
-# `python -m tutorial 1` runs for about one minute ([set up the environment](index.md)).
+# **Before you start.** You know Python, and have seen a PyTorch training loop. `python -m tutorial
+# 1` runs for about one minute ([set up the environment](index.md)).
 #
-# Each number was printed by the code above it. `scaled(n)` is n, or the fraction of it that
+# The code above each number printed it. `scaled(n)` is n, or the fraction of it that
 # `TUTORIAL_SCALE` sets. An `assert` stops the chapter if the code does not compute what the text
-# says. Times vary, so a claim about times only prints a remark if it does not hold:
-# `expect(claim, text)`.
+# says. `expect(claim, text)` only prints a remark, because times vary.
 
 # %%
 import torch
@@ -56,15 +55,13 @@ print(machine())
 # ## A network and its data
 #
 # `FFNet` is a stack of fully connected layers. A layer with m inputs and k outputs has m·k weights
-# and k biases. `ToyDataset` has random inputs and a target that is a fixed function of them. The
-# same seed gives everyone the same data.
+# and k biases.
 
 # %% tags=["source"]
 show(FFNet, ToyDataset)
 
 # %% [markdown]
-# The small network has 100 inputs, one hidden layer of 10, and one output: 100·10 + 10 + 10·1 + 1 =
-# 1,021 parameters. The medium one has four hidden layers of 100.
+# The small network has 100·10 + 10 + 10·1 + 1 = 1,021 parameters:
 
 # %%
 small = FFNet(input_size=100, num_hl=0, hl_size=10)
@@ -76,15 +73,15 @@ assert count_parameters(medium) == 40_501
 # %% [markdown]
 # ## Ten epochs
 #
-# A step takes a batch of samples. The *forward pass* computes the [loss](../glossary.md#loss),
-# which says how wrong the outputs are. The *backward pass* computes the
-# [gradient](../glossary.md#gradient) of the loss with respect to every parameter. The
-# [optimizer](../glossary.md#optimizer) moves the parameters slightly against the gradient:
+# A step takes a batch of samples. The *forward pass* computes the [loss](../glossary.md#loss): how
+# wrong the outputs are. The *backward pass* computes the [gradient](../glossary.md#gradient) of the
+# loss with respect to every parameter. The [optimizer](../glossary.md#optimizer) moves the
+# parameters slightly against the gradient:
 #
 # ![A step: a batch goes through the network to the loss, the backward pass computes a gradient for
 # each parameter, and the optimizer changes the parameters](step.svg)
 #
-# An epoch is the number of steps that it takes to see every sample once.
+# An epoch is as many steps as it takes to see every sample once.
 
 # %% tags=["source"]
 show(train_epoch, sgd)
@@ -111,33 +108,24 @@ assert losses == train(SEED, verbose=False)  # and the same seed gives the same 
 assert losses != train(SEED + 1, verbose=False)
 
 # %% [markdown]
-# **What to notice.** The loss falls by a lot in the first epoch, then slowly, then faster again. By
-# the second epoch the network has learned the mean of all targets, which alone gives a loss equal
-# to their variance, 0.42. A loss that hardly falls for some epochs does not mean that training is
-# over.
+# **What to notice.** The loss falls fast, then slowly, then fast again: by the second epoch the
+# network has learned only the mean of all targets, whose loss is their variance, 0.42. A loss that
+# hardly falls for some epochs does not mean that training is over.
 #
-# A run can be repeated bit for bit. Chapter 3 uses this to show that two processes compute the same
-# as one.
+# The same seed repeats a run bit for bit. Chapter 3 uses this to show that two processes compute
+# the same as one.
 #
 # ## What it costs
 #
-# `benchmark_training` times epochs, several times, because other programs, the processor's clock,
-# and its caches affect each. It returns nanoseconds.
-
-# %% tags=["source"]
-show(benchmark_training)
+# `benchmark_training` (in `tutorial/toy.py`) times epochs. Other programs, the processor's clock,
+# and its caches can only make a repeat slower, so it repeats the measurement, and from here on the
+# fastest counts.
 
 # %%
-taken = benchmark_training(
-    small, num_samples=scaled(16_384, least=256), repeats=scaled(10, least=2)
-)
-print([f"{nanoseconds:,}" for nanoseconds in taken])
+benchmark_training(small, num_samples=scaled(16_384, least=256), repeats=scaled(10, least=2))
 
 # %% [markdown]
-# Disturbances only ever make a repeat slower, so from here on the fastest of several counts.
-#
-# Now measure two networks and two data sets, a small one of 16,384 samples and a large one of
-# 131,072, in turn and several times:
+# Now both networks, each on a small data set of 16,384 samples and a large one of 131,072:
 
 # %%
 sizes = {"small": 16_384, "large": 131_072}
@@ -151,7 +139,7 @@ for _ in range(scaled(4)):
         )
         seconds[m, d] = min(best, min(taken) / 1e9)
 
-print(f"Seconds per epoch, batch 32, on {machine()}\n")
+print("Seconds per epoch, batch 32\n")
 print(f"{'':12}{'small data':>12}{'large data':>12}{'ratio':>8}")
 for m in networks:
     row = [seconds[m, d] for d in sizes]
@@ -159,7 +147,7 @@ for m in networks:
 
 # %% [markdown]
 # Costs multiply: eight times the data are eight times the steps, and a larger network makes every
-# step more expensive. The cost of both together follows from the cost of each:
+# step more expensive:
 
 # %%
 base = seconds["small", "small"]
@@ -181,24 +169,23 @@ expect(by_model < ratio / 2, "the time grows far less than the parameters")
 
 # %% [markdown]
 # A step of the small network is mostly overhead: Python, and the dispatch of a few dozen tiny
-# operations, which cost about the same whatever their size. In chapter 3, a message between
-# processes also costs time whatever its size.
+# operations, which cost about the same whatever their size.
 #
-# Suppose that the network and its data are a thousand times larger:
+# With a network and data a thousand times larger:
 
 # %%
 days = seconds["medium", "large"] * 1000 * 1000 / 86_400
 print(f"one epoch: {days:.0f} days")
 
 # %% [markdown]
-# This estimate is optimistic: such a network no longer fits into the processor's caches, so a step
-# also waits for memory. One process is not enough, which is why the following chapters exist.
+# This is optimistic: such a network no longer fits into the processor's caches, so a step also
+# waits for memory. One process is not enough.
 #
 # ## Exercises
 #
-# Change the code of an exercise and run it, in Jupyter or without: `python -m tutorial start 1`
-# writes the exercises into `my_chapter1.py`, and `python -m tutorial check 1`, or `check 1.2` for
-# one, checks your answers. The code below runs as it is, but each answer makes a common mistake.
+# Each answer below makes a common mistake. Change it in Jupyter, or without: `python -m tutorial
+# start 1` writes the exercises into `my_chapter1.py`, and `check 1`, or `check 1.2` for one, checks
+# your answers.
 
 # %% tags=["exercise"]
 import math
@@ -265,18 +252,17 @@ check("1.3", learning_rate)
 # %% [markdown]
 # To explore further:
 #
-# 1. Measure how long a step of the small network takes with batches of 1, 8, 64, 512 and 4096.
-#    Where does it begin to grow with the batch?
-# 2. Set `torch.set_num_threads` to the number of your cores. Which of the four cells of the table
-#    gains by it, and why do the others not?
+# 1. How long does a step of the small network take with batches of 1, 8, 64, 512 and 4096? Where
+#    does it begin to grow with the batch?
+# 2. Set `torch.set_num_threads` to your number of cores. Which of the table's four cells gain by
+#    it, and why not the others?
 # 3. Widen the hidden layers until doubling the parameters doubles the time. How many operations per
-#    second does your processor do there? (A step does about 6 for each parameter and sample.)
+#    second does your processor do there, at about 6 for each parameter and sample?
 #
 # ## Sources
 #
 # - L. Bottou, F. Curtis, J. Nocedal, *Optimization methods for large-scale machine learning*,
 #   [arXiv 1606.04838](https://arxiv.org/abs/1606.04838): why small batches and many steps.
 # - J. Kaplan et al., *Scaling laws for neural language models*, [arXiv
-#   2001.08361](https://arxiv.org/abs/2001.08361), section 2.1: 6 operations for each parameter and
-#   sample.
+#   2001.08361](https://arxiv.org/abs/2001.08361), section 2.1: 6 operations.
 # - PyTorch, [Reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html).

@@ -13,21 +13,21 @@
 # %% [markdown]
 # # 2. Growing
 #
-# Chapter 1 ended with a cost of days for a network that is small by today's standards. This chapter
-# covers two ways to reduce it, processors built for the purpose and many of them, and two problems
-# on the way: a batch that is too small, and a model that is too large.
+# Chapter 1 ended with days of training for a small network. This chapter covers two remedies,
+# special processors and many of them, and two problems: a batch that is too small, and a model that
+# is too large.
 #
 # **After this chapter you can**
 #
-# - say what GPUs are good at, and why models need many of them;
+# - say what GPUs are good at, and why models need many;
 # - combine small batches into a large one with [gradient
 #   accumulation](../glossary.md#gradient-accumulation);
 # - tell [data parallelism](../glossary.md#data-parallelism) from [model
 #   parallelism](../glossary.md#model-parallelism);
 # - say why PyTorch uses processes and not threads.
 #
-# **Before you start.** Read [chapter 1](chapter1.md). The chapter needs two cores for its last
-# measurement, and runs for about one minute: `python -m tutorial 2`.
+# **Before you start.** Read [chapter 1](chapter1.md). `python -m tutorial 2` runs for about one
+# minute; its last measurement needs two cores.
 
 # %%
 import math
@@ -38,9 +38,9 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from tutorial.growing import steps_of_one, time_process, time_threads
+from tutorial.growing import draw, steps_of_one, time_process, time_threads
 from tutorial.naive_ddp import spawn_and_join
-from tutorial.toy import SEED, FFNet, ToyDataset, expect, machine, scaled, show
+from tutorial.toy import SEED, FFNet, ToyDataset, expect, machine, scaled
 
 torch.set_num_threads(1)
 print(machine())
@@ -49,11 +49,10 @@ print(machine())
 # ## What processors are good at
 #
 # Almost all of training is matrix multiplication. A product of two n × n matrices takes 2n³
-# operations on 3n² numbers, so larger matrices do more work with each number fetched from memory.
-# Even one core shows this:
+# operations on 3n² numbers, so larger matrices do more work with each number fetched from memory:
 
 # %%
-print(f"product of two n x n matrices on one core, {machine()}\n")
+print("product of two n x n matrices on one core\n")
 rates = {}
 for n in (8, 32, 128, 512):
     a, b = torch.randn(n, n), torch.randn(n, n)
@@ -70,8 +69,8 @@ expect(rates[512] > 10 * rates[8], "large products run more than ten times as fa
 # %% [markdown]
 # **GPUs** take this further: thousands of simple cores that do the same on different numbers, units
 # that multiply whole tiles of matrices, and memory about ten times as fast as a CPU's. They are
-# good at large products of regular shape, in 16 bits or fewer, and bad at everything else. The
-# network of chapter 1 would be slower on a GPU.
+# good at large products in 16 bits or fewer, and bad at everything else. The network of chapter 1
+# would be slower on a GPU.
 #
 # | processor | year | operations per second, 16 bits, dense | memory |
 # |---|---|---|---|
@@ -80,11 +79,11 @@ expect(rates[512] > 10 * rates[8], "large products run more than ten times as fa
 # | TPU v4 | 2020 | 275·10¹² | 32 GB |
 # | H100 (SXM) | 2022 | 989·10¹² | 80 GB |
 #
-# These are published peaks. Training often reaches half of them or less.
+# These are published peaks. Training often reaches at most half of them.
 #
 # ## How large models are
 #
-# The number of parameters of language models, from the papers that describe them:
+# Parameters of language models, from their papers:
 
 # %% alt="Parameters of language models by year"
 models = [  # name, year, parameters, arXiv number of the source
@@ -98,18 +97,7 @@ models = [  # name, year, parameters, arXiv number of the source
     ("Llama 3.1", 2024.6, 405e9, "2407.21783"),
     ("DeepSeek-V3", 2024.95, 671e9, "2412.19437"),
 ]
-figure, axes = plt.subplots(figsize=(7, 4))
-axes.semilogy([year for _, year, _, _ in models], [size for _, _, size, _ in models], "o")
-for name, year, size, _ in models:
-    axes.annotate(name, (year, size), xytext=(5, -10), textcoords="offset points", fontsize=8)
-axes.set(
-    xlabel="year",
-    ylabel="parameters",
-    xlim=(2017.8, 2026.5),
-    ylim=(3e7, 3e12),
-    title="Language models",
-)
-axes.grid(alpha=0.3)
+draw(models)
 plt.show()
 
 size = {name: parameters for name, _, parameters, _ in models}
@@ -119,12 +107,12 @@ assert size["PaLM"] / size["BERT-Large"] > 1000 > 989 / 125
 
 # %% [markdown]
 # **What to notice.** Models grew a thousandfold while processors became about eight times as fast.
-# Many processors made up the difference.
+# More processors made up the difference.
 #
 # ## The first problem: a batch that is too small
 #
 # The gradient of a batch is a sample of the true gradient. Its noise falls with the square root of
-# the batch: four times the batch, half the noise.
+# the batch:
 
 # %%
 torch.manual_seed(SEED)
@@ -152,8 +140,8 @@ for small, large in ((8, 32), (32, 128)):
     assert 1.6 < noise[small] / noise[large] < 2.5
 
 # %% [markdown]
-# If memory holds only a small batch, *gradient accumulation* combines several: add up the
-# gradients, each with its share, and step once. This gives the same gradient, not an approximation:
+# If memory holds only a small batch, *gradient accumulation* adds up the gradients of several, each
+# with its share, before one step. This gives exactly the gradient of the large batch:
 
 # %%
 x, y = data.x[:128], data.y[:128]
@@ -164,15 +152,13 @@ print(f"largest difference: {float((added - at_once).abs().max()):.1e}")
 torch.testing.assert_close(added, at_once, rtol=1e-4, atol=1e-6)
 
 # %% [markdown]
-# This takes eight passes, one after the other. Eight processors that each took one pass and added
-# up their gradients would take the time of one pass and one message. That is **data parallelism**.
-# Chapter 3 builds it.
+# This takes eight passes, one after the other. Eight processors, each with one pass, would take the
+# time of one pass and one message. That is **data parallelism**, which chapter 3 builds.
 #
 # ## The second problem: a model that is too large
 #
 # With Adam in mixed precision, training takes 16 bytes per parameter: weight and gradient in 16
-# bits; weight, momentum, and variance in 32 bits. A network of 175 billion parameters does not fit,
-# whatever the batch:
+# bits; weight, momentum, and variance in 32 bits.
 
 # %%
 for name in ("BERT-Large", "GPT-3", "DeepSeek-V3"):
@@ -182,8 +168,8 @@ assert 16 * size["BERT-Large"] < 80e9 < 16 * size["GPT-3"]
 
 # %% [markdown]
 # **Model parallelism** splits the network. *Between* layers, each processor holds some layers and
-# passes its outputs on (a [pipeline](../glossary.md#pipeline)). *Inside* a layer, each processor
-# holds some columns of a matrix. Both compute what the whole network computes:
+# passes its outputs on (a [pipeline](../glossary.md#pipeline)). *Inside* a layer, each holds some
+# columns of a matrix. Both compute what the whole network computes:
 
 # %%
 network = FFNet(input_size=100, num_hl=1, hl_size=64)
@@ -197,8 +183,6 @@ halves = [nn.functional.linear(x, weight, bias) for weight, bias in zip(upper, l
 torch.testing.assert_close(torch.cat(halves, dim=1), layer(x))  # inside a layer
 
 # %% [markdown]
-# These are the two ways to use several processors:
-#
 # ![Data parallelism: each processor has all layers and half of the batch, and they exchange
 # gradients. Model parallelism: each processor has half of the layers, and the first sends its
 # outputs to the second](split.svg)
@@ -211,27 +195,17 @@ torch.testing.assert_close(torch.cat(halves, dim=1), layer(x))  # inside a layer
 # | what it needs | a batch large enough to split | a fast link at every cut |
 #
 # Large runs use both: model parallelism inside a host, where links are fast, and data parallelism
-# between hosts, over the slowest link of all. That is laconic's subject.
+# between hosts, over the slowest link. That is laconic's subject.
 #
 # ## Threads or processes
 #
-# PyTorch has two implementations of data parallelism. `DataParallel` is one process with a thread
-# for each device, and copies the network to all devices at every step. `DistributedDataParallel`
-# has one process for each device, and these exchange gradients. The first needs GPUs; on a CPU it
-# only calls the network:
-
-# %%
-if not torch.cuda.is_available():
-    assert nn.DataParallel(network).device_ids == []
-    assert torch.equal(nn.DataParallel(network)(x), network(x))
-
-# %% [markdown]
-# This section therefore measures threads and processes without their messages. Python has a lock
-# that lets only one thread at a time run Python code (the GIL), so threads take turns where
-# processes do not. Compare two workers, each with as many steps as one:
-
-# %% tags=["source"]
-show(steps_of_one, time_threads)
+# PyTorch's `DataParallel` is one process with a thread for each device, and copies the network to
+# all devices at every step. Its `DistributedDataParallel` has one process for each device, and
+# these exchange gradients.
+#
+# Python has a lock (the GIL) that lets only one thread at a time run Python code, so threads take
+# turns where processes do not. Compare two workers, without messages, each with as many steps as
+# one. The steps are those of chapter 1's small network, mostly Python (`tutorial/growing.py`):
 
 # %%
 steps = scaled(500, least=10)
@@ -245,7 +219,7 @@ seconds = dict.fromkeys(ways, math.inf)
 for _ in range(scaled(8)):  # in turn, the best of each: what else runs here disturbs all alike
     for name, way in ways.items():
         seconds[name] = min(seconds[name], way())
-print(f"{steps} steps by each worker, on {machine()}\n")
+print(f"{steps} steps by each worker\n")
 for name, taken in seconds.items():
     print(f"{name:14} {taken:6.2f} s, {taken / seconds['one worker']:5.2f} times one worker's")
 if (os.cpu_count() or 1) >= 2:
@@ -253,22 +227,22 @@ if (os.cpu_count() or 1) >= 2:
     expect(faster, "two processes are faster than two threads")
 
 # %% [markdown]
-# **What to notice.** Two threads take about twice as long or longer for twice the work: the second
-# one gains nothing. Two processes on free cores take little longer than one. Inside large
-# operations PyTorch releases the lock, so threads do better with large networks. PyTorch's own
-# documentation recommends `DistributedDataParallel` even on one machine.
+# **What to notice.** Two threads take about twice as long for twice the work: the second one gains
+# nothing. Two processes on free cores take little longer than one. Inside large operations PyTorch
+# releases the lock, so threads do better with large networks. PyTorch recommends
+# `DistributedDataParallel` even on one machine.
 #
 # ## Exercises
 #
-# Change the code and check it, in Jupyter, or with `python -m tutorial start 2` and `check 2`
-# ([chapter 1](chapter1.md#exercises) says how).
+# Check your answers in Jupyter, or with `python -m tutorial start 2` and `check 2`
+# ([how](chapter1.md#exercises)).
 
 # %% tags=["exercise"]
 from tutorial.checks import check
 
 # %% [markdown]
-# **2.1** Gradients of parts of a batch are added up, each times a weight. Which weights give the
-# gradient of the whole batch? `sizes` has the number of samples of each part.
+# **2.1** Which weights make the sum of the parts' gradients that of the whole batch? `sizes` has
+# the number of samples of each part.
 
 
 # %% tags=["exercise"]
@@ -298,8 +272,8 @@ batch_size = 72  # nine times the batch for a third of the noise
 check("2.2", batch_size)
 
 # %% [markdown]
-# **2.3** How many seconds do the gradients of a network take at `rate` bits per second, with so
-# many `bits` per gradient?
+# **2.3** How many seconds do a network's gradients take at `rate` bits per second, with so many
+# `bits` each?
 
 
 # %% tags=["exercise"]
@@ -322,10 +296,10 @@ check("2.3", travel)
 #
 # 1. Make the network in `steps_of_one` wide enough that two threads are faster than one worker
 #    making all the steps.
-# 2. Print the noise after training for some epochs. Why does a batch that was large enough at the
-#    beginning no longer suffice?
-# 3. Split `FFNet` into four stages and draw which stage works when, for a batch that is split into
-#    four parts and for one that is not. For what share of the time is each stage idle?
+# 2. Print the noise after some epochs of training. Why does a batch that was large enough at first
+#    no longer suffice?
+# 3. Split `FFNet` into four stages and draw which stage works when, for a batch in four parts and
+#    for a whole one. For what share of the time is each stage idle?
 #
 # ## Sources
 #

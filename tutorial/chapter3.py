@@ -13,24 +13,22 @@
 # %% [markdown]
 # # 3. Data-parallel training by hand
 #
-# In data parallelism, every process holds the whole network and a share of the data, and computes a
-# gradient on its share. All processes average their gradients before they take the same step:
+# In data parallelism, every process holds the whole network and computes a gradient on its share of
+# the data. All average their gradients before they take the same step:
 #
 # ![Data parallelism: three ranks, each with its share of the batch and the same network, compute
 # their own gradients; an all-reduce gives every rank their mean, and all take the same
 # step](data_parallel.svg)
 #
-# This chapter builds that from processes and a single [collective
+# This chapter builds that from processes and one [collective
 # operation](../glossary.md#collective-operation), shows that it computes *the same* as one process,
 # and measures why it is slow.
 #
 # **After this chapter you can**
 #
 # - start processes that form a group, and see how they end;
-# - distribute data so that no sample is lost, and average gradients with one
-#   [all-reduce](../glossary.md#all-reduce);
-# - check that several processes compute the same as one;
-# - say why more processes can be slower.
+# - distribute data and average gradients with one [all-reduce](../glossary.md#all-reduce);
+# - check that several processes compute the same as one, and say why they can be slower.
 #
 # **Before you start.** Read chapters [1](chapter1.md) and [2](chapter2.md). `python -m tutorial 3`
 # runs for about one minute. The code is in `tutorial/naive_ddp.py`, because the processes that it
@@ -47,7 +45,6 @@ from torch import nn
 from tutorial import naive_ddp
 from tutorial.naive_ddp import (
     DataPartitioner,
-    DatasetPartition,
     broadcast_parameters,
     check_backend,
     init_process,
@@ -64,12 +61,9 @@ print(machine())
 # %% [markdown]
 # ## Can processes communicate here?
 #
-# Messages of `torch.distributed` are sent through a *back end*: gloo between CPUs, NCCL between
-# Nvidia GPUs, or MPI. A build may lack it, and checking first turns a crash in every process into
-# one error message.
-
-# %% tags=["source"]
-show(check_backend)
+# `torch.distributed` sends messages through a *back end*: gloo between CPUs, NCCL between Nvidia
+# GPUs, or MPI. A build may lack it. `check_backend` turns a crash in every process into one error
+# message:
 
 # %%
 print("torch.distributed is available:", dist.is_available())
@@ -85,6 +79,7 @@ assert refused
 # ## Starting and ending processes
 #
 # Each process has a [rank](../glossary.md#rank), from 0 to [world size](../glossary.md#world-size)
+# - 1. Rank 0 listens at an address, and all connect to it:
 # - 1. Processes find each other through an address at which rank 0 listens, and are a group once
 # all have called `init_process_group`.
 
@@ -92,23 +87,18 @@ assert refused
 show(init_process)
 
 # %% [markdown]
-# One process must start the others and see how they end. If a process crashes, the others wait for
-# its message. So the starting process notices which one ended first without a result, ends the
-# rest, and reports the exit codes, the first failure first: the others usually follow from it.
-
-# %% tags=["source"]
-show(spawn_and_join)
-
-# %% [markdown]
-# Here each process returns its process number. Then rank 1 dies with exit code 3, while rank 0
-# waits for it:
+# If a process crashes, the others wait for its message. So the process that starts them, in
+# `spawn_and_join`, watches which one ends first without a result, ends the rest, and reports the
+# exit codes, the first failure first.
+#
+# Here each process returns its process number. Then rank 1 dies with exit code 3 while rank 0 waits
+# for it:
 
 # %%
 numbers = spawn_and_join(2, naive_ddp.who)
 print(numbers, "started by", os.getpid())
 assert len({*numbers, os.getpid()}) == 3
 
-print("now rank 1 dies; an error of rank 0, which waited for it, may follow", flush=True)
 try:
     spawn_and_join(2, naive_ddp.die, victim=1)
 except RuntimeError as error:
@@ -124,15 +114,15 @@ assert "rank 1: exit code 3" in told
 #
 # - **Samples get lost** if their number is not a multiple of the number of ranks and the rest is
 #   dropped.
-# - **Ranks get different numbers of batches** if the rest is not dropped. The rank with one batch
-#   more then waits for the others forever.
-# - **The order is the same in every epoch** if data is shuffled once instead of per epoch.
+# - **Ranks get different numbers of batches** if the rest is not dropped. The rank with one more
+#   waits for the others forever.
+# - **The order is the same in every epoch** if data is shuffled only once.
 #
 # The solution: shuffle by the epoch and a seed that all ranks know, and distribute samples in turn.
 # A rank that has run out of samples takes part in the last step without any.
 
 # %% tags=["source"]
-show(DatasetPartition, DataPartitioner, partition_dataset)
+show(DataPartitioner, partition_dataset)
 
 # %%
 data = ToyDataset(input_size=100, num_samples=1003)
@@ -155,7 +145,7 @@ assert len(set(batches)) == 1
 # ## Averaging gradients
 #
 # The loss is a mean over the batch, so the gradient of the global batch is the mean of the ranks'
-# gradients, each weighted by its share of the samples:
+# gradients, weighted by their samples:
 #
 #     g = sum over ranks i of (samples of i / samples of all) * g_i
 #
@@ -189,15 +179,15 @@ for start in ("seed", "broadcast", "different"):
     assert (differ == 0) == (start != "different")
 
 # %% [markdown]
-# **What to notice.** Different starts raise no error: every replica takes the same steps from its
-# own start. The seed works only while no rank draws an additional random number before the network
-# is created. A broadcast always works, so PyTorch's `DistributedDataParallel` broadcasts.
+# **What to notice.** Different starts raise no error. The seed works only while no rank draws an
+# additional random number before the network is created. A broadcast always works, so PyTorch's
+# `DistributedDataParallel` broadcasts.
 #
 # ## The same as one process
 #
 # n processes with batches of b/n should take the same steps as one process with batches of b, up to
-# rounding. The check runs in float32 (about 7 digits) and in float64 (about 16). If the difference
-# is rounding, it shrinks by nine orders of magnitude.
+# rounding. If the difference is rounding, it shrinks by nine orders of magnitude from float32 to
+# float64.
 
 # %%
 tolerance = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -212,8 +202,8 @@ for dtype in tolerance:
         assert differ < tolerance[dtype]
 
 # %% [markdown]
-# `1003` samples in batches of 24 leave 19 for the last step of an epoch, 10 and 9 for two ranks.
-# Averaging these without weights would break the equality:
+# 1,003 samples in batches of 24 leave 19 for the last step of an epoch, 10 and 9 for two ranks.
+# Averaging these without weights breaks the equality:
 
 # %%
 result = spawn_and_join(2, naive_ddp.train, **options, weighted=False)[0]
@@ -222,19 +212,16 @@ print(f"without weights: parameters differ by at most {differ:.1e}")
 assert differ > 1000 * tolerance[dtype]
 
 # %% [markdown]
-# For which numbers of samples would it not break (exercise 3.2)?
-#
 # ## What it costs
 #
-# From the command line, with 2 processes, 100 inputs, 1,024 samples, hidden size 100, and 10
-# epochs:
+# From the command line:
 #
 #     python -m tutorial.naive_ddp -s 2 -i 100 -n 1024 -d 0 -z 100 -e 10 -v 1
 #
-# This is the result for one process and for several. *Waiting* is the time in `reduce_gradients`.
+# *Waiting* is the time in `reduce_gradients`.
 
 # %%
-print(f"10 epochs of 1,024 samples, batches of 24, on {machine()}\n")
+print("10 epochs of 1,024 samples, batches of 24\n")
 print(f"{'processes':>10}{'seconds':>10}{'waiting':>10}{'share':>8}")
 options = {"num_samples": scaled(1024, least=48), "epochs": scaled(10, least=1)}
 alone = train_alone(**options)
@@ -248,14 +235,13 @@ expect(naive[2]["seconds"] > alone["seconds"], "two processes are slower than on
 expect(naive[2]["waiting"] > naive[2]["seconds"] / 2, "two processes wait most of the time")
 
 # %% [markdown]
-# Two processes are slower than one, and four usually are slower still. This network has four
-# tensors, and each is a separate message at every step. What does a message cost, and does the cost
-# depend on its size?
+# Two processes are slower than one, and four usually slower still. This network has four tensors,
+# each a separate message at every step. What does a message cost?
 
 # %%
 numbers = [10, 1_000, 100_000, 1_000_000]
 seconds = spawn_and_join(2, naive_ddp.time_all_reduce, numbers=numbers, repeats=scaled(50, 3))[0]
-print(f"all_reduce between 2 processes, on {machine()}\n")
+print("all_reduce between 2 processes\n")
 for number, taken in zip(numbers, seconds, strict=True):
     print(f"{number:10,} numbers {taken * 1e6:10,.0f} microseconds")
 
@@ -270,18 +256,17 @@ expect(seconds[1] < 10 * seconds[0], "100 times the numbers cost less than 10 ti
 expect(4 * seconds[0] > computing / 2, "four messages cost more than half of the computing")
 
 # %% [markdown]
-# **What to notice.** A message of 1,000 numbers takes about as long as one of 10. Up to some size,
-# the cost is that of sending *a message*, and not that of its content. A second process saves half
-# of a step's computing and costs four messages. While those take longer than what is saved, it
-# slows training down.
+# **What to notice.** A message of 1,000 numbers takes about as long as one of 10: up to some size,
+# *a message* costs, not its content. A second process saves half of a step's computing and costs
+# four messages. While those take longer than what is saved, it slows training down.
 #
 # There are three solutions: fewer and larger messages, sent while the backward pass still computes
-# (chapter 4); a model whose steps compute long enough to be worth the messages; and sending less,
-# or less often, which is what laconic is for.
+# (chapter 4); a model whose steps are worth the messages; and sending less, or less often, which is
+# what laconic is for.
 #
 # ## Exercises
 #
-# Change the code and check it, in Jupyter, or with `python -m tutorial start 3` and `check 3`.
+# Check your answers in Jupyter, or with `python -m tutorial start 3` and `check 3`.
 
 # %% tags=["exercise"]
 from tutorial.checks import check
@@ -306,8 +291,8 @@ def shares(samples, ranks):
 check("3.1", shares)
 
 # %% [markdown]
-# **3.2** When does data-parallel training equal one process even with `weighted=False`? Say it for
-# an epoch of `samples` samples in global batches of `batch_size`, a multiple of `ranks`.
+# **3.2** When does data-parallel training equal one process even with `weighted=False`, in an epoch
+# of `samples` samples? `batch_size` is global, and a multiple of `ranks`.
 
 
 # %% tags=["exercise"]
@@ -328,7 +313,7 @@ check("3.2", equal_without_weights)
 
 # %% [markdown]
 # **3.3** One process takes `computing` seconds for the passes of a step. How many seconds per step
-# do `ranks` processes save, if a step has so many `messages` of `message` seconds each?
+# do `ranks` processes save, with so many `messages` of `message` seconds each?
 
 
 # %% tags=["exercise"]
@@ -350,19 +335,18 @@ check("3.3", saved)
 # %% [markdown]
 # To explore further:
 #
-# 1. In `reduce_gradients`, skip parameters for which `parameter.grad is None` with `continue`, and
-#    give the network a layer that only rank 0 uses. What happens, and after how long?
+# 1. In `reduce_gradients`, skip parameters whose `grad` is None, and give the network a layer that
+#    only rank 0 uses. What happens, and after how long?
 # 2. Draw one random number on rank 0 before the network is made, with `start="seed"`. Which
-#    assertion of this chapter would have noticed?
-# 3. At which hidden size do two processes become faster than one? Compare
-#    `python -m tutorial.naive_ddp -s 2 -z ...` with `-s 1 -z ...`, both with `-b 240`.
+#    assertion fails?
+# 3. At which hidden size do two processes become faster than one? Compare `python -m
+#    tutorial.naive_ddp -s 2 -z ...` with `-s 1 -z ...`, both with `-b 240`.
 #
 # ## Sources
 #
 # - S. Arnold, *Writing distributed applications with PyTorch*,
 #   [docs.pytorch.org](https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html).
 # - S. Li et al., *PyTorch Distributed: experiences on accelerating data parallel training*, [arXiv
-#   2006.15704](https://arxiv.org/abs/2006.15704), section 3.2.1: this "naive solution", and why it
-#   is slow.
+#   2006.15704](https://arxiv.org/abs/2006.15704), section 3.2.1: this "naive solution".
 # - P. Goyal et al., *Accurate, large minibatch SGD*, [arXiv
 #   1706.02677](https://arxiv.org/abs/1706.02677), section 3: weighting and shuffling.

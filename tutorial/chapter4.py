@@ -13,19 +13,16 @@
 # %% [markdown]
 # # 4. Why it is slow
 #
-# This chapter looks at what a message costs. It then builds PyTorch's `DistributedDataParallel`
-# ([DDP](../glossary.md#ddp)) in small steps: one message for each tensor, one for all, one for each
-# of several buckets, and buckets that are sent while the backward pass still computes. Each is a
-# few lines of `tutorial/buckets.py`.
+# This chapter measures what a message costs. It then builds PyTorch's `DistributedDataParallel`
+# ([DDP](../glossary.md#ddp)) in small steps, each a few lines of `tutorial/buckets.py`.
 #
 # **After this chapter you can**
 #
 # - predict the time of a message from [latency](../glossary.md#latency) and
 #   [bandwidth](../glossary.md#bandwidth);
 # - say what an all-reduce does inside, and how many bytes it sends;
-# - explain [buckets](../glossary.md#bucket) and [overlap](../glossary.md#overlap), and how far they
-#   help;
-# - say why all ranks must send in the same order.
+# - explain [buckets](../glossary.md#bucket), [overlap](../glossary.md#overlap), and why all ranks
+#   must send in the same order.
 #
 # **Before you start.** Read [chapter 3](chapter3.md). The chapter runs for about one minute. Run
 # nothing else in the meantime: its processes share your cores.
@@ -43,11 +40,11 @@ print(machine())
 # %% [markdown]
 # ## What a message costs
 #
-# A first model of the time of a message is a constant plus a time per byte:
+# A first model of the time of a message:
 #
 #     seconds = latency + bytes / rate
 #
-# The table has the fastest of several all-reduces for each size, and what the line gives. Its
+# The table has the fastest of several all-reduces for each size, and what the formula gives. Its
 # latency is the time of 4 kB, and its rate comes from the last two rows.
 
 # %%
@@ -55,7 +52,7 @@ numbers = [1, 1_000, 10_000, 100_000, 1_000_000, 4_000_000]
 seconds = spawn_and_join(2, time_all_reduce, numbers=numbers, repeats=scaled(40, least=3))[0]
 latency = seconds[1]
 rate = 4 * (numbers[-1] - numbers[-2]) / (seconds[-1] - seconds[-2])
-print(f"all_reduce between 2 processes, on {machine()}\n")
+print("all_reduce between 2 processes\n")
 print(f"{'':13}{'measured':>12}{'by the line':>14}")
 for number, taken in zip(numbers, seconds, strict=True):
     line = latency + 4 * number / rate
@@ -66,29 +63,29 @@ expect(seconds[1] < 5 * seconds[0], "a thousand times the bytes take less than f
 expect(seconds[-1] > 2 * seconds[-2], "four times the bytes of 4 MB take more than twice as long")
 
 # %% [markdown]
-# **What to notice.** A thousand times the bytes of the first row do not take a thousand times as
-# long, because most of the time is latency. A message should therefore be large.
+# **What to notice.** A thousand times the bytes of the first row take less than twice as long: most
+# of the time is latency. A message should therefore be large.
 #
-# The line has its limits: an all-reduce is several messages, small tensors stay within caches, and
-# each message wakes a process, which needs a free core. This is the loopback of one machine. A real
-# network is ten to a thousand times slower.
+# The formula has limits: an all-reduce is several messages, small tensors stay within caches, and
+# each message wakes a process, which needs a free core. A real network is ten to a thousand times
+# slower than this machine's loopback.
 #
 # ## An all-reduce has two halves
 #
-# Each rank splits its tensor into n chunks. In the first half, *reduce-scatter*, chunks travel
-# around a ring and are added up, until each rank has the complete sum of one chunk. In the second
-# half, *all-gather*, these sums travel around the ring:
+# Each rank splits its tensor into n chunks. In *reduce-scatter*, chunks travel around a ring and
+# are added up, until each rank has the complete sum of one chunk. In *all-gather*, these sums
+# travel around the ring:
 #
 # ![Four ranks with four chunks each. After reduce-scatter each rank has the sum of one chunk; after
 # all-gather every rank has the sums of all chunks](all_reduce.svg)
 #
-# In each half, a rank sends n-1 of its n chunks, 2(n-1)/n of the tensor's bytes in all, however
-# many ranks there are. Exercise 4.1 counts them.
+# In each half, a rank sends n-1 of its n chunks: 2(n-1)/n of the tensor's bytes in all, however
+# many ranks there are.
 #
 # ## A network to send over
 #
 # To emulate a slow network, messages go through a thread that first sleeps for as long as their
-# bytes would take. Training continues in the meantime.
+# bytes would take:
 
 # %% tags=["source"]
 show(buckets.Network)
@@ -96,8 +93,7 @@ show(buckets.Network)
 # %% [markdown]
 # ## Four ways
 #
-# **One message for each tensor**, as in chapter 3. **One message for all**: copy the gradients
-# together, send them, and copy them back.
+# **One message for each tensor**, as in chapter 3. **One message for all**:
 
 # %% tags=["source"]
 show(buckets.one_by_one, buckets.flat, buckets.pack, buckets.unpack)
@@ -114,8 +110,8 @@ show(buckets.cut, buckets.in_buckets)
 
 # %% [markdown]
 # The backward pass begins at the output, so the last layer's gradient is complete long before the
-# first one's. A complete bucket can **be sent while the backward pass computes** the others. The
-# picture is not to scale:
+# first one's. A complete bucket can **be sent while the backward pass computes** the others (not to
+# scale):
 #
 # ![Four rows. One message for each tensor: many short messages after the backward pass. Flat: one
 # long message after it. Buckets: three messages after it. Overlap: the same three messages begin
@@ -142,9 +138,8 @@ for reverse in (True, False):
 assert half[True] > 0 == half[False]
 
 # %% [markdown]
-# And the order must be *the same on every rank*: the first all-reduce of a rank is added to the
-# first one of the others. Here rank 0 sends a = 1 and then b = 100, and rank 1 sends b and then a.
-# The sums should be 2 and 200:
+# And the order must be *the same on every rank*. Here rank 0 sends a = 1 and then b = 100, and rank
+# 1 sends b and then a. The sums should be 2 and 200:
 
 # %%
 sums = spawn_and_join(2, buckets.other_order)
@@ -152,22 +147,19 @@ print(sums)
 assert sums == [[101, 101], [101, 101]]
 
 # %% [markdown]
-# There is no error, only wrong numbers. With tensors of different sizes there would be a crash or a
-# hang. That is why `Overlapped` sends a complete bucket only when it is the next in the order.
+# There is no error, only wrong numbers. Tensors of different sizes would crash or hang. That is why
+# `Overlapped` sends a complete bucket only when it is the next in the order.
 #
 # ## The race
 #
-# Now a network of 22 layers, batches of 2,048, and two processes, first without any network between
-# them, and then over one of 200 Mbit/s. Buckets have at most 512 kB. *Alone* sends nothing. The
-# last line is torch's own DDP, over the same `Network`:
-
-# %% tags=["source"]
-show(buckets.torch_ddp)
+# Now a network of 22 layers and two processes, first without any network between them, and then
+# over one of 200 Mbit/s. *Alone* sends nothing. The last line is torch's own DDP, over the same
+# `Network`:
 
 # %%
 model = buckets.deep_network()
 size = 4 * count_parameters(model)
-print(f"{len(list(model.parameters()))} tensors, {size / 1e6:.2f} MB of gradients, on {machine()}")
+print(f"{len(list(model.parameters()))} tensors, {size / 1e6:.2f} MB of gradients")
 race = {}
 for rate in (0, 200e6):
     options = {"steps": scaled(15, least=1), "rate": rate, "most": 2**19, "batch": scaled(2048, 8)}
@@ -193,16 +185,15 @@ expect(slow["overlapped"] < slow["flat"], "early buckets are faster than one fla
 expect(0.6 < gap < 1.6, "overlapped is about as fast as torch's DDP")
 
 # %% [markdown]
-# **What to notice.** All variants give the same gradient to the last bit and differ only in time.
-# One message for each tensor pays the latency 44 times. Buckets that are sent at the end gain
-# nothing. Buckets that are sent early take less time than one flat message, because the backward
-# pass hides a part of the transfer. Three things limit how much:
+# **What to notice.** All variants give the same gradient to the last bit. One message for each
+# tensor pays the latency 44 times. Buckets sent at the end gain nothing. Buckets sent early take
+# less time than one flat message, because the backward pass hides a part of the transfer. Three
+# things limit how much:
 #
-# - Only the backward pass hides anything, about two thirds of a step. If sending the gradients
-#   takes ten times as long as computing a step, no order of messages helps.
-# - The last bucket is sent when everything is computed, so nothing hides it.
+# - Only the backward pass hides anything, about two thirds of a step.
+# - Nothing hides the last bucket, which is sent when everything is computed.
 # - Packing, summing, and the sending thread take processor time. Without any travel, early buckets
-#   have little to gain, and may lose.
+#   may lose.
 #
 # ## How large a bucket
 #
@@ -212,7 +203,7 @@ expect(0.6 < gap < 1.6, "overlapped is about as fast as torch's DDP")
 sizes = [2**14, 2**17, 2**18, 2**19, 2**25]
 options = {"steps": scaled(10, least=1), "rate": 200e6, "batch": scaled(2048, 8)}
 taken = spawn_and_join(2, buckets.sweep, sizes=sizes, **options)[0]
-print(f"overlapped, at most so many kB a bucket, on {machine()}\n")
+print("overlapped, at most so many kB a bucket\n")
 for most, each in zip(sizes, taken, strict=True):
     number = len(buckets.cut(model.parameters(), most))
     print(f"{most / 2**10:10,.0f} kB {number:4} buckets {each * 1e3:8.1f} ms per step")
@@ -221,8 +212,7 @@ print(f"\nfastest here: at most {best:,.0f} kB")
 expect(min(taken) < taken[0], "a bucket for each tensor is not the fastest")
 
 # %% [markdown]
-# Sizes that are close to the best differ by little. torch's default is 25 MiB (1 MiB for the first
-# bucket), which suits large models on fast networks.
+# torch's default is 25 MiB (1 MiB for the first bucket), which suits large models on fast networks.
 #
 # ## What is left
 #
@@ -233,7 +223,7 @@ expect(min(taken) < taken[0], "a bucket for each tensor is not the fastest")
 #
 # ## Exercises
 #
-# Change the code and check it, in Jupyter, or with `python -m tutorial start 4` and `check 4`.
+# Check your answers in Jupyter, or with `python -m tutorial start 4` and `check 4`.
 
 # %% tags=["exercise"]
 from tutorial.checks import check
@@ -260,9 +250,9 @@ def all_reduce_bytes(ranks, size):
 check("4.1", all_reduce_bytes)
 
 # %% [markdown]
-# **4.2** torch makes its first bucket smaller than the others, so that something is sent early.
-# Split tensors of the given `sizes` in bytes into buckets, in order. The first bucket has at most
-# `first` bytes, each other at most `most`. A tensor that is larger gets a bucket of its own.
+# **4.2** Split tensors of the given `sizes` in bytes into buckets, in order. The first has at most
+# `first` bytes, so that something is sent early; each other at most `most`. A tensor that is larger
+# gets a bucket of its own.
 
 
 # %% tags=["exercise"]
@@ -295,8 +285,8 @@ def split(sizes, first, most):
 check("4.2", split)
 
 # %% [markdown]
-# **4.3** How many buckets may leave now? `complete` says for each bucket whether its gradients are
-# complete, and the first `sent` buckets have left before.
+# **4.3** How many buckets may leave now? `complete` says for each whether its gradients are
+# complete, and the first `sent` have left before.
 
 
 # %% tags=["exercise"]
@@ -344,11 +334,10 @@ check("4.4", last_arrival)
 # To explore further:
 #
 # 1. Emulate networks of 50 Mbit/s and of 1 Gbit/s, also with larger batches. Where is `overlapped`
-#    ahead of `flat`, where behind, and why?
-# 2. Send in 16 bits: `together.bfloat16()` in `pack`, and back in `unpack`. Do the assertions about
-#    equal gradients still hold? Should they?
-# 3. Add `time.sleep(0.001)` to `Network._mean`: a network with a latency of a millisecond. Which
-#    way suffers most?
+#    ahead of `flat`, and why?
+# 2. Send in 16 bits: `together.bfloat16()` in `pack`, and back in `unpack`. Should the assertions
+#    about equal gradients still hold?
+# 3. Add `time.sleep(0.001)` to `Network._mean`, a latency of a millisecond. Which way suffers most?
 #
 # ## Sources
 #

@@ -13,15 +13,14 @@
 # %% [markdown]
 # # 5. Full DDP that works
 #
-# A program that trains with torch's `DistributedDataParallel` for days on many machines needs more
-# than that class: it must start and end processes, distribute data, save checkpoints, use mixed
-# precision, and raise clear errors. This chapter explains such a program, `tutorial/full_ddp.py`,
-# and shows that it computes the same as one process. It ends with common mistakes, made on purpose.
+# A program that trains for days on many machines needs more than torch's `DistributedDataParallel`.
+# This chapter explains such a program, `tutorial/full_ddp.py`, and shows that it computes the same
+# as one process. It ends with common mistakes, made on purpose.
 #
 # **After this chapter you can**
 #
 # - start a data-parallel program on one machine, on several, with
-#   [torchrun](../glossary.md#torchrun), and on a cluster with Slurm;
+#   [torchrun](../glossary.md#torchrun), and with Slurm;
 # - write a [checkpoint](../glossary.md#checkpoint) from which a run continues bit for bit;
 # - train in [mixed precision](../glossary.md#mixed-precision);
 # - recognize common mistakes, most of which raise no error.
@@ -31,10 +30,6 @@
 # minute.
 
 # %%
-import os
-import shlex
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -44,56 +39,36 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tutorial import full_ddp, mistakes, naive_ddp
+from tutorial.mistakes import apart, runs
 from tutorial.naive_ddp import free_port, spawn_and_join, train_alone
+from tutorial.shell import started
 from tutorial.toy import FULL, FFNet, ToyDataset, machine, scaled, show
 
 torch.set_num_threads(1)
 folder = tempfile.TemporaryDirectory()
-here = Path(folder.name)
+tmp = folder.name
 samples, epochs = scaled(1024, least=48), scaled(10, least=2)
 print(machine())
 
 # %% [markdown]
 # ## Starting it
 #
-# `-s` is the batch of all processes together, so the same options mean the same training with any
-# number of processes.
-
-# %% tags=["cheap"]
-os.environ["COLUMNS"] = "100"
-full_ddp.parser().print_help()
-
+# `-g` is the number of processes, `-nb` that of samples, `-e` that of epochs; `--help` lists all
+# options. The batch, `-s`, is that of all processes together, so the same options mean the same
+# training with any number of processes.
 
 # %%
-def started(*commands, **environment):
-    """Run commands at the same time, show what each prints; the lines about epochs, of each."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # this Python's first
-    ours = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": folder.name}
-    running = [
-        subprocess.Popen(
-            shlex.split(command), env=ours | environment, stdout=subprocess.PIPE, text=True
-        )
-        for command in commands
-    ]
-    printed = [process.communicate()[0] for process in running]
-    set_to = "".join(f"{name}={value} " for name, value in environment.items())
-    for command, text in zip(commands, printed, strict=True):
-        print(f"$ {set_to}{command}\n{text}")
-    assert all(process.returncode == 0 for process in running)
-    return [[line for line in text.splitlines() if "epoch" in line] for text in printed]
-
-
 shape = f"--device cpu -nb {samples} -e 2"
-[plainly] = started(f"python -m tutorial.full_ddp -g 2 {shape}")
+[plainly] = started(tmp, f"python -m tutorial.full_ddp -g 2 {shape}")
 assert len(plainly) == 2
 
 # %% [markdown]
-# One command starts two processes and waits for them. PyTorch's `spawn` ends the others if one of
-# them fails. The processes meet at a port: a free one with one node, and with several nodes that of
-# `MASTER_ADDR` and `MASTER_PORT`.
+# `launch` starts two processes, which call `work`, and waits for them. PyTorch's `spawn` ends the
+# others if one of them fails. The processes meet at a port: a free one with one node, and with
+# several nodes that of `MASTER_ADDR` and `MASTER_PORT`.
 
 # %% tags=["source"]
-show(full_ddp.launch, full_ddp.work)
+show(full_ddp.work)
 
 # %% [markdown]
 # Each process has a [rank](../glossary.md#rank) among all processes, and a [local
@@ -102,11 +77,10 @@ show(full_ddp.launch, full_ddp.work)
 # ![Two nodes with two processes each. Ranks count from 0 to 3 over both nodes, local ranks are 0
 # and 1 on each. All meet at the address where rank 0 listens](ranks.svg)
 #
-# `init_process` is chapter 3's. It joins the process group, trains, and leaves the group, even if
-# training raises an error.
+# `init_process` is chapter 3's.
 #
-# **torchrun** is PyTorch's own launcher. It starts the processes, and tells each its rank in
-# environment variables. A program for torchrun therefore starts no processes itself:
+# **torchrun**, PyTorch's own launcher, starts the processes and tells each its rank in environment
+# variables:
 
 # %% tags=["source"]
 show(full_ddp.under_torchrun)
@@ -114,17 +88,18 @@ show(full_ddp.under_torchrun)
 # %%
 torchrun = "torchrun --standalone --nproc-per-node 2"
 if FULL:  # this and the next two take some seconds
-    [by_torchrun] = started(f"{torchrun} -m tutorial.full_ddp {shape}")
+    [by_torchrun] = started(tmp, f"{torchrun} -m tutorial.full_ddp {shape}")
     assert by_torchrun == plainly
 
 # %% [markdown]
-# The losses are the same, to the last digit printed. For **two nodes**, run the same command on
-# each machine, with only `-nr` changed. Here both nodes are this machine. For two real ones,
-# `MASTER_ADDR` is the first one's address.
+# The losses are the same. For **two nodes**, run the same command on each machine, with only `-nr`
+# changed. Here both nodes are this machine. For two real ones, `MASTER_ADDR` is the first one's
+# address.
 
 # %%
 if FULL:
     nodes = started(
+        tmp,
         f"python -m tutorial.full_ddp -n 2 -g 1 -nr 0 {shape}",
         f"python -m tutorial.full_ddp -n 2 -g 1 -nr 1 {shape}",
         MASTER_ADDR="127.0.0.1",
@@ -133,25 +108,26 @@ if FULL:
     assert nodes == [plainly, []]  # rank 0 alone prints
 
 # %% [markdown]
-# `laconic lab` ([how](../lab.md)) provides two hosts with their own addresses, names, and network
-# interfaces, and starts torchrun on each:
+# `laconic lab` ([how](../lab.md)) provides two hosts with their own network interfaces, and starts
+# torchrun on each:
 
 # %%
 if FULL:
-    [in_lab] = started(f"laconic lab --hosts 2 -- torchrun -m tutorial.full_ddp {shape}")
+    [in_lab] = started(tmp, f"laconic lab --hosts 2 -- torchrun -m tutorial.full_ddp {shape}")
     assert [line[line.index("epoch") :] for line in in_lab] == plainly
 
 # %% [markdown]
 # With **Slurm**, `sbatch tutorial/full_ddp.slurm` requests two nodes and starts the command on
-# each:
+# each. These are its commands, without options and comments:
 
 # %% tags=["cheap"]
-print(Path(full_ddp.__file__).with_suffix(".slurm").read_text())
+script = Path(full_ddp.__file__).with_suffix(".slurm").read_text()
+print("\n".join(line for line in script.splitlines() if line and not line.startswith("#")))
 
 # %% [markdown]
 # ## Distributing the data
 #
-# `DistributedSampler` does what `DataPartitioner` did in chapter 3, with one difference: if samples
+# `DistributedSampler` does what chapter 3's `DataPartitioner` did, with one difference: if samples
 # cannot be distributed evenly, it repeats the first ones, so that all ranks have the same number.
 
 # %% tags=["source"]
@@ -169,10 +145,9 @@ for number in (1002, 1003):
 # %% [markdown]
 # ## Training
 #
-# The loop is that of one process with a few new lines. `DistributedDataParallel(model)` broadcasts
-# rank 0's parameters and averages gradients during the backward pass. `set_epoch` makes the sampler
-# shuffle again. The loss is a *mean over all ranks*, weighted by their samples, because otherwise
-# it would be that of rank 0's data.
+# `DistributedDataParallel(model)` broadcasts rank 0's parameters and averages gradients during the
+# backward pass. `set_epoch` makes the sampler shuffle again. The loss is a *mean over all ranks*,
+# weighted by their samples; otherwise it would be that of rank 0's data.
 
 # %% tags=["source"]
 show(full_ddp.train, full_ddp.train_epoch)
@@ -180,25 +155,11 @@ show(full_ddp.train, full_ddp.train_epoch)
 # %% [markdown]
 # ## The same as one process
 #
-# The sampler gets a seed with which it shuffles as chapter 3 did, so all see the same samples in
-# the same global batches. Only rounding remains, and in float64 there is little of it:
+# The sampler's seed makes it shuffle as chapter 3 did, so all see the same global batches. Only
+# rounding remains, and in float64 there is little of it:
 
 
 # %%
-def runs(world_size, function, *options):
-    """What processes return that call a function with each of several options: a list for each."""
-    returned = spawn_and_join(world_size, mistakes.in_turn, function=function, options=options)
-    return list(zip(*returned, strict=True))
-
-
-def parameters(result):
-    return torch.tensor(result["parameters"], dtype=torch.float64)
-
-
-def apart(one, other):
-    return float((parameters(one) - parameters(other)).abs().max())
-
-
 few = {"epochs": scaled(3, least=2)}
 double = {**few, "precision": "float64"}
 numbers = (samples, samples - 1, samples - 2)
@@ -219,29 +180,28 @@ assert apart(by_hand[0], alone[0]) < 1e-13  # chapter 3's
 
 # %% [markdown]
 # **What to notice.** If samples can be distributed evenly, the training is the same to the last
-# digits. Otherwise one or two samples count twice in the last step of an epoch. DDP takes the plain
-# mean over ranks, which is right only because the sampler has made them equal.
+# digits. Otherwise one or two samples count twice in the last step of an epoch.
 #
 # ## Checkpoints
 #
 # A reliable checkpoint needs three things:
 #
-# - **It is complete**: the state of the model, of the optimizer (its momentum), and of the scaler,
-#   and the number of completed epochs, which determines the sampler's order. A network with dropout
-#   also needs each rank's random state.
+# - **It is complete**: the state of model, optimizer (its momentum), and scaler, and the number of
+#   completed epochs, which determines the sampler's order. A network with dropout also needs each
+#   rank's random state.
 # - **A file is either whole or absent.** It is written next to the old one, flushed to the disk,
 #   and then renamed.
-# - **All ranks do the same.** Rank 0 reads and writes, and tells the others the result. Otherwise a
-#   rank without the file would start again while the others continue.
+# - **All ranks do the same.** Rank 0 reads and writes, and tells the others. Otherwise a rank
+#   without the file would start again while the others continue.
 
 # %% tags=["source"]
-show(full_ddp.save, full_ddp.load, full_ddp.on_first_rank)
+show(full_ddp.save, full_ddp.on_first_rank)
 
 # %% [markdown]
-# The test compares four epochs with two epochs, an end, new processes, and two more epochs.
+# Four epochs must equal two epochs, an end, new processes, and two more epochs:
 
 # %%
-options = {"num_samples": samples, "checkpoint": str(here / "training.pt")}
+options = {"num_samples": samples, "checkpoint": f"{tmp}/training.pt"}
 whole = spawn_and_join(2, full_ddp.train, num_samples=samples, epochs=4)
 half = spawn_and_join(2, full_ddp.train, epochs=2, **options)
 rest = spawn_and_join(2, full_ddp.train, epochs=4, **options)
@@ -252,31 +212,20 @@ assert [result["parameters"] for result in rest] == [result["parameters"] for re
 
 # %% [markdown]
 # They are equal bit for bit, on both ranks. A checkpoint of another training is rejected with a
-# one-line error:
-
-# %%
-command = f"-g 1 --device cpu -nb {samples} -z 50 -c {here / 'training.pt'}"
-try:
-    full_ddp.main(shlex.split(command))
-except SystemExit as ended:
-    told = str(ended).replace(f"{here}/", "")
-print(told)
-assert told == "python -m tutorial.full_ddp: training.pt is of a run with hl_size 100, not 50"
-
-# %% [markdown]
+# one-line error.
+#
 # ## Mixed precision
 #
-# GPUs multiply matrices several times as fast in 16 bits as in 32. Inside
-# [`torch.autocast`](../glossary.md#autocast), PyTorch chooses the precision of each operation:
-# parameters, the optimizer, and sums stay in float32, and matrix products are computed in
-# *bfloat16*, a float32 with 16 bits cut off, or in *float16*, which has more digits but a small
-# range, in which small gradients become zero. [`GradScaler`](../glossary.md#gradscaler) multiplies
-# the loss by a large number before the backward pass, divides gradients by it afterward, and skips
-# a step in which a value became infinite. DDP has averaged the gradients by then, so all ranks skip
-# the same steps.
+# GPUs multiply matrices several times as fast in 16 bits as in 32.
+# [`torch.autocast`](../glossary.md#autocast) keeps parameters, the optimizer, and sums in float32,
+# and computes matrix products in *bfloat16*, a float32 with 16 bits cut off, or in *float16*, which
+# has more digits but a small range, in which small gradients become zero. Against that,
+# [`GradScaler`](../glossary.md#gradscaler) multiplies the loss by a large number before the
+# backward pass, divides gradients by it afterward, and skips a step in which a value became
+# infinite. DDP has averaged the gradients by then, so all ranks skip the same steps.
 
 # %%
-print(f"{epochs} epochs in 2 processes, on {machine()}\n")
+print(f"{epochs} epochs in 2 processes\n")
 print(f"{'':8}{'loss':>10}{'off float64':>14}{'seconds':>10}")
 options = [
     {"num_samples": samples, "epochs": epochs, "precision": precision}
@@ -298,19 +247,15 @@ assert abs(off) < 0.02
 
 # %% [markdown]
 # **What to notice.** Parameters differ thousands of times as much as in float32, but the loss
-# hardly differs. 16 bits pay off if a processor has units for them and matrices are large; these
-# are small.
+# hardly differs. 16 bits pay off with large matrices, on a processor that has units for them.
 #
 # ## Common mistakes
 #
-# Most of these mistakes raise no error. Each is made here, and the assertion shows its effect.
+# Most of these mistakes raise no error. The assertions show their effects.
 #
 # **Training the model instead of the wrapper.** Gradients are averaged only if the forward pass
 # goes through the module that `DistributedDataParallel(model)` returns. Through `model` every rank
-# trains alone, and replicas drift apart.
-
-# %% tags=["source"]
-show(mistakes.train_through)
+# trains alone.
 
 # %%
 ways = [{"wrapper": True}, {"wrapper": False}]
@@ -323,7 +268,7 @@ for way, (one, other) in zip(ways, runs(2, mistakes.train_through, *ways), stric
 
 # %% [markdown]
 # **Discarding the result of `.to()` or `.cuda()`.** For a module both work in place. For a tensor
-# they return a new one. With a GPU the error would name two devices; here it names two dtypes.
+# they return a new one.
 
 # %%
 model, x = FFNet(4, 0, 4), torch.randn(2, 4)
@@ -360,8 +305,7 @@ print("two epochs without set_epoch:", first, second, "and with it:", list(sampl
 assert first == second != list(sampler)
 
 # %% [markdown]
-# **A fixed port.** The second job on a machine finds it in use. Here the first job takes a port,
-# and another job requests the same one:
+# **A fixed port.** The second job on a machine finds it in use:
 
 # %%
 job = dist.TCPStore("127.0.0.1", 0, is_master=True)  # port 0: one that is free
@@ -374,8 +318,8 @@ assert "EADDRINUSE" in told
 del job
 
 # %% [markdown]
-# That is why `launch` takes a free port where it can, the Slurm script takes one that depends on
-# the job's number, and torchrun has `--standalone`.
+# So `launch` takes a free port where it can, the Slurm script one that depends on the job's number,
+# and torchrun has `--standalone`.
 #
 # **A loss divided by a constant.** DDP divides the sum of gradients by the number of ranks, and
 # does nothing else. The loss must be the mean over the *samples that are present*. Divided by the
@@ -401,9 +345,6 @@ for way, (got, _) in zip(ways, runs(2, mistakes.last_gradient, *ways), strict=Tr
 # %% [markdown]
 # **The same data on every rank.** The same seed everywhere is right for the model and wrong for the
 # data: the mean of equal gradients is that of one rank's batch.
-
-# %% tags=["source"]
-show(mistakes.own_and_mean)
 
 # %%
 ways = [{"dealt": True}, {"dealt": False}]
@@ -446,21 +387,21 @@ assert "identical on all workers" in careless["warnings"][0]
 folder.cleanup()
 
 # %% [markdown]
-# `laconic.ddp()` trains the same as DDP. Another recipe, here `local_sgd(12)`, sends about a
-# twelfth of the bytes and trains differently. The rest of this course is about what that costs and
-# gains. `laconic.save` and `laconic.load` do what this chapter's checkpoints do, at any step, with
-# the random state and in-flight messages.
+# `laconic.ddp()` trains the same as DDP. `local_sgd(12)` sends about a twelfth of the bytes and
+# trains differently. The rest of this course is about what that costs and gains. `laconic.save` and
+# `laconic.load` do what this chapter's checkpoints do, at any step, with the random state and
+# in-flight messages.
 #
 # ## Exercises
 #
-# Change the code and check it, in Jupyter, or with `python -m tutorial start 5` and `check 5`.
+# Check your answers in Jupyter, or with `python -m tutorial start 5` and `check 5`.
 
 # %% tags=["exercise"]
 from tutorial.checks import check
 
 # %% [markdown]
-# **5.1** Which rank has the process with this local rank on this node? Each node has `per_node`
-# processes.
+# **5.1** Which rank has the process with this local rank on this node, with `per_node` processes on
+# each?
 
 
 # %% tags=["exercise"]
@@ -498,8 +439,8 @@ def repeated(samples, ranks):
 check("5.2", repeated)
 
 # %% [markdown]
-# **5.3** Correct this loss. `errors` are the squared errors of the samples that this rank has now.
-# `batch_size` is that of all ranks together. DDP takes the mean of the ranks' gradients.
+# **5.3** Correct this loss. `errors` are the squared errors of this rank's samples. `batch_size` is
+# that of all ranks together.
 
 
 # %% tags=["exercise"]
@@ -518,9 +459,9 @@ def loss(errors, batch_size, ranks):
 check("5.3", loss)
 
 # %% [markdown]
-# **5.4** Which parts must a checkpoint have, so that two epochs, an end, and two more epochs equal
-# four epochs? Choose from "model", "optimizer" and "epoch". The optimizer has momentum, and samples
-# are shuffled in every epoch.
+# **5.4** Which parts must a checkpoint have, so that two epochs, an end, and two more equal four?
+# Choose from "model", "optimizer" and "epoch". The optimizer has momentum, and every epoch is
+# shuffled.
 
 # %% tags=["exercise"]
 parts = {"model"}
@@ -534,9 +475,9 @@ check("5.4", parts)
 # To explore further:
 #
 # 1. Kill a process of `python -m tutorial.full_ddp -g 2 -e 1000` with `kill -9`. What is printed,
-#    how long does it take, and does any process remain? Do the same under torchrun.
-# 2. Train with `-c FILE`, press Ctrl-C, and continue with the same command but `-g 4`. Is the
-#    result still that of a training without a break? To the last bit?
+#    how long does it take, and does any process remain? And under torchrun?
+# 2. Train with `-c FILE`, press Ctrl-C, and continue with `-g 4`. Is the result still that of a
+#    training without a break? To the last bit?
 # 3. Give the network a dropout layer. Which test of this chapter fails, and what else does the
 #    checkpoint need?
 # 4. Put the `all_reduce` of `train_epoch` under `if rank == 0:`. What happens, and after how long?
@@ -551,4 +492,4 @@ check("5.4", parts)
 # - PyTorch, [torch.amp](https://docs.pytorch.org/docs/stable/amp.html), and P. Micikevicius et al.,
 #   *Mixed precision training*, [arXiv 1710.03740](https://arxiv.org/abs/1710.03740), section 3.2:
 #   why a loss is scaled.
-# - Slurm, [sbatch](https://slurm.schedmd.com/sbatch.html): the options and variables of the script.
+# - Slurm, [sbatch](https://slurm.schedmd.com/sbatch.html).

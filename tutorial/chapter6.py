@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 6. Parameter averaging
 #
-# Instead of sending gradients at every step, let each [worker](../glossary.md#worker) train by
-# itself for a while, and average the *parameters* from time to time:
+# Let each [worker](../glossary.md#worker) train by itself for a while, and average the *parameters*
+# from time to time:
 #
 # ![One parameter of three workers: each takes three steps of its own, then all take the mean, and
 # again](averaging.svg)
@@ -40,7 +40,7 @@ import torch
 
 import laconic
 from tutorial import averaging
-from tutorial.averaging import ADAM, MOMENTUM, SGD, TWICE, Task, Team, by_laconic
+from tutorial.averaging import ADAM, MOMENTUM, SGD, TWICE, Task, Team, apart, by_laconic, remembered
 from tutorial.toy import FULL, SEED, count_parameters, machine, scaled, show
 
 torch.set_num_threads(1)
@@ -49,48 +49,33 @@ print(machine())
 # %% [markdown]
 # ## Four workers
 #
-# The task is the toy data's, made harder: samples are ordered by their target before they are
-# distributed, so worker 0 sees only small targets and worker 3 only large ones.
+# The task is the toy data's, made harder: samples are distributed ordered by their target, so
+# worker 0 sees only small targets and worker 3 only large ones.
 
 # %% tags=["source"]
 show(averaging.Worker)
 
 # %% [markdown]
 # A `Team` is all workers together. `team.x` is a matrix with a row of parameters for each worker,
-# and `team.g` has their gradients. Assign either a row for each worker, or one for all.
+# and `team.g` has their gradients. Assign a row for each worker, or one for all.
 
 # %% tags=["source"]
 show(Team.train, averaging.gradient_averaging, averaging.local_sgd)
 
 # %% [markdown]
-# The first loop is the data-parallel training of chapters 3 to 5. The second is **local SGD**.
+# The first loop is data-parallel training. The second is **local SGD**.
 #
 # ## Averaging at every step
 #
-# With a period of 1, is averaging parameters the same as averaging gradients? All workers start
-# equal, so with plain SGD
+# With a period of 1, all workers start every step equal. With plain SGD
 #
 #     mean(x - lr*g_i) = x - lr*mean(g_i)
 #
-# and they are the same. With an optimizer that has state, each worker now has *its own* state:
+# so averaging parameters is the same as averaging gradients. With an optimizer that has state, each
+# worker now has *its own* state:
 
 
 # %%
-def remembered(team, name):
-    """What the workers' optimizers keep under ``name``: a row for each."""
-    return torch.stack(
-        [
-            torch.cat([w.optimizer.state[p][name].flatten() for p in w.model.parameters()])
-            for w in team.workers
-        ]
-    )
-
-
-def apart(rows):
-    """The largest difference between a worker's row and the first's."""
-    return float((rows - rows[0]).abs().max())
-
-
 print("30 steps, a period of 1\n")
 print(f"{'':12}{'parameters of the':>20}{'states differ between workers, averaging':>44}")
 print(f"{'optimizer':12}{'two ways differ by':>20}{'gradients':>26}{'parameters':>18}")
@@ -120,15 +105,14 @@ torch.testing.assert_close(of_parameters.mean(0), of_gradients[0], rtol=0, atol=
 # %% [markdown]
 # **What to notice.**
 #
-# - SGD: the same to the last digits.
-# - Momentum: the same parameters, although the workers' momenta differ widely. Momentum is a sum of
-#   gradients, and the mean of sums is the sum of means. With a longer period this no longer holds.
+# - SGD and momentum: the same parameters, although the workers' momenta differ widely. Momentum is
+#   a sum of gradients, and the mean of sums is the sum of means. With a longer period this no
+#   longer holds.
 # - AdamW divides by the root of a mean of squares, and the mean of quotients is not the quotient of
 #   means. It is a different algorithm from the first steps on.
 #
-# What should happen to this state when parameters are averaged? It can be kept, averaged too (more
-# bytes), or reset; laconic's `optimizer_state=` selects which. For AdamW none of the three equals
-# gradient averaging:
+# When parameters are averaged, this state can be kept, averaged too (more bytes), or reset;
+# laconic's `optimizer_state=` selects which. For AdamW none of the three equals gradient averaging:
 
 # %%
 task = Task(ADAM)
@@ -148,9 +132,9 @@ assert sent["average"] > 2 * sent["keep"]
 # %% [markdown]
 # ## Normalization
 #
-# A BatchNorm layer keeps a running mean and variance of its inputs. They are not parameters, and
-# averaging parameters does not change them. After a round of local SGD all workers hold the same
-# parameters, but their losses differ:
+# A BatchNorm layer keeps a running mean and variance of its inputs. They are not parameters, so
+# averaging parameters does not change them. After a round of local SGD the workers' losses
+# therefore differ:
 
 # %%
 task = Task(norm=True)
@@ -174,8 +158,8 @@ for buffers in ("keep", "average"):
 #
 # ## What it gains
 #
-# An all-reduce of a model between n workers sends 2(n-1)/n models (chapter 4). With a period of H
-# there is one every H steps. Measured, in models per step:
+# An all-reduce between n workers sends 2(n-1)/n models (chapter 4). With a period of H there is one
+# every H steps. Measured, in models per step:
 
 # %%
 task, steps = Task(), 32
@@ -191,16 +175,12 @@ for name, period, recipe in [
     assert abs(sent * period / law - 1) < 0.02  # padded to a multiple of n, and some bytes once
 
 # %% [markdown]
-# The rest of this chapter is about what a long period costs, and first about what can be done to
-# reduce that cost.
-#
 # ## Six algorithms
 #
-# Each loop is compared with laconic's recipe for every worker after 45 steps, five steps beyond the
-# last round, when the workers differ: an error in any round would show. The comparison includes
-# *the model*: what you would validate and ship while workers differ.
-#
-# The laconic side is always this; only the recipe changes:
+# Each loop is compared with laconic's recipe after 45 steps, five beyond the last round, when
+# workers differ: an error in any round would show. The comparison includes *the model*: what you
+# would validate and ship while workers differ. The laconic side is always this; only the recipe
+# changes:
 
 # %% tags=["source"]
 show(averaging.by_laconic)
@@ -215,8 +195,8 @@ def the_same(loop, recipe, task, **options):
     trained = by_laconic(task, recipe, STEPS, **options)
     workers = float((trained.x - team.x).abs().max())
     shipped = float((trained.model - model).abs().max())
-    print(f"workers are up to {apart(team.x):.1e} apart")
-    print(f"by hand and by laconic: workers differ by {workers:.1e}, the model by {shipped:.1e}")
+    print(f"workers are {apart(team.x):.1e} apart; laconic's differ by {workers:.1e}", end=", ")
+    print(f"its model by {shipped:.1e}")
     assert workers < 1e-12 > shipped
     assert apart(team.x) > 1e-3
 
@@ -246,7 +226,7 @@ the_same(
 # ### EASGD: elastic averaging
 #
 # Workers never become equal. Each moves a part of the distance to a *center* a, and the center
-# moves toward all workers.
+# moves toward all.
 
 # %% tags=["source"]
 show(averaging.easgd)
@@ -259,9 +239,9 @@ the_same(lambda team: averaging.easgd(team, STEPS, period=8), laconic.easgd(8), 
 #
 # The mean of workers near different minima can have a higher loss than each of them. LSGD moves
 # workers toward *leaders* instead, those with the lowest mean of their last ten losses: the best of
-# a worker's group, such as one host, where messages cost little, chosen here every 2 steps, and the
-# best of all, every 8 steps. Whenever a leader is chosen, workers move a tenth of the way toward
-# it, and at every step slightly toward both.
+# a worker's group, such as one host, chosen here every 2 steps, and the best of all, every 8 steps.
+# Whenever a leader is chosen, workers move a tenth of the way toward it, and at every step slightly
+# toward both.
 
 # %% tags=["source"]
 show(averaging.lsgd)
@@ -278,17 +258,16 @@ the_same(
 # ### SGP: gossip
 #
 # All algorithms so far wait for the slowest worker. In [gossip](../glossary.md#gossip) each worker
-# keeps a half of its x and sends the other half to one other. What it then has is the sum of what
-# it kept and what it received. If every worker receives as much as it sends, all converge to the
-# mean of all. A worker that receives more ends with too large an x.
+# keeps a half of its x, sends the other half to one other, and adds what it receives. If every
+# worker receives as much as it sends, all converge to the mean. A worker that receives more ends
+# with too large an x.
 #
 # [Push-sum](../glossary.md#push-sum) corrects this. Each worker also has a number w, 1 at first,
 # which is halved, sent, and added up exactly as x is, so x/w is the mean. Here are three workers in
-# a row, with the numbers 0, 3, and 9, whose mean is 4. The one in the middle receives from both
-# sides:
+# a row with the numbers 0, 3, and 9, whose mean is 4. The middle one receives from both sides:
 
 # %% tags=["source"]
-show(averaging.exponential, averaging.row_of_three)
+show(averaging.row_of_three)
 
 # %%
 x = torch.tensor([[0.0], [3.0], [9.0]], dtype=torch.float64)
@@ -304,7 +283,7 @@ assert float((x / w - 4).abs().max()) < 1e-6  # the mean
 
 # %% [markdown]
 # SGP trains with push-sum. The network's parameters are z = x/w. The gradient is computed at z, and
-# the step that the optimizer makes from it is added to x:
+# the step made from it is added to x:
 
 # %% tags=["source"]
 show(averaging.sgp)
@@ -318,14 +297,14 @@ the_same(
 )
 
 # %% [markdown]
-# Among n = 4 workers each receives as much as it sends, so w stays 1. In the row of three it does
-# not.
+# `exponential` sends to the worker 1, 2, 4, and so on further on, so each of the 4 receives as much
+# as it sends, and w stays 1. In the row of three it does not.
 #
 # ### DiLoCo: an outer optimizer
 #
-# DiLoCo is SlowMo's idea with other choices: AdamW as the [inner
-# optimizer](../glossary.md#inner-optimizer), periods of hundreds of steps, and Nesterov momentum
-# with its own learning rate as the [outer optimizer](../glossary.md#outer-optimizer).
+# DiLoCo is SlowMo's idea with AdamW as the [inner optimizer](../glossary.md#inner-optimizer),
+# periods of hundreds of steps, and Nesterov momentum with its own learning rate as the [outer
+# optimizer](../glossary.md#outer-optimizer).
 
 # %% tags=["source"]
 show(averaging.diloco)
@@ -340,10 +319,9 @@ the_same(
 # %% [markdown]
 # ## What it costs
 #
-# All of them and gradient averaging, with the same SGD for the same number of steps (DiLoCo also
-# with SGD inside): the loss, on all samples, of each algorithm's model, with three seeds. Samples
-# are distributed *ordered* by target, as above, or *shuffled*, so that shards differ only by
-# chance.
+# All with the same SGD (DiLoCo, too) for the same number of steps: the loss, on all samples, of
+# each algorithm's model, with three seeds. Samples are distributed *ordered* by target, as above,
+# or *shuffled*, so that shards differ only by chance.
 
 # %%
 steps, seeds = scaled(480, least=16), range(SEED, SEED + scaled(3))
@@ -380,59 +358,23 @@ for name, (task, recipe) in rows.items():
     )
     print(f"{name:22}{left:>24}   {right:>24}{sent[name]:15.3f}")
 
-
-def times(losses, name, other):
-    """The loss of ``name`` over that of ``other``, seed by seed: the least and the most."""
-    ratios = [a / b for a, b in zip(losses[name], losses[other], strict=True)]
-    return min(ratios), max(ratios)
-
-
 if FULL:  # losses are meaningful only after all steps
-    # what a longer period costs
-    assert times(ordered, "local_sgd(4)", "ddp()")[1] < 2
-    assert times(ordered, "local_sgd(16)", "ddp()")[0] > 10
-    assert times(ordered, "local_sgd(64)", "ddp()")[0] > 30
-    assert times(shuffled, "local_sgd(64)", "ddp()")[1] < 1.5
-    # longer steps pay off here, with any algorithm
-    assert times(ordered, "ddp()", "ddp(), lr 0.1")[0] > 1.5
-    assert times(shuffled, "ddp()", "ddp(), lr 0.1")[0] > 1.5
-    # what slow momentum gains, and where it is no more than a larger lr, or too much
-    assert times(ordered, "local_sgd(16)", "slowmo(.., 16, 0.5)")[0] > 5
-    assert times(ordered, "local_sgd(16), lr 0.1", "slowmo(.., 16, 0.5)")[0] > 2
-    assert times(shuffled, "local_sgd(16)", "slowmo(.., 16, 0.5)")[0] > 1.5
-    least, most = times(shuffled, "local_sgd(16), lr 0.1", "slowmo(.., 16, 0.5)")
-    assert 1 / 1.7 < least <= most < 1.7
-    assert times(shuffled, "slowmo(.., 16, 0.9)", "local_sgd(16)")[0] > 1.5
-    # DiLoCo's longer steps, gossip, and loosely coupled workers
-    assert times(shuffled, "ddp()", "diloco(16)")[0] > 1.5
-    assert times(ordered, "local_sgd(16)", "diloco(16)")[0] > 5
-    assert times(shuffled, "local_sgd(16)", "diloco(16)")[0] > 1.5
-    for losses in (ordered, shuffled):
-        least, most = times(losses, "sgp()", "ddp()")
-        assert 1 / 1.3 < least <= most < 1.3
-        for name in ("easgd(16)", "lsgd(16, 4)"):
-            assert times(losses, name, "local_sgd(16)")[0] > 1.2
-    # bytes
-    for name in ("slowmo(.., 16, 0.5)", "diloco(16)", "easgd(16)"):
-        assert abs(sent[name] / sent["local_sgd(16)"] - 1) < 0.05
-    assert abs(sent["sgp()"] - 1) < 0.05
-    assert sent["local_sgd(64)"] < 1.02 * law / 64
+    averaging.check_claims(ordered, shuffled, sent)
 
 # %% [markdown]
 # **What to notice.**
 #
-# - **The cost of a longer period** depends on how much the workers' samples differ. On shuffled
-#   shards a period of 64 costs almost nothing. On ordered shards a period of 4 costs a little, 16
-#   means more than ten times the loss, and 64 more than thirty times.
-# - **Slow momentum** sends what local SGD sends. With a momentum of 0.5 it goes 1 + 1/2 + 1/4 and
-#   so on, in all 2 times as far in a constant direction, so compare it with local SGD at twice the
-#   learning rate. On shuffled shards both are about equally good. On ordered shards slow momentum
-#   is clearly better: a larger learning rate also drives workers further apart within a period.
-# - **Too much momentum** hurts: 0.9 goes 10 times as far, and on shuffled shards it ends at a
-#   higher loss than local SGD.
+# - **A longer period** costs the more, the more the workers' samples differ. On shuffled shards a
+#   period of 64 costs almost nothing. On ordered shards a period of 4 costs a little, 16 means more
+#   than ten times the loss, and 64 more than thirty times.
+# - **Slow momentum** sends what local SGD sends. A momentum of 0.5 goes 1 + 1/2 + 1/4 and so on, in
+#   all 2 times as far in a constant direction, so compare it with local SGD at twice the learning
+#   rate. On shuffled shards both are about equally good. On ordered shards slow momentum is clearly
+#   better: a larger learning rate also drives workers further apart within a period.
+# - **Too much momentum** hurts: 0.9 goes 10 times as far, and on shuffled shards ends at a higher
+#   loss than local SGD.
 # - **DiLoCo**'s usual settings go up to seven times as far. It is ahead of `ddp()` on shuffled
-#   shards, but so is `ddp()` with twice the learning rate. Nothing was tuned here; compare settings
-#   that go equally far.
+#   shards, but so is `ddp()` with twice the learning rate. Nothing was tuned here.
 # - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers. With
 #   more workers it still sends one model per step.
 # - **EASGD and LSGD** couple workers loosely to explore, and are behind local SGD with the same
@@ -440,8 +382,8 @@ if FULL:  # losses are meaningful only after all steps
 #
 # ## A leader with the wrong samples
 #
-# LSGD has a problem of its own with ordered shards. A worker's loss is that of its own samples, and
-# small targets are easy:
+# LSGD has a problem of its own with ordered shards: a worker's loss is that of its own samples, and
+# small targets are easy.
 
 # %%
 task = Task()
@@ -461,12 +403,12 @@ if FULL:
 # `sync.report_loss` accepts any loss.
 #
 # `laconic compare` ([comparing](../compare.md)) and `laconic tune` ([tuning](../tune.md)) answer
-# the same questions for your task. [Science](../science.md) has a larger table, in which each
-# algorithm was tuned by itself. What bytes cost in *time* depends on the network.
+# the same questions for your task. In the larger table of [Science](../science.md) each algorithm
+# was tuned by itself.
 #
 # ## Exercises
 #
-# Change the code and check it, in Jupyter, or with `python -m tutorial start 6` and `check 6`.
+# Check your answers in Jupyter, or with `python -m tutorial start 6` and `check 6`.
 
 # %% tags=["exercise"]
 from tutorial.checks import check
@@ -550,9 +492,8 @@ check("6.4", slow)
 # %% [markdown]
 # To explore further:
 #
-# 1. In `by_laconic`, report `task.loss(worker.model)` in place of the batch's loss, so that leaders
-#    are chosen by all samples. Is `lsgd(16, local_period=4, window=1)` any better on ordered shards
-#    now?
+# 1. In `by_laconic`, report `task.loss(worker.model)` in place of the batch's loss. Is `lsgd(16,
+#    local_period=4, window=1)` any better on ordered shards now?
 # 2. How much of the cost of a period of 16 does `laconic.post_local_sgd(100, 16)` recover on
 #    ordered shards?
 # 3. Train the row of three without w: `team.x = x`. What do the workers converge to?

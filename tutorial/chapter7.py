@@ -14,16 +14,15 @@
 # # 7. A slow network
 #
 # Hosts in one rack have 10 Gbit/s or more between them, hosts in one office 1 Gbit/s, hosts in two
-# cities 100 Mbit/s if all goes well, and a host at home may send 10. This chapter trains one model
-# on hosts that send 1000, 100, and 10 Mbit/s. It first predicts the time of a step, and then
-# measures it on an emulated network, to find the bandwidth at which each recipe begins to pay off.
+# cities 100 Mbit/s if all goes well, and a host at home may send 10. This chapter predicts the time
+# of a step at 1000, 100, and 10 Mbit/s, and measures it on an emulated network, to find the
+# bandwidth at which each recipe begins to pay off.
 #
 # **After this chapter you can**
 #
 # - predict the time of a step on a network that you do not have;
 # - compare it with a measurement, and say why they differ;
-# - choose a [recipe](../glossary.md#recipe) by the seconds that it needs to reach a loss, and not
-#   by its seconds per step.
+# - choose a [recipe](../glossary.md#recipe) by the seconds that it needs to reach a loss.
 #
 # **Before you start.** Read chapters [4](chapter4.md) and [6](chapter6.md). The chapter needs Linux
 # for hosts with real network interfaces, and runs for about seven minutes. Run nothing else in the
@@ -39,8 +38,8 @@ from laconic.lab.race.wording import network
 from laconic.links import cost
 from laconic.policy.predict import predict
 from laconic.units import format_rate
-from tutorial.slow_network import HOSTS, on_paper, sent, train
-from tutorial.toy import FULL, expect, machine, show
+from tutorial.slow_network import HOSTS, draw, on_paper, sent, train
+from tutorial.toy import FULL, expect, machine
 
 print(machine())
 
@@ -50,15 +49,10 @@ print(machine())
 # Each host of laconic's lab is a [network namespace](../glossary.md#network-namespace) of the
 # kernel, with its own address and its own network interface, which sends no faster than a given
 # rate. This needs Linux, and root or user namespaces (`laconic doctor`). Otherwise laconic's own
-# link takes the time that bytes and rate imply. This chapter runs with either, and says which.
-
-# %% tags=["source"]
-show(train)
-
-# %% [markdown]
-# The model is the lab's: a transformer that learns to predict the next byte of the source of
-# Python's standard library. Hosts that never communicate come first. Their step is only the
-# computing, and everything else is compared with it:
+# link takes the time that bytes and rate imply.
+#
+# The model is a transformer that learns to predict the next byte of the source of Python's standard
+# library. Hosts that never communicate come first: their step is only computing.
 
 # %%
 length = {"seconds": 12} if FULL else {"steps": 1}
@@ -66,16 +60,14 @@ length = {"seconds": 12} if FULL else {"steps": 1}
 compute = silent.rows[0].seconds_per_step
 print(network(silent))
 print(silent.settings["reason"] or "no link stands in: the hosts are network namespaces")
-print(f"a step computes {compute * 1e3:.0f} ms, on {machine()}")
-emulated = silent.settings["network"] == "emulated"
+print(f"a step computes {compute * 1e3:.0f} ms")
 assert silent.rows[0].rounds == ()  # nothing is sent
 
 # %% [markdown]
 # ## What a step must send
 #
 # To average n gradients of B bytes, every host must send at least 2(n-1)/n · B bytes (chapter 4).
-# Before any measurement, you therefore know how long sending a step's gradients takes on any
-# network, and how that compares with the computing:
+# So before any measurement you know how long that takes on any network:
 
 # %%
 size = silent.settings["parameters"] * 4
@@ -96,7 +88,7 @@ assert cost.mean(size, HOSTS).bytes == law
 # That ratio largely decides which recipe is best. If it is small, the backward pass hides the
 # transfer. If it is near 1, fewer *bits* reduce it: gradients in 4 bits are an eighth. If it is 10
 # or more, only fewer *rounds* do: parameters averaged once per period (chapter 6), or sent in
-# fragments, in 4 bits, while training continues. Local SGD has a period of 24 steps. Streaming
+# fragments, in 4 bits, while training continues. Here local SGD has a period of 24 steps. Streaming
 # DiLoCo has a period of 16 steps and 4 [fragments](../glossary.md#fragment), so one is sent every 4
 # steps, and a [delay](../glossary.md#delay) of 2: workers take two more steps while a fragment is
 # on its way.
@@ -115,12 +107,9 @@ def predicted(name, rate):
 
 
 # %% [markdown]
-# `laconic.policy.predict` computes numbers for this: the bytes of each round by the law above, a
-# latency and a rate as in chapter 4, and how much of it training hides. It does not know the
-# processor time of coding; `laconic advise --workload text` measures that, too.
-
-# %% tags=["source"]
-show(on_paper)
+# `predict` computes the bytes of each round by the law above, their time from a latency and a rate
+# as in chapter 4, and how much of it training hides. It leaves out the processor time of packing
+# and coding; `laconic advise --workload text` measures that, too.
 
 # %%
 print(f"{'predicted, ms per step':24}{'kB per step':>12}", end="")
@@ -138,10 +127,10 @@ expect(on_10 == sorted(on_10, reverse=True), "at 10 Mbit/s fewer bytes take less
 # %% [markdown]
 # ## Measured
 #
-# Now the same with hosts that actually send. Each recipe gets the same seconds of training, from
-# the same start, with the same batches, and with a learning rate that rises and falls within the
-# steps that fit. On each network the hosts first train *alone*, because a computer's speed changes
-# over minutes; the fastest of these measurements counts. The fastest network comes first:
+# Now with hosts that actually send. Each recipe gets the same seconds of training, from the same
+# start, with the same batches, and with a learning rate that rises and falls within the steps that
+# fit. On each network the hosts first train *alone*, because a computer's speed changes over
+# minutes; the fastest of these measurements counts.
 
 # %%
 rows = {}
@@ -163,32 +152,17 @@ def measure(rate):
         print(f"{row.steps:8,}{row.loss:8.2f}", flush=True)
 
 
-print("Each trains for", *(f"{number} {unit}," for unit, number in length.items()), machine())
+print("Each trains for", *(f"{number} {unit}" for unit, number in length.items()))
 measure(1e9)
 
 # %% [markdown]
 # *Speed* is the share of the fastest speed of hosts that train alone. *Waiting* is the share of the
 # time in which a host waits for the network. *Loss* is the validation loss, in
 # [nats](../glossary.md#nat) per byte, of the hosts' [consensus
-# model](../glossary.md#consensus-model) at the end.
+# model](../glossary.md#consensus-model) at the end. If the speed of *alone* is below 100%, other
+# programs used the processor; all other rows are as uncertain.
 #
-# The row *alone* shows how much the machine itself changes: a speed below 100% means that other
-# programs used the processor. All other rows are as uncertain.
-#
-# Two things can be checked by counting bytes. `ddp` sends exactly what the law says. And network
-# interfaces count one or two percent more than laconic, because every packet has headers:
-
-# %%
-row = rows[1e9, "ddp"]
-print(f"bytes per step: {law:,.0f} by the law, {sent(row):,.0f} counted by laconic", end="")
-assert sent(row) == law
-if emulated:
-    print(f", {row.interface_bytes_per_step:,.0f} by the interface")
-    more = row.interface_bytes_per_step / row.ledger_bytes_per_step
-    expect(1 < more < 1.1, "the interface counts a few percent more than laconic")
-
-# %% [markdown]
-# Next, a tenth of the bandwidth:
+# A tenth of the bandwidth:
 
 # %%
 if FULL:
@@ -202,17 +176,17 @@ if FULL:
     measure(1e7)
 
 # %% [markdown]
-# The bytes are the same on every network, and equal to the prediction. A round of `local_sgd` sends
-# what a step of `ddp` sends, once in 24 steps. And no step takes less time than sending its bytes
-# takes. Predictions are from the fastest computing of hosts alone:
+# The bytes are the same on every network. A round of `local_sgd` sends what a step of `ddp` sends,
+# once in 24 steps. And no step takes less time than sending its bytes takes.
 
 # %%
+print("measured / predicted seconds per step\n")
 for (rate, name), row in rows.items():
     if name == "alone":
         continue
     told = predicted(name, rate)
     off = row.seconds_per_step / told.seconds
-    print(f"{format_rate(rate):>12} {name:18} measured / predicted: {off:.2f} times the seconds")
+    print(f"{format_rate(rate):>12} {name:18}{off:5.2f}")
     least = 0.9 * 8 * sent(row) / rate  # the interface may still hold the end
     expect(row.seconds_per_step > least, "a step takes at least the time of sending its bytes")
     if name in ("ddp", "local SGD"):
@@ -225,24 +199,14 @@ if FULL:
 
 # %% [markdown]
 # **What to notice.** The prediction of `ddp` is best if the network is slow, because then only the
-# bytes matter. Wherever a step is mostly computing, the processor matters: all hosts share yours,
-# its speed changes, and copying, coding, and summing take processor time, which the prediction
-# leaves out.
+# bytes matter. Wherever a step is mostly computing, the shared processor matters: its speed
+# changes, and copying, coding, and summing take time that the prediction leaves out.
 #
 # ## Loss against seconds
 
 # %% alt="Validation loss against seconds of training on three networks"
 if FULL:
-    figure, panels = plt.subplots(1, len(rates), figsize=(10, 3.6), sharey=True)
-    for axes, rate in zip(panels, rates, strict=True):
-        for name in recipes:
-            curve = [p for p in rows[rate, name].curve if p.step]  # from the first validation on
-            axes.plot([p.seconds for p in curve], [p.loss for p in curve], "o-", ms=3, label=name)
-        axes.set(title=format_rate(rate), xlabel="seconds", xlim=(0, None))
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("validation loss (nats per byte)")
-    panels[0].legend(fontsize=8)
-    figure.tight_layout()
+    draw(rows, rates, recipes)
     plt.show()
 
     last = {rate: {name: rows[rate, name].loss for name in recipes} for rate in rates}
@@ -254,17 +218,17 @@ if FULL:
     expect(spread[1e9] < spread[1e7] / 2, "on the fastest network the losses are close together")
 
 # %% [markdown]
-# **What to notice.** On the fastest network the curves end closer together than on the slowest.
-# There, `ddp` has made only a handful of steps, although each is as good as any other.
+# **What to notice.** On the fastest network the curves end closer together. On the slowest, `ddp`
+# has made only a handful of steps.
 #
 # ## Which one wins
 #
-# In the first twelve seconds of a run a step is worth about the same with every recipe, and the
-# recipe with the most steps is ahead. Later, with infrequent averaging it takes *more steps* to
-# reach the same loss. laconic has measured how many, on this task in runs of 480 steps. Local SGD
-# was not measured, and is assumed to need as many as streaming DiLoCo with the nearest period.
-# Seconds per step times steps needed are the seconds for the same progress, and the fewest win.
-# `laconic advise` and `laconic.auto` choose by this rule:
+# In the first twelve seconds a step is worth about the same with every recipe, and the recipe with
+# the most steps is ahead. Later, infrequent averaging takes *more steps* to reach the same loss.
+# laconic has measured how many, on this task in runs of 480 steps. Local SGD was not measured, and
+# is assumed to need as many as streaming DiLoCo with the nearest period. Seconds per step times
+# steps needed are the seconds for the same progress, and the fewest win. `laconic advise` and
+# `laconic.auto` choose by this rule:
 
 # %%
 needed = {}
@@ -284,8 +248,8 @@ if FULL:
     expect(best[1e7] != "ddp", "on the slowest network another recipe than ddp wins")
 
 # %% [markdown]
-# The result also depends on how fast and how busy your processor is. Here is the same rule on
-# paper, for hosts that compute a step in 100 ms:
+# The result also depends on your processor. Here is the same rule on paper, for hosts that compute
+# a step in 100 ms:
 
 # %%
 winner = {}
@@ -304,23 +268,21 @@ assert winner[1e9][1] < 1.25
 assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 
 # %% [markdown]
-# **What to notice.** On paper, the answer depends on the ratio of communication to computing, which
-# was known before any measurement.
+# **What to notice.** On paper, the answer depends on the ratio of communication to computing:
 #
 # - **Below 1**, as at 1000 Mbit/s: a network that costs nothing would make 1 + ratio times the
 #   progress, here 1.28. Gradients in 4 bits reach a part of that, less the processor time of
 #   coding. If the gain is only a few percent, keep `ddp`.
 # - **From 1 to about 10**, as at 100 Mbit/s: gradients in 4 bits bring the ratio below 1 again and
 #   give up almost nothing.
-# - **Above 10**, as at 10 Mbit/s: now it pays to take more steps for the same loss: average with a
-#   period, or stream fragments while training continues.
+# - **Above 10**, as at 10 Mbit/s: more steps for the same loss pay off: average with a period, or
+#   stream fragments while training continues.
 #
-# The measured winners further above need not be those on paper: your processor does not compute a
-# step in exactly 100 ms, and copying and coding take processor time. Two recipes within ten percent
-# of each other are a tie.
+# The measured winners need not be those on paper. Two recipes within ten percent of each other are
+# a tie.
 #
-# With a GPU that computes a step ten times as fast, each of these ranges moves to networks ten
-# times as fast. [The race](../race.md) has losses after 280 s with four hosts.
+# With a GPU that computes a step ten times as fast, each range moves to networks ten times as fast.
+# [The race](../race.md) has losses after 280 s with four hosts.
 #
 # ## Let it choose
 #
@@ -329,13 +291,13 @@ assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 #     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 2ms --workers 2
 #     laconic advise --workload my.py:make --workers 4 --bandwidth 100mbit
 #
-# This is the output of the first command for these hosts, on each network, from the computing
-# measured above. It compares more recipes than these four.
+# For these hosts, from the computing measured above, the first command prints these lines. It
+# compares more recipes than these four.
 
 # %%
 for rate in rates:
     advice = advice_on(on_paper(rate, compute))
-    print(f"{format_rate(rate):>12}: {advice.code}\n{'':14}{advice.reason}")
+    print(f"{format_rate(rate):>12}: {advice.code}")
     expect(advice.row.seconds <= predicted("ddp", rate).seconds, "it is no slower than ddp")
 
 # %% [markdown]
@@ -350,7 +312,7 @@ for rate in rates:
 #
 # ## Exercises
 #
-# Change the code and check it, in Jupyter, or with `python -m tutorial start 7` and `check 7`.
+# Check your answers in Jupyter, or with `python -m tutorial start 7` and `check 7`.
 
 # %% tags=["exercise"]
 import math
@@ -358,8 +320,8 @@ import math
 from tutorial.checks import check
 
 # %% [markdown]
-# **7.1** At how many bits per second does sending the gradients of a step take exactly as long as
-# computing it? Gradients have 32 bits, and `compute` is in seconds.
+# **7.1** At how many bits per second does sending the gradients of a step, in 32 bits, take exactly
+# as long as computing it, `compute` seconds?
 
 
 # %% tags=["exercise"]
@@ -398,8 +360,8 @@ def most_progress(seconds, needed):
 check("7.2", most_progress)
 
 # %% [markdown]
-# **7.3** A round of local SGD takes `round_time` seconds, and training waits for it. With which
-# period do rounds add no more than a tenth of the computing? Find the shortest.
+# **7.3** A round of local SGD takes `round_time` seconds, and training waits for it. What is the
+# shortest period with which rounds add at most a tenth of the computing?
 
 
 # %% tags=["exercise"]
@@ -421,19 +383,18 @@ check("7.3", long_enough)
 # To explore further:
 #
 # 1. At which bandwidth do `ddp` and `ddp(codec='int4')` make equal progress on your machine?
-#    Compute it from the prediction, then race the two there with `laconic compare`.
+#    Compute it, then race the two there with `laconic compare`.
 # 2. Run `laconic compare` at 10 Mbit/s with `local_sgd` of period 6, 24 and 96, for one minute and
 #    for five. Which period wins each time, and why not the same one?
 # 3. Double the hosts (`--hosts 4`). By how much do the bytes per step grow? What happens to seconds
-#    per step, when all hosts share one processor?
-# 4. Add a latency of 50 ms (`--latency 50ms`) at 100 Mbit/s. Which recipes slow down, and which do
-#    not change?
+#    per step?
+# 4. Add a latency of 50 ms (`--latency 50ms`) at 100 Mbit/s. Which recipes slow down?
 # 5. Give one host a tenth of the bandwidth (`--bandwidth 1=10mbit`). Who waits for whom?
 #
 # ## Where to go next
 #
 # - **Your own training on slow hosts**: [quick start](../quickstart.md), [compare](../compare.md),
-#   and [the lab](../lab.md), which runs any program.
+#   and [the lab](../lab.md).
 # - **More on communicating less**: [the algorithms](../algorithms/index.md), [codecs and
 #   overlap](../coded.md), and [your own algorithm](../own_algorithm.md).
 # - **A model that does not fit** (chapter 2's second problem):

@@ -47,8 +47,7 @@ def share_of(
 ) -> tuple[DataLoader[Sample], DistributedSampler[Sample]]:
     """Batches of this rank's share of ``data``, and the sampler, which needs `set_epoch`.
 
-    ``batch_size`` is that of all ranks together. If samples cannot be distributed evenly, the
-    sampler repeats the first ones in its order, so that all ranks have the same number.
+    ``batch_size`` is that of all ranks together.
     """
     if batch_size % world_size:
         raise ValueError(f"{world_size} processes can't share batches of {batch_size} equally")
@@ -102,9 +101,8 @@ def train(
 ) -> dict[str, Any]:
     """Train an `FFNet` as ``rank``. Returns its parameters and losses.
 
-    ``precision``: "float32", "float64", or "mixed": parameters in float32, matrix products in 16
-    bits. ``checkpoint``: a file that rank 0 writes after every epoch; if it exists, training
-    continues from it.
+    ``precision``: "float32", "float64", or "mixed". ``checkpoint``: a file that rank 0 writes after
+    every epoch; if it exists, training continues from it.
     """
     settings = {
         "input_size": input_size,
@@ -144,8 +142,7 @@ def train(
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
-    """Call ``work`` on rank 0, and return its result on every rank. If it fails, every rank raises
-    an error. Otherwise the others would wait for rank 0 in the next collective operation."""
+    """Call ``work`` on rank 0, and return its result, or raise its error, on every rank."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

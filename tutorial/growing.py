@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from threading import Thread
 
+import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -44,3 +45,19 @@ def time_process(rank: int, world_size: int, steps: int) -> float:
     steps_of_one(steps)
     dist.barrier()
     return time.perf_counter() - begin
+
+
+def draw(models: list[tuple[str, float, float, str]]) -> None:
+    """Plot the sizes of language models by year."""
+    _, axes = plt.subplots(figsize=(7, 4))
+    axes.semilogy([year for _, year, _, _ in models], [size for _, _, size, _ in models], "o")
+    for name, year, size, _ in models:
+        axes.annotate(name, (year, size), xytext=(5, -10), textcoords="offset points", fontsize=8)
+    axes.set(
+        xlabel="year",
+        ylabel="parameters",
+        xlim=(2017.8, 2026.5),
+        ylim=(3e7, 3e12),
+        title="Language models",
+    )
+    axes.grid(alpha=0.3)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import laconic
 from tutorial.full_ddp import share_of
+from tutorial.naive_ddp import spawn_and_join
 from tutorial.toy import SEED, FFNet, ToyDataset, sgd
 
 
@@ -24,6 +25,20 @@ def in_turn(
 ) -> list[Any]:
     """The results of ``function`` for each of several ``options``, in one group of processes."""
     return [function(rank, world_size, **each) for each in options]
+
+
+def runs(world_size: int, function: Callable[..., Any], *options: dict[str, Any]) -> list[Any]:
+    """What processes return that call a function with each of several options: a list for each."""
+    returned = spawn_and_join(world_size, in_turn, function=function, options=options)
+    return list(zip(*returned, strict=True))
+
+
+def parameters(result: dict[str, Any]) -> Tensor:
+    return torch.tensor(result["parameters"], dtype=torch.float64)
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return float((parameters(one) - parameters(other)).abs().max())
 
 
 def small_network() -> FFNet:

@@ -53,10 +53,7 @@ def init_process(
     backend: str = "gloo",
     address: str = "tcp://127.0.0.1:29500",
 ) -> Any:
-    """Join the process group as ``rank``, run ``train_fn(rank, world_size, ...)``, and leave.
-
-    ``address``: where rank 0 listens and the others connect. With several machines, rank 0's.
-    """
+    """Join the process group as ``rank``, run ``train_fn(rank, world_size, ...)``, and leave."""
     check_backend(backend)
     if sys.platform == "linux" and "127.0.0.1" in address:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
@@ -159,8 +156,7 @@ class DatasetPartition(Dataset[Sample]):
 class DataPartitioner:
     """Shuffles ``data``, then gives one sample to each rank in turn.
 
-    Every sample is in one part, and parts differ by at most one sample. All ranks use the same
-    seed, so they agree on the order without communication. Each epoch has another order.
+    Parts differ by at most one sample. All ranks use the same seed, so they agree on the order.
     """
 
     def __init__(self, data: Dataset[Sample], world_size: int, seed: int = 7) -> None:
@@ -185,9 +181,8 @@ def partition_dataset(
 ) -> Iterator[tuple[Tensor, Tensor, float]]:
     """Yield the rank's part of each global batch: inputs, targets, and its share of the samples.
 
-    ``batch_size`` is that of all ranks together, and a multiple of ``world_size``. All ranks get
-    the same number of batches. In the last one a rank may have one sample less, or none at all. It
-    must take part nevertheless, or the others wait for it forever.
+    ``batch_size`` is that of all ranks together. All get the same number of batches. In the last
+    one a rank may have one sample less, or none.
     """
     if batch_size % world_size:
         raise ValueError(f"a batch of {batch_size} can't be cut into {world_size} equal parts")
@@ -208,9 +203,8 @@ def partition_dataset(
 def reduce_gradients(model: nn.Module, share: float) -> None:
     """Replace every gradient by the mean over the global batch: sum over ranks of share * gradient.
 
-    ``share`` is this rank's part of the batch, 1/world_size where all have as many samples.
-    One message for each parameter, in the same order on every rank. A parameter without a
-    gradient counts as zeros: if a rank left it out, the others would wait.
+    ``share`` is this rank's part of the batch. A parameter without a gradient counts as zeros: if a
+    rank left it out, the others would wait.
     """
     for parameter in model.parameters():
         if parameter.grad is None:

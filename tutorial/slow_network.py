@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import matplotlib.pyplot as plt
 
 from laconic.lab.race import runner
 from laconic.lab.race.result import Result, Row
 from laconic.lab.race.workloads import ByteTransformer
 from laconic.policy.facts import Facts
+from laconic.units import format_rate
 from tutorial.toy import FULL
 
 HOSTS = 2
@@ -63,3 +66,17 @@ def on_paper(rate: float, compute: float) -> Facts:
     return Facts(
         workers=HOSTS, shapes=shapes(), itemsize=4, compute=compute, rate=rate, one_way=ONE_WAY
     )
+
+
+def draw(rows: dict[tuple[float, str], Row], rates: Sequence[float], names: Iterable[str]) -> None:
+    """Plot the losses of each recipe by seconds, for each rate."""
+    figure, panels = plt.subplots(1, len(rates), figsize=(10, 3.6), sharey=True)
+    for axes, rate in zip(panels, rates, strict=True):
+        for name in names:
+            curve = [p for p in rows[rate, name].curve if p.step]  # from the first validation on
+            axes.plot([p.seconds for p in curve], [p.loss for p in curve], "o-", ms=3, label=name)
+        axes.set(title=format_rate(rate), xlabel="seconds", xlim=(0, None))
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("validation loss (nats per byte)")
+    panels[0].legend(fontsize=8)
+    figure.tight_layout()

@@ -22,10 +22,7 @@ SEED = 691
 class FFNet(nn.Module):
     """Fully connected layers with ReLU between them, and one number out.
 
-    Args:
-        input_size: numbers in a sample.
-        num_hl: hidden layers after the first.
-        hl_size: width of every hidden layer.
+    ``num_hl``: hidden layers after the first, each ``hl_size`` wide.
     """
 
     def __init__(self, input_size: int, num_hl: int, hl_size: int) -> None:
@@ -40,10 +37,7 @@ class FFNet(nn.Module):
 
 
 class ToyDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Random inputs, and a target that a small network can learn: y = |x.w| with a fixed w.
-
-    The numbers depend on ``seed`` alone, so every process has the same data.
-    """
+    """Random inputs x, and the target |x.w| with a fixed w. Depends on ``seed`` alone."""
 
     def __init__(self, input_size: int, num_samples: int, seed: int = SEED) -> None:
         generator = torch.Generator().manual_seed(seed)
