@@ -17,6 +17,7 @@ from torch import Tensor
 
 from laconic.engine.channel import Channel
 from laconic.engine.driver import Driver
+from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.reports import Reports
 from laconic.engine.saved_state import Stateful, checksum
 from laconic.engine.session import Session
@@ -144,7 +145,7 @@ class Donor:
         step has not begun, and nothing changes the state. All workers have the same then, and a
         newcomer that has another asks for it: gradients may have been changed (clipped) after they
         were averaged."""
-        session = self._driver.session
+        session, run = self._driver.session, self._driver.run
         if call.name != GRADIENTS:
             return (0, *self._settings[steps_before(call)]), None
 
@@ -152,6 +153,7 @@ class Donor:
             values = {
                 "model": session.model.state_dict(),
                 "optimizer": session.bound.state_dict(),
+                "outer": [dict(channel.state) for channel in silent_channels(run)],
             }
             return Snapshot(session.step, plain_copy(values))
 
@@ -252,6 +254,12 @@ def digest_of(session: Session) -> int:
 def steps_before(call: Call) -> int:
     """How many steps were complete before the step that ``call`` belongs to."""
     return call.step if call.name == GRADIENTS else call.step - 1
+
+
+def silent_channels(run: RecipeRun) -> list[Channel]:
+    """Those of rounds that send nothing: a newcomer computes their state from its own x."""
+    silent = [running for running in run.rounds if not running.exchange.communicates]
+    return [channel for running in silent for channel in running.channels]
 
 
 LAG, RESIDUAL = "lag", "residual"

@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from laconic.engine.donor import RESIDUALS, digest_of, steps_before
+from laconic.engine.donor import RESIDUALS, digest_of, silent_channels, steps_before
 from laconic.engine.driver import Driver
 from laconic.engine.joint_optimizer import members
 from laconic.engine.saved_state import Stateful
@@ -280,7 +280,12 @@ class Newcomer:
         self._skip_to(steps_before(start.call))
         if start.digest and start.digest != digest_of(self._driver.session):
             log.info("the repeated steps gave another result: this worker gets the state again")
-            self._load_model(feed.ask_for_state().state)
+            state = feed.ask_for_state().state
+            self._load_model(state)
+            outer = zip(silent_channels(self._driver.run), state["outer"], strict=True)
+            for channel, saved in outer:
+                home = channel.home(channel.state)
+                channel.state.update({k: t.to(home) if t.dim() else t for k, t in saved.items()})
         self._use(start.groups)
         for name, state in start.others.items():
             self._others[name].load_state_dict(state)

@@ -24,7 +24,7 @@ from laconic.engine.messages import InFlightBucket, InFlightRound, Messenger
 from laconic.engine.overlap import AHEAD, Overlapping
 from laconic.engine.session import Session
 from laconic.errors import after_step
-from laconic.links.comm_thread import Pending, coroutine
+from laconic.links.comm_thread import Pending, coroutine, run_here
 from laconic.links.link import Link, one_by_one
 from laconic.links.simulated import single_link
 from laconic.parts import Fragment, module_buffers, parameters
@@ -207,7 +207,10 @@ class ParameterRunner:
         message, sent = self._messenger.message(channel, clock, memory)
         clock = self._messenger.stamped(clock, channel.state)
         job = partial(self._messenger.carry, channel, message, clock)
-        pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
+        if self.exchange.communicates or self._replica.size > 1:
+            pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
+        else:  # not in the communication thread: a newcomer's donor has no record of it
+            pending = Pending.of(run_here(coroutine(lambda: job(one_by_one(self.link)))))
         return InFlightBucket(channel, sent, pending)
 
     def _launch_varying(self, step: int) -> InFlightRound:

@@ -49,6 +49,11 @@ def _do(preface: Callable[[], object] | None, job: Callable[[], T]) -> T:
     """Run ``job`` after ``preface``, if there is one."""
     if preface is not None:
         preface()
+    return run_here(job)
+
+
+def run_here(job: Callable[[], T]) -> T:
+    """Run ``job``, which may be a `coroutine`, to its end in this thread."""
     result: Any = job()
     while isinstance(result, CoroutineType):
         try:
