@@ -262,7 +262,7 @@ check("1.3", learning_rate)
 # ## Sources
 #
 # - L. Bottou, F. Curtis, J. Nocedal, *Optimization methods for large-scale machine learning*,
-#   [arXiv 1606.04838](https://arxiv.org/abs/1606.04838): why small batches and many steps.
+#   [arXiv 1606.04838](https://arxiv.org/abs/1606.04838).
 # - J. Kaplan et al., *Scaling laws for neural language models*, [arXiv
 #   2001.08361](https://arxiv.org/abs/2001.08361), section 2.1: 6 operations.
 # - PyTorch, [Reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html).

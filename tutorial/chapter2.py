@@ -49,7 +49,7 @@ print(machine())
 # ## What processors are good at
 #
 # Almost all of training is matrix multiplication. A product of two n × n matrices takes 2n³
-# operations on 3n² numbers, so larger matrices do more work with each number fetched from memory:
+# operations on 3n² numbers, so larger matrices do more work per number fetched from memory:
 
 # %%
 print("product of two n x n matrices on one core\n")
@@ -67,10 +67,9 @@ for n in (8, 32, 128, 512):
 expect(rates[512] > 10 * rates[8], "large products run more than ten times as fast")
 
 # %% [markdown]
-# **GPUs** take this further: thousands of simple cores that do the same on different numbers, units
-# that multiply whole tiles of matrices, and memory about ten times as fast as a CPU's. They are
-# good at large products in 16 bits or fewer, and bad at everything else. The network of chapter 1
-# would be slower on a GPU.
+# **GPUs** take this further, with thousands of simple cores, units that multiply tiles of matrices,
+# and memory about ten times as fast as a CPU's. They are good at large products in 16 bits or
+# fewer, and bad at everything else: the network of chapter 1 would be slower on a GPU.
 #
 # | processor | year | operations per second, 16 bits, dense | memory |
 # |---|---|---|---|
@@ -228,9 +227,9 @@ if (os.cpu_count() or 1) >= 2:
 
 # %% [markdown]
 # **What to notice.** Two threads take about twice as long for twice the work: the second one gains
-# nothing. Two processes on free cores take little longer than one. Inside large operations PyTorch
-# releases the lock, so threads do better with large networks. PyTorch recommends
-# `DistributedDataParallel` even on one machine.
+# nothing. Two processes on free cores take little longer than one. Large operations release the
+# lock, so threads do better with large networks. PyTorch recommends `DistributedDataParallel` even
+# on one machine.
 #
 # ## Exercises
 #
@@ -310,9 +309,8 @@ check("2.3", travel)
 #   2304.01433](https://arxiv.org/abs/2304.01433). Sizes of models: the arXiv numbers in the code
 #   above.
 # - S. McCandlish et al., *An empirical model of large-batch training*, [arXiv
-#   1812.06162](https://arxiv.org/abs/1812.06162): the gradient's noise.
+#   1812.06162](https://arxiv.org/abs/1812.06162): noise.
 # - S. Rajbhandari et al., *ZeRO*, [arXiv 1910.02054](https://arxiv.org/abs/1910.02054), section
-#   3.1: 16 bytes for each parameter.
-# - Y. Huang et al., *GPipe*, [arXiv 1811.06965](https://arxiv.org/abs/1811.06965), and M. Shoeybi
-#   et al., *Megatron-LM*, [arXiv 1909.08053](https://arxiv.org/abs/1909.08053): between layers and
-#   inside a layer.
+#   3.1: 16 bytes.
+# - Y. Huang et al., *GPipe*, [arXiv 1811.06965](https://arxiv.org/abs/1811.06965); M. Shoeybi et
+#   al., *Megatron-LM*, [arXiv 1909.08053](https://arxiv.org/abs/1909.08053).

@@ -109,8 +109,7 @@ assert "rank 1: exit code 3" in told
 # %% [markdown]
 # ## Distributing the data
 #
-# Each rank needs its own samples: the average of equal gradients is worth no more than one of them.
-# There are three common mistakes:
+# Each rank needs its own samples. There are three common mistakes:
 #
 # - **Samples get lost** if their number is not a multiple of the number of ranks and the rest is
 #   dropped.
@@ -149,7 +148,7 @@ assert len(set(batches)) == 1
 #
 #     g = sum over ranks i of (samples of i / samples of all) * g_i
 #
-# `all_reduce` replaces every rank's tensor by the sum of all ranks' tensors:
+# `all_reduce` replaces every rank's tensor by the sum of all:
 
 # %% tags=["source"]
 show(reduce_gradients)
@@ -349,4 +348,4 @@ check("3.3", saved)
 # - S. Li et al., *PyTorch Distributed: experiences on accelerating data parallel training*, [arXiv
 #   2006.15704](https://arxiv.org/abs/2006.15704), section 3.2.1: this "naive solution".
 # - P. Goyal et al., *Accurate, large minibatch SGD*, [arXiv
-#   1706.02677](https://arxiv.org/abs/1706.02677), section 3: weighting and shuffling.
+#   1706.02677](https://arxiv.org/abs/1706.02677), section 3.

@@ -44,8 +44,8 @@ print(machine())
 #
 #     seconds = latency + bytes / rate
 #
-# The table has the fastest of several all-reduces for each size, and what the formula gives. Its
-# latency is the time of 4 kB, and its rate comes from the last two rows.
+# The table has the fastest of several all-reduces for each size. The formula's latency is the time
+# of 4 kB, and its rate comes from the last two rows.
 
 # %%
 numbers = [1, 1_000, 10_000, 100_000, 1_000_000, 4_000_000]
@@ -67,8 +67,8 @@ expect(seconds[-1] > 2 * seconds[-2], "four times the bytes of 4 MB take more th
 # of the time is latency. A message should therefore be large.
 #
 # The formula has limits: an all-reduce is several messages, small tensors stay within caches, and
-# each message wakes a process, which needs a free core. A real network is ten to a thousand times
-# slower than this machine's loopback.
+# each message wakes a process. A real network is ten to a thousand times slower than this machine's
+# loopback.
 #
 # ## An all-reduce has two halves
 #
@@ -216,10 +216,9 @@ expect(min(taken) < taken[0], "a bucket for each tensor is not the fastest")
 #
 # ## What is left
 #
-# Everything in this chapter sends all gradients at every step, and can hide at most a backward
-# pass. On a slow network the only option is to send *less*: fewer bits ([codecs](../coded.md)), or
-# less often ([local SGD](../algorithms/local_sgd.md) and its relatives). That is what laconic is
-# about.
+# All these ways send all gradients at every step, and hide at most a backward pass. On a slow
+# network the only option is to send *less*: fewer bits ([codecs](../coded.md)), or less often
+# ([local SGD](../algorithms/local_sgd.md) and its relatives). That is what laconic is about.
 #
 # ## Exercises
 #
@@ -345,4 +344,4 @@ check("4.4", last_arrival)
 #   2006.15704](https://arxiv.org/abs/2006.15704), sections 3.2 and 4.2.
 # - PyTorch, [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html).
 # - R. Thakur, R. Rabenseifner, W. Gropp, [*Optimization of collective communication operations in
-#   MPICH*](https://doi.org/10.1177/1094342005051521), 2005: latency and bytes of an all-reduce.
+#   MPICH*](https://doi.org/10.1177/1094342005051521), 2005.

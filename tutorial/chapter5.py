@@ -63,9 +63,9 @@ shape = f"--device cpu -nb {samples} -e 2"
 assert len(plainly) == 2
 
 # %% [markdown]
-# `launch` starts two processes, which call `work`, and waits for them. PyTorch's `spawn` ends the
-# others if one of them fails. The processes meet at a port: a free one with one node, and with
-# several nodes that of `MASTER_ADDR` and `MASTER_PORT`.
+# `launch` starts two processes, which call `work`. If one fails, PyTorch's `spawn` ends the other.
+# They meet at a port: a free one with one node, and with several nodes that of `MASTER_ADDR` and
+# `MASTER_PORT`.
 
 # %% tags=["source"]
 show(full_ddp.work)
@@ -180,7 +180,7 @@ assert apart(by_hand[0], alone[0]) < 1e-13  # chapter 3's
 
 # %% [markdown]
 # **What to notice.** If samples can be distributed evenly, the training is the same to the last
-# digits. Otherwise one or two samples count twice in the last step of an epoch.
+# digits. Otherwise one or two count twice in an epoch's last step.
 #
 # ## Checkpoints
 #
@@ -286,8 +286,8 @@ x = x.to(torch.float64)
 assert model(x).dtype == torch.float64
 
 # %% [markdown]
-# **`shuffle=True` together with a sampler.** The sampler decides the order, so a loader raises an
-# error. Without `set_epoch` there is no error, and every epoch has the same order.
+# **`shuffle=True` together with a sampler** raises an error. Without `set_epoch` there is no error,
+# and every epoch has the same order.
 
 # %%
 data = ToyDataset(4, 16)
@@ -321,10 +321,10 @@ del job
 # So `launch` takes a free port where it can, the Slurm script one that depends on the job's number,
 # and torchrun has `--standalone`.
 #
-# **A loss divided by a constant.** DDP divides the sum of gradients by the number of ranks, and
-# does nothing else. The loss must be the mean over the *samples that are present*. Divided by the
-# requested batch size, the smaller batch at an epoch's end weighs less. Divided by the number of
-# ranks again, every step is too short.
+# **A loss divided by a constant.** DDP divides the sum of gradients by the number of ranks. The
+# loss must be the mean over the *samples that are present*. Divided by the requested batch size,
+# the smaller batch at an epoch's end weighs less. Divided by the number of ranks again, every step
+# is too short.
 
 # %% tags=["source"]
 show(mistakes.last_gradient)
@@ -344,7 +344,7 @@ for way, (got, _) in zip(ways, runs(2, mistakes.last_gradient, *ways), strict=Tr
 
 # %% [markdown]
 # **The same data on every rank.** The same seed everywhere is right for the model and wrong for the
-# data: the mean of equal gradients is that of one rank's batch.
+# data: the mean of equal gradients is just one of them.
 
 # %%
 ways = [{"dealt": True}, {"dealt": False}]
@@ -358,10 +358,9 @@ for way, results in zip(ways, runs(2, mistakes.own_and_mean, *ways), strict=True
 # %% [markdown]
 # ## Where laconic takes over
 #
-# This program sends every gradient at every step. With laconic, **three lines** are added to a
-# program: `laconic.init()`, `laconic.attach(...)`, and `sync.finish()`. Here the processes have
-# already formed a group, and the `with` block calls `finish` at its end. `attach` replaces the
-# wrapper:
+# With laconic, **three lines** are added to a program: `laconic.init()`, `laconic.attach(...)`, and
+# `sync.finish()`. Here the processes have already formed a group, and the `with` block calls
+# `finish`. `attach` replaces the wrapper:
 
 # %% tags=["source"]
 show(mistakes.with_laconic)
@@ -388,9 +387,8 @@ folder.cleanup()
 
 # %% [markdown]
 # `laconic.ddp()` trains the same as DDP. `local_sgd(12)` sends about a twelfth of the bytes and
-# trains differently. The rest of this course is about what that costs and gains. `laconic.save` and
-# `laconic.load` do what this chapter's checkpoints do, at any step, with the random state and
-# in-flight messages.
+# trains differently. `laconic.save` and `laconic.load` do what this chapter's checkpoints do, at
+# any step, with the random state and in-flight messages.
 #
 # ## Exercises
 #
@@ -489,7 +487,6 @@ check("5.4", parts)
 #   [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html),
 #   [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html), and
 #   [torch.utils.data](https://docs.pytorch.org/docs/stable/data.html).
-# - PyTorch, [torch.amp](https://docs.pytorch.org/docs/stable/amp.html), and P. Micikevicius et al.,
-#   *Mixed precision training*, [arXiv 1710.03740](https://arxiv.org/abs/1710.03740), section 3.2:
-#   why a loss is scaled.
+# - PyTorch, [torch.amp](https://docs.pytorch.org/docs/stable/amp.html); P. Micikevicius et al.,
+#   *Mixed precision training*, [arXiv 1710.03740](https://arxiv.org/abs/1710.03740), section 3.2.
 # - Slurm, [sbatch](https://slurm.schedmd.com/sbatch.html).

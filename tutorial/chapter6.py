@@ -19,8 +19,8 @@
 # ![One parameter of three workers: each takes three steps of its own, then all take the mean, and
 # again](averaging.svg)
 #
-# This chapter shows what that breaks and what it gains. It writes six such algorithms from their
-# papers' formulas, in about ten lines each, and compares each with its recipe in laconic.
+# This chapter shows what that breaks and gains. It writes six such algorithms from their papers'
+# formulas and compares each with its recipe in laconic.
 #
 # **After this chapter you can**
 #
@@ -51,13 +51,10 @@ print(machine())
 #
 # The task is the toy data's, made harder: samples are distributed ordered by their target, so
 # worker 0 sees only small targets and worker 3 only large ones.
-
-# %% tags=["source"]
-show(averaging.Worker)
-
-# %% [markdown]
-# A `Team` is all workers together. `team.x` is a matrix with a row of parameters for each worker,
-# and `team.g` has their gradients. Assign a row for each worker, or one for all.
+#
+# A `Worker` has a network, an optimizer, and batches. A `Team` is all workers together. `team.x` is
+# a matrix with a row of parameters for each worker, and `team.g` has their gradients. Assign a row
+# for each worker, or one for all.
 
 # %% tags=["source"]
 show(Team.train, averaging.gradient_averaging, averaging.local_sgd)
@@ -109,7 +106,7 @@ torch.testing.assert_close(of_parameters.mean(0), of_gradients[0], rtol=0, atol=
 #   a sum of gradients, and the mean of sums is the sum of means. With a longer period this no
 #   longer holds.
 # - AdamW divides by the root of a mean of squares, and the mean of quotients is not the quotient of
-#   means. It is a different algorithm from the first steps on.
+#   means: it is a different algorithm.
 #
 # When parameters are averaged, this state can be kept, averaged too (more bytes), or reset;
 # laconic's `optimizer_state=` selects which. For AdamW none of the three equals gradient averaging:
@@ -178,9 +175,8 @@ for name, period, recipe in [
 # ## Six algorithms
 #
 # Each loop is compared with laconic's recipe after 45 steps, five beyond the last round, when
-# workers differ: an error in any round would show. The comparison includes *the model*: what you
-# would validate and ship while workers differ. The laconic side is always this; only the recipe
-# changes:
+# workers differ. The comparison includes *the model*: what you would validate and ship. The laconic
+# side is always this; only the recipe changes:
 
 # %% tags=["source"]
 show(averaging.by_laconic)
@@ -208,9 +204,9 @@ the_same(lambda team: averaging.local_sgd(team, STEPS, 8), laconic.local_sgd(8),
 # ### SlowMo: momentum for the average
 #
 # SlowMo treats the average's change since the last *slow step*, `a - mean(x)`, as a gradient, and
-# moves the [anchor](../glossary.md#anchor) a along it by a step with momentum. Other papers and
-# laconic call this an [outer step](../glossary.md#outer-step). Between slow steps any other
-# algorithm may run, here local SGD.
+# moves the [anchor](../glossary.md#anchor) a along it by a step with momentum, an [outer
+# step](../glossary.md#outer-step) in laconic. Between slow steps any other algorithm may run, here
+# local SGD.
 
 # %% tags=["source"]
 show(averaging.slowmo)
@@ -237,9 +233,9 @@ the_same(lambda team: averaging.easgd(team, STEPS, period=8), laconic.easgd(8), 
 # %% [markdown]
 # ### LSGD: follow the leader
 #
-# The mean of workers near different minima can have a higher loss than each of them. LSGD moves
-# workers toward *leaders* instead, those with the lowest mean of their last ten losses: the best of
-# a worker's group, such as one host, chosen here every 2 steps, and the best of all, every 8 steps.
+# The mean of workers near different minima can have a higher loss than each. LSGD moves workers
+# toward *leaders* instead, those with the lowest mean of their last ten losses: the best of a
+# worker's group, such as one host, chosen here every 2 steps, and the best of all, every 8 steps.
 # Whenever a leader is chosen, workers move a tenth of the way toward it, and at every step slightly
 # toward both.
 
@@ -367,8 +363,8 @@ if FULL:  # losses are meaningful only after all steps
 # - **A longer period** costs the more, the more the workers' samples differ. On shuffled shards a
 #   period of 64 costs almost nothing. On ordered shards a period of 4 costs a little, 16 means more
 #   than ten times the loss, and 64 more than thirty times.
-# - **Slow momentum** sends what local SGD sends. A momentum of 0.5 goes 1 + 1/2 + 1/4 and so on, in
-#   all 2 times as far in a constant direction, so compare it with local SGD at twice the learning
+# - **Slow momentum** sends what local SGD sends. A momentum of 0.5 goes 2 times as far in a
+#   constant direction (1 + 1/2 + 1/4 and so on), so compare it with local SGD at twice the learning
 #   rate. On shuffled shards both are about equally good. On ordered shards slow momentum is clearly
 #   better: a larger learning rate also drives workers further apart within a period.
 # - **Too much momentum** hurts: 0.9 goes 10 times as far, and on shuffled shards ends at a higher
@@ -399,8 +395,8 @@ if FULL:
 
 # %% [markdown]
 # All workers are pulled toward the one that is the best on its own samples and the worst on all
-# others. If shards differ, choose a leader by its loss on samples that all workers share:
-# `sync.report_loss` accepts any loss.
+# others. If shards differ, choose a leader by its loss on shared samples: `sync.report_loss`
+# accepts any loss.
 #
 # `laconic compare` ([comparing](../compare.md)) and `laconic tune` ([tuning](../tune.md)) answer
 # the same questions for your task. In the larger table of [Science](../science.md) each algorithm

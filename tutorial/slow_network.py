@@ -50,11 +50,6 @@ def train(
         yield result
 
 
-def sent(row: Row) -> float:
-    """Bytes per step that a host sent for the recipe's rounds, counted by laconic."""
-    return sum(rounds.bytes * len(rounds.steps()) for rounds in row.rounds) / row.steps
-
-
 def shapes() -> tuple[tuple[int, ...], ...]:
     """The shapes of the transformer's tensors."""
     return tuple(tuple(parameter.shape) for parameter in ByteTransformer().parameters())
