@@ -29,158 +29,102 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
-import importlib
-import json
+import io
+import multiprocessing
 import os
+import shlex
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
-from benchmarks.chaos.plan import KINDS, ON_HOSTS_KINDS, RECIPES, Plan, plan
-from benchmarks.chaos.run import SOFT, Run, die_with_parent, summary
+from benchmarks.chaos.check import Outcome
+from benchmarks.chaos.plan import EMBEDDED_KINDS, HOST_KINDS, KINDS, RECIPES, Plan, plan
+from benchmarks.chaos.run import Run, die_with_parent
+from laconic.cli import main as laconic
 
-PRELOADED = ("torch._dynamo", "torch.optim", "laconic", "benchmarks.chaos.worker")
-"""Imported before processes are forked, so that a worker begins at once."""
-
-
-class EndedError(Exception):
-    """A signal has ended this process."""
+SOFT = 1.0
+"""Seconds that a step may take in which a worker was killed. More are counted."""
 
 
-def end_on_signals() -> None:
-    """Have SIGTERM and SIGINT raise `EndedError`, once."""
-
-    def ended(*_: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        raise EndedError
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ended)
-
-
-def carry_out(job: Plan, folder: Path, parent: int) -> int:
-    """Carry out one run in this process, a fork. Returns the exit status."""
-    die_with_parent(parent)
-    os.setsid()
-    end_on_signals()
-    run = Run(job, folder)
+def carry_out(folder: Path, end: float, job: Plan) -> tuple[Plan, dict[str, Any] | None]:
+    """Carry out one run in this process. None: it is too late to begin one."""
+    if time.monotonic() > end:
+        return job, None
+    place = folder / f"run-{job.number}"
+    place.mkdir()
     try:
-        wrong = run.carry_out_all()
-        (folder / "result").write_text(json.dumps(summary(run, wrong)))
-        return int(bool(wrong))
-    except EndedError:
-        return 1
-    finally:
-        run.end_all()
+        run = Run(job, place)
+        return job, run.summary(run.carry_out_all())
+    except Exception as error:
+        return job, {"wrong": f"the benchmark failed: {error!r}", "outcomes": []}
 
 
-class Pool:
-    """Runs under way, each in a fork."""
+def begin(parent: int) -> None:
+    """Prepare a process of the pool, which ends with its parent."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.running: dict[int, tuple[Plan, Path]] = {}
 
-    def start(self, job: Plan) -> None:
-        """Begin a run."""
-        place = self.folder / f"run-{job.number}"
-        place.mkdir()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            status = 2
-            try:
-                status = carry_out(job, place, parent)
-            except BaseException as error:
-                with contextlib.suppress(Exception):
-                    (place / "failed").write_text(repr(error))
-                sys.excepthook(type(error), error, error.__traceback__)
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        self.running[pid] = job, place
-
-    def wait(self) -> tuple[Plan, Path]:
-        """Wait for the next run that ends."""
-        while True:
-            for pid in list(self.running):
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    return self.running.pop(pid)
-            time.sleep(0.05)
-
-    def end(self) -> None:
-        """End all runs."""
-        for pid in self.running:
-            os.kill(pid, signal.SIGTERM)
-        for pid, (_, place) in self.running.items():
-            os.waitpid(pid, 0)
-            shutil.rmtree(place)
-        self.running.clear()
+def turn_tls_on(folder: Path) -> None:
+    """Make keys, and set the variables that name them, for this process and its children."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        laconic(["keys", str(folder)])
+    for line in printed.getvalue().splitlines():
+        if line.startswith("export "):
+            name, _, value = line.removeprefix("export ").partition("=")
+            os.environ[name] = shlex.split(value)[0]
 
 
 def line_of(job: Plan, result: dict[str, Any]) -> str:
     """What came of one run."""
-    outcomes = [o for o in result["outcomes"] if o["struck"]]
-    kills = [o["worst"] for o in outcomes if o["bound"] != float("inf") and not is_long(o["kind"])]
-    hangs = [o["worst"] for o in outcomes if o["bound"] != float("inf") and is_long(o["kind"])]
+    struck = [out for out in result["outcomes"] if out.struck]
+    worst = max((out.worst for out in struck if out.bound != float("inf")), default=0.0)
     return (
-        f"{job.title}: {len(outcomes)} faults, {result['steps']} steps, "
-        f"{result['workers']} workers, worst step {max(kills, default=0.0):.1f} s, "
-        f"where something hangs {max(hangs, default=0.0):.1f} s: {result['wrong'] or 'ok'}"
+        f"{job.title}: {len(struck)} faults, {result.get('steps', 0)} steps, "
+        f"{result.get('workers', 0)} workers, worst step {worst:.1f} s: {result['wrong'] or 'ok'}"
     )
 
 
-def is_long(kind: str) -> bool:
-    """Whether a deadline must pass, or packets are sent again."""
-    return any(word in kind for word in ("long", "stop", "cut", "one-way", "coordinator"))
-
-
-def table(title: str, groups: dict[str, list[dict[str, Any]]]) -> Iterable[str]:
-    """A table of the outcomes by group."""
+def table(
+    title: str, outcomes: Sequence[Outcome], group: Callable[[Outcome], str]
+) -> Iterable[str]:
+    """A table of the ``outcomes`` by ``group``, and of all."""
+    columns = ("faults", "survivors identical", "hangs", "healthy workers evicted", "lost runs")
+    columns += ("worst step", f"over {SOFT:g} s", "late", "median recovery")
     yield ""
-    yield (
-        f"| {title} | faults | survivors identical | lost runs | worst step | over {SOFT:g} s | "
-        "late | median recovery |"
-    )
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, group in groups.items():
-        struck = [o for o in group if o["struck"]]
-        if not struck:
-            continue
-        timed = [o for o in struck if o["bound"] != float("inf")]
-        over = sum(o["worst"] > SOFT for o in timed)
-        late = sum(o["worst"] > o["bound"] for o in timed)
-        recovered = sorted(o["recovered"] for o in struck)
-        yield (
-            f"| {name} | {len(struck)} | {sum(o['identical'] for o in struck)} | "
-            f"{sum(bool(o['lost']) for o in struck)} | "
-            f"{max((o['worst'] for o in timed), default=0.0):.2f} s | {over} | {late} | "
-            f"{recovered[len(recovered) // 2]:.1f} s |"
+    yield f"| {title} | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 1) + "|"
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    for out in outcomes:
+        if out.struck and group(out):
+            groups[group(out)].append(out)
+            groups["all"].append(out)
+    order = [*KINDS, *HOST_KINDS, *EMBEDDED_KINDS, *groups]
+    for name in sorted(set(groups), key=lambda name: (name == "all", order.index(name))):
+        struck = groups[name]
+        timed = [out for out in struck if out.bound != float("inf")]
+        recovered = sorted(out.recovered for out in struck)
+        cells = (
+            len(struck),
+            sum(out.identical for out in struck),
+            sum(out.hung for out in struck),
+            sum(out.evicted for out in struck),
+            sum(bool(out.lost) for out in struck),
+            f"{max((out.worst for out in timed), default=0.0):.2f} s",
+            sum(out.worst > SOFT for out in timed),
+            sum(out.worst > out.bound for out in timed),
+            f"{recovered[len(recovered) // 2]:.1f} s",
         )
-
-
-def report(outcomes: Sequence[dict[str, Any]]) -> None:
-    """Print the tables."""
-    kinds: dict[str, list[dict[str, Any]]] = {k: [] for k in (*KINDS, *ON_HOSTS_KINDS)}
-    phases: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for outcome in outcomes:
-        kinds[outcome["kind"]].append(outcome)
-        if outcome["phase"]:
-            phases[outcome["phase"]].append(outcome)
-    kinds["all"] = list(outcomes)
-    print(*table("kind", kinds), sep="\n")
-    print(*table("phase", phases), sep="\n")
+        yield f"| {name} | {' | '.join(map(str, cells))} |"
 
 
 def parse() -> argparse.Namespace:
@@ -194,83 +138,62 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipe", nargs="+", default=list(RECIPES), help="default: all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run later")
     parser.add_argument("--only", type=int, metavar="RUN", help="carry out this run alone")
-    parser.add_argument("--kind", nargs="+", help="only faults of these kinds")
+    kinds = [*KINDS, *HOST_KINDS]
+    parser.add_argument("--kind", nargs="+", default=[], choices=kinds, metavar="KIND")
     parser.add_argument("--list", action="store_true", help="print the faults, and end")
     parser.add_argument("--parallel", type=int, default=2 * (os.cpu_count() or 1), metavar="P")
     parser.add_argument("--local", action="store_true", help="no hosts, and no cut cables")
+    parser.add_argument("--tls", action="store_true", help="with TLS and a secret")
     parser.add_argument("--keep", action="store_true", help="keep the files of all runs")
     return parser.parse_args()
+
+
+def carry_out_all(options: argparse.Namespace, jobs: Sequence[Plan], folder: Path) -> int:
+    """Carry out the runs, and print what came of them. Returns how many failed."""
+    begun, failed, outcomes = time.monotonic(), 0, list[Outcome]()
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(options.parallel, begin, (os.getpid(),), maxtasksperchild=1) as pool:
+        work = partial(carry_out, folder, begun + options.seconds)
+        for job, result in pool.imap_unordered(work, jobs):
+            if result is None:
+                continue
+            outcomes += result["outcomes"]
+            print(line_of(job, result), flush=True)
+            place = folder / f"run-{job.number}"
+            if result["wrong"]:
+                failed += 1
+                print(f"    files: {place}; again: --only {job.number}", flush=True)
+            elif not options.keep:
+                shutil.rmtree(place)
+    print(*table("kind", outcomes, lambda out: out.kind), sep="\n")
+    print(*table("phase", outcomes, lambda out: out.phase), sep="\n")
+    minutes = (time.monotonic() - begun) / 60
+    struck = sum(out.struck for out in outcomes)
+    print(
+        f"\n{struck} faults in {minutes:.1f} minutes; "
+        f"{len(outcomes) - struck} did not come; {failed} runs failed"
+    )
+    return failed
 
 
 def main() -> int:
     options = parse()
     hosts = os.geteuid() == 0 and not options.local
-    jobs = plan(
-        *(options.seed, options.recipe, options.faults),
-        may_have_hosts=hosts,
-        kinds=options.kind,
-    )
+    jobs = plan(options.seed, options.recipe, options.faults, options.kind, hosts)
     if options.only is not None:
         jobs = [job for job in jobs if job.number == options.only]
-    for job in jobs:
-        print(f"{job.title}", flush=True)
-        for fault in job.faults:
-            print(f"    {fault}")
     if options.list:
+        for job in jobs:
+            print(job.title, *job.faults, sep="\n    ")
         return 0
     torch.set_num_threads(1)
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-    begun = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="laconic-chaos-"))
-    pool, outcomes, failed = Pool(folder), list[dict[str, Any]](), 0
-    signal.signal(signal.SIGTERM, lambda number, frame: interrupt(number, frame))
-    waiting = list(jobs)
-    try:
-        while waiting or pool.running:
-            if time.monotonic() - begun > options.seconds:
-                waiting.clear()
-            while waiting and len(pool.running) < options.parallel:
-                pool.start(waiting.pop(0))
-            if not pool.running:
-                break
-            job, place = pool.wait()
-            path = place / "result"
-            if path.exists():
-                result = json.loads(path.read_text())
-                outcomes += result["outcomes"]
-                print(line_of(job, result), flush=True)
-                bad = bool(result["wrong"])
-            else:
-                print(f"{job.title}: the benchmark failed", flush=True)
-                bad = True
-            failed += bad
-            if bad:
-                print(f"    files: {place}; again: --only {job.number}", flush=True)
-            elif not options.keep:
-                shutil.rmtree(place)
-    except KeyboardInterrupt:
-        print("ended early")
-        failed += 1
-    finally:
-        pool.end()
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-    report(outcomes)
-    minutes = (time.monotonic() - begun) / 60
-    struck = sum(o["struck"] for o in outcomes)
-    print(
-        f"\n{struck} faults in {minutes:.1f} minutes, {struck / max(minutes, 1e-9):.0f} a minute; "
-        f"{len(outcomes) - struck} did not come; {failed} runs failed"
-    )
+    if options.tls:
+        turn_tls_on(folder / "keys")
+    failed = carry_out_all(options, jobs, folder)
+    if not failed and not options.keep:
+        shutil.rmtree(folder)
     return int(failed > 0)
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """End as by Ctrl-C."""
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ WORKERS = 4
 FAULTS_PER_RUN = 15
 ON_HOSTS = 3
 """One run of so many is on hosts of its own, where cables are cut."""
+EMBEDDED = 5
+"""One run of so many has no coordinator but the one that a worker serves."""
 SAVES = 5
 """One run of so many calls `laconic.save`, each 40 steps."""
 
@@ -38,7 +40,7 @@ CODED = ("int4", "int8", "streaming_diloco", "sparse_loco")
 NO_OUTER_STEP = ("ddp",)
 
 KINDS = {
-    # kind: how often, of all faults
+    # kind: how often, of all faults; what follows "and" happens to another worker
     "kill": 14,
     "term": 6,
     "short stop": 6,
@@ -51,17 +53,25 @@ KINDS = {
     "kill donor": 6,
     "stop donor": 1,
     "stop newcomer": 1,
-    "kill two": 6,
-    "kill, then kill in phase": 6,
+    "kill and kill": 6,
+    "kill in phase and kill": 6,
     "kill and coordinator": 4,
     "kill and short stop": 3,
     "kill and long stop": 2,
-    "two long stops": 1,
+    "long stop and long stop": 1,
     "term and kill": 2,
     "kill while leaving": 2,
     "long stop and coordinator": 1,
+    "kill all but one": 4,
+    "term all but one": 4,
+    "mass join": 4,
+    "late beats": 2,
+    "lost beats": 2,
+    "long lost beats": 2,
+    "late beats and kill": 3,
+    "lost beats and kill": 3,
 }
-ON_HOSTS_KINDS = {
+HOST_KINDS = {
     "short cut": 8,
     "long cut": 8,
     "short one-way out": 5,
@@ -76,6 +86,17 @@ ON_HOSTS_KINDS = {
     "kill": 4,
     "coordinator": 2,
 }
+EMBEDDED_KINDS = {
+    "kill": 6,
+    "term": 3,
+    "short stop": 3,
+    "kill and kill": 3,
+    "kill all but one": 3,
+    "term all but one": 3,
+    "mass join": 2,
+    "kill in phase": 3,
+}
+"""Where a worker serves the coordinator's address: no coordinator can be killed."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +117,7 @@ class Fault:
 
     def __str__(self) -> str:
         parts = [f"{self.kind}: worker {self.target}"]
-        if "two" in self.kind or "and" in self.kind or "pair" in self.kind or "," in self.kind:
+        if "and" in self.kind or "pair" in self.kind:
             parts.append(f"other {self.other}")
         if self.phase:
             parts.append(f"{self.phase} entry {self.entry}")
@@ -111,6 +132,7 @@ class Plan:
     seed: int
     recipe: str
     hosts: bool
+    embedded: bool
     min_workers: int | None
     save: int
     faults: tuple[Fault, ...]
@@ -126,44 +148,38 @@ class Plan:
         least = "majority" if self.min_workers is None else f"min_workers={self.min_workers}"
         where = "hosts" if self.hosts else "local"
         saves = ", saves" if self.save else ""
-        return f"run {self.number}, {self.recipe}, {where}, {least}{saves}"
+        inside = ", no coordinator apart" if self.embedded else ""
+        return f"run {self.number}, {self.recipe}, {where}{inside}, {least}{saves}"
 
 
 def phases_of(recipe: str, save: bool) -> list[str]:
     """The phases that a worker comes to in every run of ``recipe``."""
     name = recipe.removeprefix("laconic.").partition("(")[0]
+    phases = ["backward", "inner step", "send", "complete", *(["save"] if save else [])]
     if name == "auto":  # which phases there are beyond these depends on its choices
-        return ["backward", "inner step", "send", "complete", *(["save"] if save else [])]
-    phases = ["backward", "inner step", "send", "complete"]
-    coded = any(c in recipe for c in CODED)
-    if coded:
+        return phases
+    if any(c in recipe for c in CODED):
         phases += ["encode", "decode"]
     if name not in GOSSIP:
         phases.append("reduce")
     if name not in NO_OUTER_STEP:
         phases.append("outer step")
-    if save:
-        phases.append("save")
     return phases
 
 
-def make(
-    number: int, seed: int, recipe: str, count: int, only: Sequence[str], *, hosts: bool
-) -> Plan:
+def make(number: int, seed: int, recipe: str, count: int, only: Sequence[str], hosts: bool) -> Plan:
     """The plan of run ``number``. ``only``: faults of these kinds, if any is named."""
     rng = random.Random(f"{seed}/{number}/{recipe}")
-    least = rng.choice([1, 2, 2, None])
+    least = rng.choice([1, 1, 2, None])
     save = 40 if rng.randrange(SAVES) == 0 else 0
-    kinds = ON_HOSTS_KINDS if hosts else KINDS
-    kinds = {k: w for k, w in kinds.items() if not only or k in only}
-    if not kinds:
-        where = "on hosts" if hosts else "local"
-        raise ValueError(f"no such kind {where}")
+    embedded = number % EMBEDDED == EMBEDDED - 1 and not only
+    kinds = EMBEDDED_KINDS if embedded else HOST_KINDS if hosts else KINDS
+    if only:
+        kinds = {kind: weight for kind, weight in (KINDS | HOST_KINDS).items() if kind in only}
     phases = phases_of(recipe, bool(save))
-    faults = []
-    for kind in rng.choices(list(kinds), list(kinds.values()), k=count):
-        faults.append(_fault(kind, rng, phases))
-    return Plan(number, seed, recipe, hosts, least, save, tuple(faults))
+    drawn = rng.choices(list(kinds), list(kinds.values()), k=count)
+    faults = tuple(_fault(kind, rng, phases) for kind in drawn)
+    return Plan(number, seed, recipe, hosts, embedded, least, save, faults)
 
 
 def _fault(kind: str, rng: random.Random, phases: Sequence[str]) -> Fault:
@@ -171,7 +187,7 @@ def _fault(kind: str, rng: random.Random, phases: Sequence[str]) -> Fault:
     other = (target + rng.randrange(1, WORKERS)) % WORKERS
     phase, entry = "", rng.randint(1, 12)
     if "in phase" in kind:
-        phase = rng.choice(phases if "," not in kind else ["connect", "compare", *phases])
+        phase = rng.choice(["connect", "compare", *phases] if "and" in kind else phases)
         entry = 1 if phase in ("connect", "compare", "save") else entry
     elif kind.endswith("newcomer"):
         phase = rng.choice(["replay", "replay", "connect", "compare"])
@@ -189,24 +205,15 @@ def _fault(kind: str, rng: random.Random, phases: Sequence[str]) -> Fault:
 
 
 def plan(
-    seed: int,
-    recipes: Sequence[str],
-    faults: int,
-    *,
-    may_have_hosts: bool,
-    kinds: Sequence[str] | None = None,
+    seed: int, recipes: Sequence[str], faults: int, only: Sequence[str], may_have_hosts: bool
 ) -> list[Plan]:
-    """All runs: as many as give ``faults`` faults. ``kinds``: of these kinds only."""
+    """All runs: as many as give ``faults`` faults. ``only``: of these kinds."""
     runs: list[Plan] = []
-    left = faults
-    while left > 0:
-        number = len(runs)
-        hosts = may_have_hosts and number % ON_HOSTS == ON_HOSTS - 1
-        if kinds:
-            hosts = may_have_hosts and not set(kinds) & set(KINDS)
-        recipe = recipes[number % len(recipes)]
-        if len(recipes) % ON_HOSTS == 0:  # else the same recipes would always be on hosts
-            recipe = recipes[(number + number // len(recipes)) % len(recipes)]
-        runs.append(make(number, seed, recipe, min(left, FAULTS_PER_RUN), kinds or (), hosts=hosts))
-        left -= FAULTS_PER_RUN
+    for number, left in enumerate(range(faults, 0, -FAULTS_PER_RUN)):
+        hosts = number % ON_HOSTS == ON_HOSTS - 1 if not only else not set(only) & set(KINDS)
+        # else the same recipes would always be on hosts
+        shift = number // len(recipes) if len(recipes) % ON_HOSTS == 0 else 0
+        recipe = recipes[(number + shift) % len(recipes)]
+        count = min(left, FAULTS_PER_RUN)
+        runs.append(make(number, seed, recipe, count, only, hosts and may_have_hosts))
     return runs

@@ -26,6 +26,8 @@ PHASES = (
 )
 """Places in a worker at which it can end itself; see `benchmarks.chaos.worker`."""
 STARTED, READY, DONE = range(3)
+IN_TIME, LATE, SOME_LOST, ALL_LOST = range(4)
+"""Messages to the coordinator: each is late by up to 1.5 s; every other one is lost; all are."""
 
 
 class Slot(ctypes.Structure):
@@ -40,17 +42,8 @@ class Slot(ctypes.Structure):
         ("entry", ctypes.c_int64),  # at which entry from now on
         ("signal", ctypes.c_int64),
         ("struck", ctypes.c_double),  # when it has sent itself that signal
-        ("entries", ctypes.c_int64 * len(PHASES)),  # how often each phase was entered
+        ("beats", ctypes.c_int64),  # what happens to its messages to the coordinator
     )
-    stage: int
-    step: int
-    workers: int
-    deadline: float
-    phase: int
-    entry: int
-    signal: int
-    struck: float
-    entries: ctypes.Array[ctypes.c_int64]
 
     def arm(self, phase: str, entry: int, signal: int) -> None:
         """Send ``signal`` to itself at the ``entry``-th entry of ``phase`` from now on."""
@@ -66,8 +59,6 @@ class Board(ctypes.Structure):
     """All slots, by process, and the step after which the run ends."""
 
     _fields_ = (("stop", ctypes.c_int64), ("slots", Slot * MOST_WORKERS))
-    stop: int
-    slots: ctypes.Array[Slot]
 
 
 def make() -> Board:

@@ -4,7 +4,7 @@
   parameters, 16 bytes in all;
 - events: a line of JSON each for the start, slow steps, new views, and the end.
 
-`watch_phases` wraps internals of laconic, so that a worker can send itself a signal inside one.
+`watch_phases` wraps what `WRAPPED` lists, so that a worker can send itself a signal inside it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import atexit
 import faulthandler
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import os
+import random
 import signal
 import struct
 import sys
@@ -27,15 +29,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # before processes are forked, so that a worker begins at once
 
 import laconic
-from benchmarks.chaos.shared import DONE, PHASES, READY, STARTED, Board
+from benchmarks.chaos.shared import (
+    ALL_LOST,
+    DONE,
+    LATE,
+    PHASES,
+    READY,
+    SOME_LOST,
+    STARTED,
+    Board,
+    Slot,
+)
 from laconic.algorithms.update import Update
 from laconic.codecs.codec import Codec
 from laconic.engine.donor import Donor
-from laconic.engine.messages import Messenger
 from laconic.engine.newcomers import Newcomer
 from laconic.links.collectives import Collectives
+from laconic.links.elastic.client import Client
+from laconic.links.elastic.leases import Beat
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Mesh
 from laconic.links.elastic.relay import Relay
@@ -49,6 +63,24 @@ WAIT = 45.0
 """How long a worker waits for others."""
 PACE = 0.004
 """Seconds that a worker sleeps in each step."""
+WRAPPED: tuple[tuple[type, str, str, str], ...] = (
+    # class, method, phase, and whether that is before the call or after it (coroutines: after it)
+    (Codec, "encode", "encode", "before"),
+    (Codec, "decode", "decode", "before"),
+    (Codec, "decode_mean", "decode", "before"),
+    (Transfer, "__init__", "send", "after"),  # what the kernel accepted is on its way
+    (Collectives, "_mean", "reduce", "after"),
+    (Collectives, "_reduce_scatter", "reduce", "after"),
+    (Collectives, "_all_to_all", "reduce", "after"),
+    (Units, "complete", "complete", "after"),
+    (Donor, "_state", "state", "before"),
+    (Relay, "put", "feed", "after"),
+    (Newcomer, "_replay", "replay", "before"),
+    (Newcomer, "_load", "replay", "after"),
+    (Mesh, "connect", "connect", "before"),
+    (Rendezvous, "_compare", "compare", "before"),
+    (Members, "leave", "leave", "before"),
+)
 
 
 @dataclass(frozen=True)
@@ -79,14 +111,12 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
 
 
 def watch_phases(board: Board, number: int) -> Callable[[str], None]:
-    """Count the entries of every phase, and send this process the signal that is armed for one.
-    Returns what the training loop calls in its phases."""
+    """Send this process the signal that is armed for a phase. Returns what the training loop calls
+    in its phases."""
     slot, pid = board.slots[number], os.getpid()
 
     def enter(phase: str) -> None:
-        place = PHASES.index(phase)
-        slot.entries[place] += 1
-        if slot.phase != place + 1:
+        if slot.phase != PHASES.index(phase) + 1:
             return
         slot.entry -= 1
         if slot.entry > 0:
@@ -97,40 +127,30 @@ def watch_phases(board: Board, number: int) -> Callable[[str], None]:
                 other.phase = 0
         os.kill(pid, slot.signal)
 
-    def wrap(owner: Any, name: str, phase: str, *, after: bool = False) -> None:
+    def wrap(owner: type, name: str, phase: str, when: str) -> None:
         original = getattr(owner, name)
 
-        @functools.wraps(original)
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            if not after:
+        async def awaited(*arguments: Any, **options: Any) -> Any:
+            result = await original(*arguments, **options)
+            enter(phase)
+            return result
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            if when == "before":
                 enter(phase)
             result = original(*arguments, **options)
-            if after:
+            if when == "after":
                 enter(phase)
             return result
 
-        setattr(owner, name, wrapped)
+        wrapper = awaited if inspect.iscoroutinefunction(original) else called
+        setattr(owner, name, functools.wraps(original)(wrapper))
 
-    for name in ("encode",):
-        wrap(Codec, name, "encode")
-    for name in ("decode", "decode_mean"):
-        wrap(Codec, name, "decode")
-    wrap(Transfer, "__init__", "send", after=True)  # what the kernel accepted is on its way
-    wrap(Collectives, "reduce_scatter", "reduce", after=True)
-    wrap(Collectives, "all_to_all", "reduce", after=True)
-    wrap(Messenger, "carry", "outer step", after=True)
-    for update in _subclasses(Update):
-        for name in ("combine", "fold"):
-            if name in update.__dict__:
-                wrap(update, name, "outer step")
-    wrap(Units, "complete", "complete", after=True)
-    wrap(Donor, "_state", "state")
-    wrap(Relay, "put", "feed", after=True)
-    wrap(Newcomer, "_replay", "replay")
-    wrap(Newcomer, "_load", "replay", after=True)
-    wrap(Mesh, "connect", "connect")
-    wrap(Rendezvous, "_compare", "compare")
-    wrap(Members, "leave", "leave")
+    for place in WRAPPED:
+        wrap(*place)
+    for update in (Update, *_subclasses(Update)):
+        for name in {"combine", "fold"} & set(vars(update)):
+            wrap(update, name, "outer step", "before")
     return enter
 
 
@@ -139,11 +159,39 @@ def _subclasses(kind: type) -> list[type]:
     return [*found, *(s for each in found for s in _subclasses(each))]
 
 
+def disturb_beats(slot: Slot) -> None:
+    """Delay or lose this process's messages to the coordinator, as ``slot`` says."""
+    original, rng = Client.beat, random.Random()
+
+    def beat(client: Client, said: Beat) -> None:
+        if slot.beats == LATE:
+            time.sleep(rng.uniform(0.0, 1.5))
+        if slot.beats == ALL_LOST or (slot.beats == SOME_LOST and rng.random() < 0.5):
+            return
+        original(client, said)
+
+    Client.beat = beat  # type: ignore[method-assign]
+
+
+def make_model(enter: Callable[[str], None]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The same on all workers."""
+    torch.manual_seed(0)
+    first = torch.nn.Linear(20, 100)
+    rest = torch.nn.BatchNorm1d(100), torch.nn.Tanh(), torch.nn.Linear(100, 5)
+    model = torch.nn.Sequential(first, *rest)
+    first.weight.register_hook(lambda gradient: enter("backward"))  # type: ignore[no-untyped-call]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # before laconic's hooks, which run what follows a step
+    optimizer.register_step_post_hook(lambda *_: enter("inner step"))
+    return model, optimizer
+
+
 def train(job: Job, board: Board) -> None:
     """Train until the board says stop."""
     slot = board.slots[job.number]
     slot.stage = STARTED
     enter = watch_phases(board, job.number)
+    disturb_beats(slot)
     events = job.file("events").open("w", buffering=1)
 
     def tell(event: str, **more: Any) -> None:
@@ -151,18 +199,7 @@ def train(job: Job, board: Board) -> None:
 
     tell("start", pid=os.getpid())
     digests = os.open(job.file("digests"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    torch.manual_seed(0)
-    first = torch.nn.Linear(20, 100)
-    model = torch.nn.Sequential(
-        first,
-        torch.nn.BatchNorm1d(100),
-        torch.nn.Tanh(),
-        torch.nn.Linear(100, 5),
-    )
-    first.weight.register_hook(lambda gradient: enter("backward"))  # type: ignore[no-untyped-call]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # before laconic's hooks, which run what follows a step
-    optimizer.register_step_post_hook(lambda *_: enter("inner step"))
+    model, optimizer = make_model(enter)
     elastic = laconic.Elastic(
         job.coordinator, min_workers=job.min_workers, workers=job.workers, wait=WAIT
     )
