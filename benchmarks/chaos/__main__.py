@@ -35,42 +35,34 @@ import os
 import shlex
 import shutil
 import signal
+import statistics
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.chaos.check import Outcome
-from benchmarks.chaos.plan import EMBEDDED_KINDS, HOST_KINDS, KINDS, RECIPES, Plan, plan
+from benchmarks.chaos.plan import HOST_KINDS, KINDS, RECIPES, Plan, plan
 from benchmarks.chaos.run import Run, die_with_parent
 from laconic.cli import main as laconic
 
-SOFT = 1.0
-"""Seconds that a step may take in which a worker was killed. More are counted."""
 
-
-def carry_out(folder: Path, end: float, job: Plan) -> tuple[Plan, dict[str, Any] | None]:
-    """Carry out one run in this process. None: it is too late to begin one."""
+def carry_out(folder: Path, end: float, job: Plan) -> tuple[Plan, str, list[Outcome]]:
+    """Carry out one run in this process, if it is not too late to begin one. Returns what is wrong,
+    and what each fault has done."""
     if time.monotonic() > end:
-        return job, None
+        return job, "", []
     place = folder / f"run-{job.number}"
     place.mkdir()
     try:
         run = Run(job, place)
-        return job, run.summary(run.carry_out_all())
+        return job, run.carry_out_all(), run.outcomes
     except Exception as error:
-        return job, {"wrong": f"the benchmark failed: {error!r}", "outcomes": []}
-
-
-def begin(parent: int) -> None:
-    """Prepare a process of the pool, which ends with its parent."""
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return job, f"the benchmark failed: {error!r}", []
 
 
 def turn_tls_on(folder: Path) -> None:
@@ -84,47 +76,30 @@ def turn_tls_on(folder: Path) -> None:
             os.environ[name] = shlex.split(value)[0]
 
 
-def line_of(job: Plan, result: dict[str, Any]) -> str:
-    """What came of one run."""
-    struck = [out for out in result["outcomes"] if out.struck]
-    worst = max((out.worst for out in struck if out.bound != float("inf")), default=0.0)
-    return (
-        f"{job.title}: {len(struck)} faults, {result.get('steps', 0)} steps, "
-        f"{result.get('workers', 0)} workers, worst step {worst:.1f} s: {result['wrong'] or 'ok'}"
-    )
-
-
-def table(
-    title: str, outcomes: Sequence[Outcome], group: Callable[[Outcome], str]
-) -> Iterable[str]:
-    """A table of the ``outcomes`` by ``group``, and of all."""
-    columns = ("faults", "survivors identical", "hangs", "healthy workers evicted", "lost runs")
-    columns += ("worst step", f"over {SOFT:g} s", "late", "median recovery")
-    yield ""
-    yield f"| {title} | {' | '.join(columns)} |"
-    yield "|---" * (len(columns) + 1) + "|"
-    groups: dict[str, list[Outcome]] = defaultdict(list)
+def table(outcomes: Sequence[Outcome]) -> Iterable[str]:
+    """A table of the ``outcomes`` by kind."""
+    columns = "kind", "faults", "survivors identical", "hangs", "healthy workers evicted"
+    columns += "lost runs", "worst step", "late", "median recovery"
+    yield f"\n| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    groups: dict[str, list[Outcome]] = {kind: [] for kind in (*KINDS, *HOST_KINDS)}
     for out in outcomes:
-        if out.struck and group(out):
-            groups[group(out)].append(out)
-            groups["all"].append(out)
-    order = [*KINDS, *HOST_KINDS, *EMBEDDED_KINDS, *groups]
-    for name in sorted(set(groups), key=lambda name: (name == "all", order.index(name))):
-        struck = groups[name]
+        if out.struck:
+            groups[out.kind].append(out)
+    groups["all"] = [out for out in outcomes if out.struck]
+    for kind, struck in groups.items():
+        if not struck:
+            continue
         timed = [out for out in struck if out.bound != float("inf")]
-        recovered = sorted(out.recovered for out in struck)
         cells = (
-            len(struck),
-            sum(out.identical for out in struck),
-            sum(out.hung for out in struck),
-            sum(out.evicted for out in struck),
+            *(kind, len(struck), sum(out.identical for out in struck)),
+            *(sum(out.hung for out in struck), sum(out.evicted for out in struck)),
             sum(bool(out.lost) for out in struck),
             f"{max((out.worst for out in timed), default=0.0):.2f} s",
-            sum(out.worst > SOFT for out in timed),
             sum(out.worst > out.bound for out in timed),
-            f"{recovered[len(recovered) // 2]:.1f} s",
+            f"{statistics.median(out.recovered for out in struck):.1f} s",
         )
-        yield f"| {name} | {' | '.join(map(str, cells))} |"
+        yield f"| {' | '.join(map(str, cells))} |"
 
 
 def parse() -> argparse.Namespace:
@@ -152,21 +127,22 @@ def carry_out_all(options: argparse.Namespace, jobs: Sequence[Plan], folder: Pat
     """Carry out the runs, and print what came of them. Returns how many failed."""
     begun, failed, outcomes = time.monotonic(), 0, list[Outcome]()
     fork = multiprocessing.get_context("fork")
-    with fork.Pool(options.parallel, begin, (os.getpid(),), maxtasksperchild=1) as pool:
+    with ProcessPoolExecutor(options.parallel, fork, die_with_parent, (os.getpid(),)) as pool:
         work = partial(carry_out, folder, begun + options.seconds)
-        for job, result in pool.imap_unordered(work, jobs):
-            if result is None:
-                continue
-            outcomes += result["outcomes"]
-            print(line_of(job, result), flush=True)
+        for future in as_completed([pool.submit(work, job) for job in jobs]):
+            job, wrong, done = future.result()
+            outcomes += done
             place = folder / f"run-{job.number}"
-            if result["wrong"]:
+            if done or wrong:
+                worst = max((out.worst for out in done if out.bound != float("inf")), default=0.0)
+                text = f"{len(done)} faults, worst step {worst:.1f} s: {wrong or 'ok'}"
+                print(f"{job.title}: {text}", flush=True)
+            if wrong:
                 failed += 1
                 print(f"    files: {place}; again: --only {job.number}", flush=True)
-            elif not options.keep:
+            elif place.exists() and not options.keep:
                 shutil.rmtree(place)
-    print(*table("kind", outcomes, lambda out: out.kind), sep="\n")
-    print(*table("phase", outcomes, lambda out: out.phase), sep="\n")
+    print(*table(outcomes), sep="\n")
     minutes = (time.monotonic() - begun) / 60
     struck = sum(out.struck for out in outcomes)
     print(
@@ -187,6 +163,7 @@ def main() -> int:
             print(job.title, *job.faults, sep="\n    ")
         return 0
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # all end with this process
     folder = Path(tempfile.mkdtemp(prefix="laconic-chaos-"))
     if options.tls:
         turn_tls_on(folder / "keys")

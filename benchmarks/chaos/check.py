@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+END = 2**62
+"""In the place of the step: after `finish`."""
 
 
 @dataclass
@@ -34,24 +35,24 @@ class Outcome:
     lost: str = ""
 
 
-def _events(folder: Path, number: int, kind: str) -> list[dict[str, Any]]:
-    path = folder / f"events-{number}"
+def _slow(folder: Path, number: int) -> list[list[float]]:
+    """When the worker's slow steps began, and how long they took."""
+    path = folder / f"slow-{number}"
     lines = path.read_text().splitlines() if path.exists() else []
-    events = [json.loads(line) for line in lines if line.endswith("}")]
-    return [event for event in events if event["event"] == kind]
+    return [[float(word) for word in line.split()] for line in lines]
 
 
 def times(folder: Path, numbers: Sequence[int], outcomes: Sequence[Outcome]) -> list[str]:
     """Measure the worst step of each fault. Returns what is wrong."""
-    slow = {number: _events(folder, number, "slow") for number in numbers}
+    slow = {number: _slow(folder, number) for number in numbers}
     ends = [*(out.begin for out in outcomes[1:]), float("inf")]
     wrong = []
     for out, next_fault in zip(outcomes, ends, strict=False):
         for number in set(numbers) - out.hit:
-            for event in slow[number] if out.begin else ():
+            for begin, seconds in slow[number] if out.begin else ():
                 # what lies before the fault, or after the next, is not its doing
-                end = min(event["begin"] + event["seconds"], next_fault or float("inf"))
-                out.worst = max(out.worst, end - max(event["begin"], out.begin))
+                end = min(begin + seconds, next_fault or float("inf"))
+                out.worst = max(out.worst, end - max(begin, out.begin))
         if out.struck and out.worst > out.bound:
             wrong.append(f"{out.text}: a step took {out.worst:.1f} s of at most {out.bound:.1f} s")
     return wrong
@@ -77,14 +78,7 @@ def bits(
         for out in before[-1:]:
             out.identical = False
     if different:
+        first = "the end" if different[0] == END else f"step {different[0]}"
         groups = list(found[different[0]].values())
-        wrong.append(f"after step {different[0]}, models differ: {groups} ({len(different)} steps)")
-    last = defaultdict(list)
-    for number in numbers:
-        for event in _events(folder, number, "done"):
-            last[event["digest"]].append(number)
-    if len(last) > 1:
-        wrong.append(f"the models differ at the end: {dict(last)}")
-        for out in outcomes[-1:]:
-            out.identical = False
+        wrong.append(f"after {first}, models differ: {groups} ({len(different)} steps)")
     return wrong

@@ -15,88 +15,37 @@ EMBEDDED = 5
 SAVES = 5
 """One run of so many calls `laconic.save`, each 40 steps."""
 
-RECIPES = {
+EQUAL = {
     # recipe: period of the steps after which all models are equal, and until when every step is one
     "laconic.ddp()": (1, 0),
     "laconic.ddp(codec='int4')": (1, 0),
     "laconic.local_sgd(4)": (4, 0),
-    "laconic.local_sgd(4, delay=2, codec='int8')": (0, 0),
     "laconic.post_local_sgd(300, 4)": (4, 300),
     "laconic.slowmo(laconic.local_sgd(3), period=6)": (3, 0),
     "laconic.diloco(8)": (8, 0),
-    "laconic.diloco(8, delay=3)": (0, 0),
-    "laconic.streaming_diloco(8)": (0, 0),
     "laconic.sparse_loco(6)": (6, 0),
-    "laconic.easgd(3)": (0, 0),
-    "laconic.sgp()": (0, 0),
-    "laconic.sgp(delay=1)": (0, 0),
-    "laconic.d_psgd()": (0, 0),
-    "laconic.noloco(4)": (0, 0),
-    "laconic.auto()": (0, 0),
 }
+DELAYED = "local_sgd(4, delay=2, codec='int8')", "diloco(8, delay=3)", "streaming_diloco(8)"
+GOSSIP = "sgp()", "sgp(delay=1)", "d_psgd()", "noloco(4)"
+OTHERS = *DELAYED, *GOSSIP, "easgd(3)", "auto()"
+RECIPES = *EQUAL, *(f"laconic.{name}" for name in OTHERS)
+CODED = "int4", "int8", "streaming_diloco", "sparse_loco"
 
-GOSSIP = ("sgp", "d_psgd", "noloco")
-CODED = ("int4", "int8", "streaming_diloco", "sparse_loco")
-NO_OUTER_STEP = ("ddp",)
-
-KINDS = {
-    # kind: how often, of all faults; what follows "and" happens to another worker
-    "kill": 14,
-    "term": 6,
-    "short stop": 6,
-    "long stop": 5,
-    "coordinator": 4,
-    "kill in phase": 22,
-    "term in phase": 4,
-    "stop in phase": 4,
-    "kill newcomer": 5,
-    "kill donor": 6,
-    "stop donor": 1,
-    "stop newcomer": 1,
-    "kill and kill": 6,
-    "kill in phase and kill": 6,
-    "kill and coordinator": 4,
-    "kill and short stop": 3,
-    "kill and long stop": 2,
-    "long stop and long stop": 1,
-    "term and kill": 2,
-    "kill while leaving": 2,
-    "long stop and coordinator": 1,
-    "kill all but one": 4,
-    "term all but one": 4,
-    "mass join": 4,
-    "late beats": 2,
-    "lost beats": 2,
-    "long lost beats": 2,
-    "late beats and kill": 3,
-    "lost beats and kill": 3,
-}
-HOST_KINDS = {
-    "short cut": 8,
-    "long cut": 8,
-    "short one-way out": 5,
-    "long one-way out": 6,
-    "short one-way in": 5,
-    "long one-way in": 6,
-    "short one-way pair": 6,
-    "long one-way pair": 8,
-    "long one-way peers": 5,
-    "long cut and kill": 3,
-    "long cut and coordinator": 3,
-    "kill": 4,
-    "coordinator": 2,
-}
-EMBEDDED_KINDS = {
-    "kill": 6,
-    "term": 3,
-    "short stop": 3,
-    "kill and kill": 3,
-    "kill all but one": 3,
-    "term all but one": 3,
-    "mass join": 2,
-    "kill in phase": 3,
-}
-"""Where a worker serves the coordinator's address: no coordinator can be killed."""
+# of all faults: how often these kinds come; what follows "and" happens to another worker
+OFTEN = "kill in phase", "kill", "kill and kill", "kill donor", "kill in phase and kill", "term"
+USUAL = "short stop", "long stop", "coordinator", "term in phase", "stop in phase", "kill newcomer"
+USUAL += "kill and coordinator", "kill all but one", "term all but one", "mass join"
+RARE = "stop donor", "stop newcomer", "kill and short stop", "kill and long stop", "term and kill"
+RARE += "long stop and long stop", "kill while leaving", "long stop and coordinator", "late beats"
+RARE += "lost beats", "long lost beats", "late beats and kill", "lost beats and kill"
+KINDS = dict.fromkeys(OFTEN, 7) | dict.fromkeys(USUAL, 4) | dict.fromkeys(RARE, 2)
+ISOLATED = "cut", "one-way out", "one-way in", "one-way pair"
+HOST_KINDS = {f"{length} {how}": 6 for how in ISOLATED for length in ("short", "long")}
+HOST_KINDS |= dict.fromkeys(("long one-way peers", "kill", "coordinator"), 4)
+HOST_KINDS |= dict.fromkeys(("long cut and kill", "long cut and coordinator"), 3)
+EMBEDDED_KINDS = dict.fromkeys(("kill", "term", "short stop", "kill and kill", "mass join"), 4)
+"""Where a worker serves the coordinator's address. If more than half were lost with it, the others
+would wait for 90 s."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +88,7 @@ class Plan:
 
     def equal(self, step: int) -> bool:
         """Whether the recipe makes all models equal after ``step``."""
-        period, every = RECIPES.get(self.recipe, (0, 0))
+        period, every = EQUAL.get(self.recipe, (0, 0))
         return step < every or bool(period and step % period == 0)
 
     @property
@@ -154,16 +103,13 @@ class Plan:
 
 def phases_of(recipe: str, save: bool) -> list[str]:
     """The phases that a worker comes to in every run of ``recipe``."""
-    name = recipe.removeprefix("laconic.").partition("(")[0]
-    phases = ["backward", "inner step", "send", "complete", *(["save"] if save else [])]
-    if name == "auto":  # which phases there are beyond these depends on its choices
-        return phases
-    if any(c in recipe for c in CODED):
-        phases += ["encode", "decode"]
-    if name not in GOSSIP:
-        phases.append("reduce")
-    if name not in NO_OUTER_STEP:
-        phases.append("outer step")
+    phases = ["backward", "inner step", "send", "complete"]
+    name = recipe.removeprefix("laconic.")
+    phases += ["save"] * save
+    phases += ["encode", "decode"] * any(c in recipe for c in CODED)
+    if name != "auto()":  # which phases there are beyond these depends on its choices
+        phases += ["reduce"] * (name not in GOSSIP)
+        phases += ["outer step"] * (not name.startswith("ddp"))
     return phases
 
 

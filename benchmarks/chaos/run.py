@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -11,28 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from benchmarks.chaos import check, network, worker
+from benchmarks.chaos import check, network, shared, worker
 from benchmarks.chaos.check import Outcome
 from benchmarks.chaos.plan import WORKERS, Fault, Plan
-from benchmarks.chaos.shared import (
-    ALL_LOST,
-    DONE,
-    IN_TIME,
-    LATE,
-    MOST_WORKERS,
-    READY,
-    SOME_LOST,
-    Slot,
-    make,
-)
+from benchmarks.chaos.shared import DONE, READY, Slot
 from laconic.engine.donor import LEFT
 from laconic.links.elastic.coordinator import Coordinator
 from laconic.links.elastic.leases import RETURN_SECONDS
 
-LIMIT = 40.0
-"""Seconds after which a run that does not recover is lost."""
+LIMIT = 50.0
+"""Seconds after which a run that does not recover is lost; more than `worker.WAIT`, so that the
+workers say what is missing."""
+PHASE_SECONDS = 8.0
+"""How long to wait for a phase."""
 MARGIN = 2.0
 """Seconds beyond a deadline."""
 PAST = 3.0
@@ -51,7 +45,8 @@ class LostError(Exception):
 
 @dataclass
 class Process:
-    """One worker. ``reasons``: why it may end before the run does."""
+    """One worker. ``reasons``: why it may end before the run does, and "hit" if it was stopped or
+    cut off in the present fault."""
 
     number: int
     place: int
@@ -59,8 +54,6 @@ class Process:
     slot: Slot
     status: int | None = None
     reasons: set[str] = field(default_factory=set)
-    hit: bool = False
-    """Whether it was stopped or cut off in the present fault."""
     seen_struck: bool = False
 
 
@@ -76,7 +69,7 @@ class Run:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
-        self.board = make()
+        self.board = shared.make()
         self.pid = os.getpid()
         own = network.leave_host()
         self.network = network.Network(WORKERS + 1) if plan.hosts and own else None
@@ -101,20 +94,25 @@ class Run:
         pid = os.fork()
         if pid:
             return pid
+        code = 1
         try:
             die_with_parent(self.pid)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             descriptor = os.open(self.folder / log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             if self.network is not None:
                 self.network.enter(host)
             work()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
         except BaseException:
             os.write(2, traceback.format_exc().encode())
+        try:
+            atexit._run_exitfuncs()
         finally:
-            os._exit(1)
+            os._exit(code)
 
     def start_coordinator(self) -> None:
         """Start it; where it was killed: empty. It waits while a worker serves its address."""
@@ -134,13 +132,9 @@ class Run:
     def start_worker(self, place: int) -> Process:
         """Start a worker on the host ``place``."""
         number = len(self.processes)
-        assert number < MOST_WORKERS, "a slot for each"
-        plan = self.plan
-        job = worker.Job(
-            *(number, plan.recipe, f"{self.host}:{self.port}", plan.min_workers, WORKERS),
-            *(self.folder, plan.equal, plan.save),
-        )
-        work = partial(worker.run, job, self.board)
+        assert number < shared.MOST_WORKERS, "a slot for each"
+        address = f"{self.host}:{self.port}"
+        work = partial(worker.run, self.plan, number, address, self.folder, self.board)
         pid = self.fork(f"log-{number}", place % WORKERS, work)
         process = Process(number, place, pid, self.board.slots[number])
         self.processes.append(process)
@@ -155,10 +149,6 @@ class Run:
     def max_step(self) -> int:
         """The most steps that any worker has taken."""
         return max(p.slot.step for p in self.processes)
-
-    def min_step(self) -> int:
-        """The fewest that any living worker has taken."""
-        return min(p.slot.step for p in self.living)
 
     def deadline(self) -> float:
         """The longest of the workers."""
@@ -186,13 +176,14 @@ class Run:
         number = signal.Signals(process.slot.signal)
         self.tell(f"worker {process.number} sent itself {number.name}")
         if number == signal.SIGSTOP:
-            self._stopped(process, self.deadline() + PAST, may_be_lost=True)
+            self.stop(process, self.deadline() + PAST, "silent")
         else:
             process.reasons.add(number.name)
 
     def _ended(self, process: Process) -> None:
         """Raise `LostError` unless ``process`` may have ended like that."""
-        lines = self.log_of(process).strip().splitlines() or ["no message"]
+        log = (self.folder / f"log-{process.number}").read_text(errors="replace")
+        lines = log.strip().splitlines() or ["no message"]
         errors = [line for line in lines if "Error: " in line and process.status == 1]
         last = (errors or lines)[-1]  # other threads may write after the error
         self.tell(f"worker {process.number} ended with {process.status}: {last}")
@@ -209,25 +200,13 @@ class Run:
             self.now.evicted += REMOVED in last
             raise LostError(f"worker {process.number} ended with {status}: {last}")
 
-    def log_of(self, process: Process) -> str:
-        """What it has written."""
-        path = self.folder / f"log-{process.number}"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    def wait_for(self, what: str, condition: Callable[[], bool], limit: float = LIMIT) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()``. Raises `LostError`."""
-        end = time.monotonic() + limit
+        end = time.monotonic() + LIMIT
         while not condition():
             if time.monotonic() > end:
-                self.hang(f"{what}: not within {limit:g} s")
+                self.hang(f"{what}: not within {LIMIT:g} s")
             self.poll()
-
-    def where(self) -> str:
-        """What the workers say."""
-        return "; ".join(
-            f"worker {p.number}: stage {p.slot.stage}, step {p.slot.step}, {p.slot.workers} workers"
-            for p in self.living
-        )
 
     # -- faults ----
 
@@ -237,10 +216,11 @@ class Run:
         self.tell(f"{number.name} to worker {process.number}")
         os.kill(process.pid, number)
 
-    def _stopped(self, process: Process, seconds: float, *, may_be_lost: bool) -> None:
-        process.hit = True
-        if may_be_lost:
-            process.reasons.add("silent")
+    def stop(self, process: Process, seconds: float, *reasons: str) -> None:
+        """Stop it for a while."""
+        process.reasons.update(("hit", *reasons))
+        self.tell(f"SIGSTOP to worker {process.number} for {seconds:.2f} s")
+        os.kill(process.pid, signal.SIGSTOP)
 
         def go_on() -> None:
             self.tell(f"SIGCONT to worker {process.number}")
@@ -248,12 +228,6 @@ class Run:
                 os.kill(process.pid, signal.SIGCONT)
 
         self.later(seconds, go_on)
-
-    def stop(self, process: Process, seconds: float, *, may_be_lost: bool) -> None:
-        """Stop it for a while."""
-        self.tell(f"SIGSTOP to worker {process.number} for {seconds:.2f} s")
-        os.kill(process.pid, signal.SIGSTOP)
-        self._stopped(process, seconds, may_be_lost=may_be_lost)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Do something then."""
@@ -272,30 +246,10 @@ class Run:
         net = self.network
         assert net is not None, "on hosts"
         self.tell(f"{kind}: worker {process.number} ({other.number}) for {seconds:.2f} s")
-        long = "long" in kind
-        cut_off = [process, other] if "pair" in kind else [process]
-        for each in cut_off:
-            each.hit = True
-            if long:
-                each.reasons.add("silent")
-        if "cut" in kind:
-            net.cut(process.place)
-        elif "out" in kind:
-            net.drop_out(process.place)
-        elif "in" in kind.split():
-            net.drop_in(process.place)
-        elif "pair" in kind:
-            net.drop_between(process.place, other.place)
-        else:
-            for place in range(WORKERS):
-                if place != process.place:
-                    net.drop_between(process.place, place)
-
-        def heal() -> None:
-            self.tell("the network is whole again")
-            net.heal()
-
-        self.later(seconds, heal)
+        for each in [process, other] if "pair" in kind else [process]:
+            each.reasons.update(("hit", "silent") if "long" in kind else ("hit",))
+        net.isolate(kind, process.place, other.place)
+        self.later(seconds, net.heal)
 
     def inject(self, fault: Fault) -> None:
         """Begin the fault, up to what happens by itself later."""
@@ -336,11 +290,11 @@ class Run:
                     slot.arm(fault.phase, fault.entry, SIGNALS[how])
                 self.send(target, signal.SIGKILL)
             case ["short", "stop"]:
-                self.stop(target, fault.seconds, may_be_lost=False)
+                self.stop(target, fault.seconds)
                 return max(bound, fault.seconds + MARGIN), 0
             case ["long", "stop"]:
                 both = fault.kind.count("long stop") * deadline
-                self.stop(target, both + PAST, may_be_lost=True)
+                self.stop(target, both + PAST, "silent")
                 return both + MARGIN, 1
             case ["coordinator"]:
                 self.kill_coordinator(fault.seconds)
@@ -350,12 +304,13 @@ class Run:
                     self.start_worker(place)
                 return bound, 0
             case ["late" | "lost" as how, "beats"]:
-                self.disturb(self.living, LATE if how == "late" else SOME_LOST, fault.seconds)
+                self.disturb(
+                    self.living, shared.LATE if how == "late" else shared.SOME_LOST, fault.seconds
+                )
                 return bound, 0
             case ["long", "lost", "beats"]:
-                target.hit = True
-                target.reasons.add("silent")
-                self.disturb([target], ALL_LOST, long)
+                target.reasons.update(("hit", "silent"))
+                self.disturb([target], shared.ALL_LOST, long)
             case ["short" | "long" as length, *_]:
                 seconds = fault.seconds if length == "short" else long
                 self.isolate(part, target, other, seconds)
@@ -373,21 +328,16 @@ class Run:
                 process.slot.beats = how
 
         change(how)
-        self.later(seconds, partial(change, IN_TIME))
+        self.later(seconds, partial(change, shared.IN_TIME))
 
     def carry_out(self, fault: Fault) -> None:
         """Do the fault, and wait until all have recovered. Raises `LostError`."""
         for process in self.processes:
-            process.hit = False
-            process.reasons.discard("silent")
+            process.reasons -= {"hit", "silent"}
         self.now = out = Outcome(fault.kind, fault.phase, str(fault))
         self.outcomes.append(out)
         start = self.max_step()
         self.wait_for("steps", lambda: self.max_step() >= start + fault.after)
-        if "long" in fault.kind or "stop" in fault.kind:
-            end = time.monotonic() + 3.0
-            while self.deadline() > 5.0 and time.monotonic() < end:
-                self.poll()
         out.at_step, out.begin = self.max_step(), time.monotonic()
         self.tell(f"-- fault {len(self.outcomes)}: {fault}")
         try:
@@ -399,64 +349,47 @@ class Run:
             if extra:
                 self.recover(fault)
         finally:
-            out.hit = {p.number for p in self.processes if p.hit}
+            out.hit = {p.number for p in self.processes if "hit" in p.reasons}
         out.recovered = time.monotonic() - out.begin
 
     def recover(self, fault: Fault) -> None:
         """Replace workers until all are back and take steps."""
-        end = time.monotonic() + LIMIT
+        begun = time.monotonic()
+        limit = LIMIT + 2 * self.deadline()
         since: dict[int, float] = {}
         reached = -1
-        late = time.monotonic() + 8.0
-        patience = time.monotonic() + min(self.now.bound + 3.0 + PAST, LIMIT - 5.0)
-        while True:
+        # which phases of a newcomer come depends on when it joins
+        joining = fault.kind.endswith(("newcomer", "donor")) or "in phase and" in fault.kind
+        while reached < 0 or min(p.slot.step for p in self.living) < reached or self.actions:
             self.poll()
             now = time.monotonic()
-            if now > patience:
-                self.dump()
-                patience = float("inf")
-            if now > end:
-                self.hang(f"not recovered within {LIMIT:g} s")
+            if now - begun > limit:
+                self.hang(f"not recovered within {limit:g} s")
             for place in set(range(WORKERS)) - {p.place for p in self.living}:
                 if now - since.setdefault(place, now) >= fault.pause:
                     newcomer = self.start_worker(place)
                     newcomer.reasons.add("donor")  # its donor may be the next to be lost
                     del since[place]
-            armed = [p for p in self.living if p.slot.phase]
-            if self._all_back():
-                if reached < 0:
-                    reached = self.max_step() + 5
-                done = self.min_step() >= reached
-                if done and not (armed and self._may_come(fault, now, late)):
-                    break
-            else:
+            armed = any(p.slot.phase for p in self.living) and not joining
+            if not self._all_back() or (armed and now - begun < PHASE_SECONDS):
                 reached = -1
+            elif reached < 0:
+                reached = self.max_step() + 5
         for process in self.processes:
             process.reasons.discard("donor")
-            process.slot.disarm()
+            process.slot.phase = 0
         if fault.phase and not any(p.slot.struck > self.now.begin for p in self.processes):
             self.now.struck = False
             self.tell("the phase did not come")
 
-    def dump(self) -> None:
-        """Have the workers write what their threads do into their logs."""
-        self.tell(f"stalled: {self.where()}")
+    def hang(self, what: str) -> NoReturn:
+        """The run does not recover: have the workers log what their threads do, and raise."""
         for process in self.living:
             os.kill(process.pid, signal.SIGUSR1)
-
-    def hang(self, what: str) -> NoReturn:
-        """The run did not recover."""
-        self.dump()
         time.sleep(0.5)
         self.now.hung = True
-        raise LostError(f"{what}; {self.where()}")
-
-    def _may_come(self, fault: Fault, now: float, late: float) -> bool:
-        """Whether an armed phase can still come."""
-        if any(p.slot.struck > self.now.begin for p in self.processes):
-            return False
-        joining = fault.kind.endswith(("newcomer", "donor")) or "in phase and" in fault.kind
-        return not joining and now < late
+        slots = {p.number: (p.slot.stage, p.slot.step, p.slot.workers) for p in self.living}
+        raise LostError(f"{what}: stage, step, and workers in view are {slots}")
 
     def _all_back(self) -> bool:
         living = self.living
@@ -476,7 +409,7 @@ class Run:
             self.start_coordinator()
             for place in range(WORKERS):
                 self.start_worker(place)
-            self.wait_for("the start", lambda: self._all_back() and self.min_step() > 3, 60.0)
+            self.wait_for("the start", lambda: self._all_back() and self.max_step() > 3)
             for fault in self.plan.faults:
                 self.carry_out(fault)
             self.now = Outcome("end", "", "")
@@ -503,12 +436,5 @@ class Run:
             os.kill(self.coordinator, signal.SIGKILL)
             os.waitpid(self.coordinator, 0)
             self.coordinator = 0
-
-    def summary(self, wrong: str) -> dict[str, Any]:
-        """What came of it."""
-        return {
-            "wrong": wrong,
-            "workers": len(self.processes),
-            "steps": max((p.slot.step for p in self.processes), default=0),
-            "outcomes": self.outcomes,
-        }
+        if self.network is not None:
+            self.network.close()

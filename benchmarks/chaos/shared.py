@@ -7,23 +7,8 @@ import mmap
 
 MOST_WORKERS = 400
 """Processes in one run, one after the other."""
-PHASES = (
-    "backward",
-    "inner step",
-    "encode",
-    "send",
-    "reduce",
-    "decode",
-    "outer step",
-    "complete",
-    "save",
-    "state",
-    "feed",
-    "replay",
-    "connect",
-    "compare",
-    "leave",
-)
+PHASES = "backward", "inner step", "encode", "send", "reduce", "decode", "outer step", "complete"
+PHASES += "save", "state", "feed", "replay", "connect", "compare", "leave"
 """Places in a worker at which it can end itself; see `benchmarks.chaos.worker`."""
 STARTED, READY, DONE = range(3)
 IN_TIME, LATE, SOME_LOST, ALL_LOST = range(4)
@@ -49,10 +34,6 @@ class Slot(ctypes.Structure):
         """Send ``signal`` to itself at the ``entry``-th entry of ``phase`` from now on."""
         self.struck, self.entry, self.signal = 0.0, entry, signal
         self.phase = PHASES.index(phase) + 1
-
-    def disarm(self) -> None:
-        """Forget that."""
-        self.phase = 0
 
 
 class Board(ctypes.Structure):

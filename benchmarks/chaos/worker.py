@@ -2,29 +2,25 @@
 
 - digests: for each step in which the recipe makes all models equal, the step and a digest of the
   parameters, 16 bytes in all;
-- events: a line of JSON each for the start, slow steps, new views, and the end.
+- slow: when each slow step began, and its seconds.
 
-`watch_phases` wraps what `WRAPPED` lists, so that a worker can send itself a signal inside it.
+`watch_phases` wraps what `BEFORE` and `AFTER` list: there a worker can send itself a signal.
 """
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import functools
 import hashlib
 import inspect
-import json
 import logging
 import os
+import pkgutil
 import random
 import signal
 import struct
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +28,8 @@ import torch
 import torch._dynamo  # before processes are forked, so that a worker begins at once
 
 import laconic
+from benchmarks.chaos.check import END
+from benchmarks.chaos.plan import WORKERS, Plan
 from benchmarks.chaos.shared import (
     ALL_LOST,
     DONE,
@@ -44,18 +42,8 @@ from benchmarks.chaos.shared import (
     Slot,
 )
 from laconic.algorithms.update import Update
-from laconic.codecs.codec import Codec
-from laconic.engine.donor import Donor
-from laconic.engine.newcomers import Newcomer
-from laconic.links.collectives import Collectives
 from laconic.links.elastic.client import Client
 from laconic.links.elastic.leases import Beat
-from laconic.links.elastic.members import Members
-from laconic.links.elastic.mesh import Mesh
-from laconic.links.elastic.relay import Relay
-from laconic.links.elastic.rendezvous import Rendezvous
-from laconic.links.elastic.units import Units
-from laconic.links.wire import Transfer
 
 SLOW_SECONDS = 0.25
 """Steps that take longer are written down."""
@@ -63,43 +51,28 @@ WAIT = 45.0
 """How long a worker waits for others."""
 PACE = 0.004
 """Seconds that a worker sleeps in each step."""
-WRAPPED: tuple[tuple[type, str, str, str], ...] = (
-    # class, method, phase, and whether that is before the call or after it (coroutines: after it)
-    (Codec, "encode", "encode", "before"),
-    (Codec, "decode", "decode", "before"),
-    (Codec, "decode_mean", "decode", "before"),
-    (Transfer, "__init__", "send", "after"),  # what the kernel accepted is on its way
-    (Collectives, "_mean", "reduce", "after"),
-    (Collectives, "_reduce_scatter", "reduce", "after"),
-    (Collectives, "_all_to_all", "reduce", "after"),
-    (Units, "complete", "complete", "after"),
-    (Donor, "_state", "state", "before"),
-    (Relay, "put", "feed", "after"),
-    (Newcomer, "_replay", "replay", "before"),
-    (Newcomer, "_load", "replay", "after"),
-    (Mesh, "connect", "connect", "before"),
-    (Rendezvous, "_compare", "compare", "before"),
-    (Members, "leave", "leave", "before"),
-)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one worker runs. ``equal(step)``: whether all models are equal after that step.
-    ``save``: calls `laconic.save` each so many steps; 0: never."""
-
-    number: int
-    recipe: str
-    coordinator: str
-    min_workers: int | None
-    workers: int
-    folder: Path
-    equal: Callable[[int], bool]
-    save: int = 0
-
-    def file(self, kind: str) -> Path:
-        """Where it writes."""
-        return self.folder / f"{kind}-{self.number}"
+CODEC, JOINING = "laconic.codecs.codec:Codec.", "laconic.engine.newcomers:Newcomer."
+COLLECTIVES, ELASTIC = "laconic.links.collectives:Collectives.", "laconic.links.elastic."
+BEFORE = {
+    # what is wrapped: the phase, which is before the call
+    CODEC + "encode": "encode",
+    CODEC + "decode": "decode",
+    CODEC + "decode_mean": "decode",
+    "laconic.engine.donor:Donor._state": "state",
+    JOINING + "_replay": "replay",
+    ELASTIC + "mesh:Mesh.connect": "connect",
+    ELASTIC + "rendezvous:Rendezvous._compare": "compare",
+    ELASTIC + "members:Members.leave": "leave",
+}
+AFTER = {
+    "laconic.links.wire:Transfer.__init__": "send",  # what the kernel accepted is on its way
+    COLLECTIVES + "_mean": "reduce",
+    COLLECTIVES + "_reduce_scatter": "reduce",
+    COLLECTIVES + "_all_to_all": "reduce",
+    ELASTIC + "units:Units.complete": "complete",
+    ELASTIC + "relay:Relay.put": "feed",
+    JOINING + "_load": "replay",
+}
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
@@ -127,7 +100,7 @@ def watch_phases(board: Board, number: int) -> Callable[[str], None]:
                 other.phase = 0
         os.kill(pid, slot.signal)
 
-    def wrap(owner: type, name: str, phase: str, when: str) -> None:
+    def wrap(owner: type, name: str, phase: str, after: bool) -> None:
         original = getattr(owner, name)
 
         async def awaited(*arguments: Any, **options: Any) -> Any:
@@ -136,21 +109,22 @@ def watch_phases(board: Board, number: int) -> Callable[[str], None]:
             return result
 
         def called(*arguments: Any, **options: Any) -> Any:
-            if when == "before":
+            if not after:
                 enter(phase)
             result = original(*arguments, **options)
-            if when == "after":
+            if after:
                 enter(phase)
             return result
 
         wrapper = awaited if inspect.iscoroutinefunction(original) else called
         setattr(owner, name, functools.wraps(original)(wrapper))
 
-    for place in WRAPPED:
-        wrap(*place)
+    for place, phase in (BEFORE | AFTER).items():
+        owner, _, name = place.rpartition(".")
+        wrap(pkgutil.resolve_name(owner), name, phase, place in AFTER)
     for update in (Update, *_subclasses(Update)):
         for name in {"combine", "fold"} & set(vars(update)):
-            wrap(update, name, "outer step", "before")
+            wrap(update, name, "outer step", False)
     return enter
 
 
@@ -186,33 +160,22 @@ def make_model(enter: Callable[[str], None]) -> tuple[torch.nn.Module, torch.opt
     return model, optimizer
 
 
-def train(job: Job, board: Board) -> None:
+def train(plan: Plan, number: int, coordinator: str, folder: Path, board: Board) -> None:
     """Train until the board says stop."""
-    slot = board.slots[job.number]
+    slot = board.slots[number]
     slot.stage = STARTED
-    enter = watch_phases(board, job.number)
+    enter = watch_phases(board, number)
     disturb_beats(slot)
-    events = job.file("events").open("w", buffering=1)
-
-    def tell(event: str, **more: Any) -> None:
-        events.write(json.dumps({"event": event, "time": time.monotonic(), **more}) + "\n")
-
-    tell("start", pid=os.getpid())
-    digests = os.open(job.file("digests"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     model, optimizer = make_model(enter)
-    elastic = laconic.Elastic(
-        job.coordinator, min_workers=job.min_workers, workers=job.workers, wait=WAIT
-    )
-    recipe = eval(job.recipe, {"laconic": laconic})
+    elastic = laconic.Elastic(coordinator, min_workers=plan.min_workers, workers=WORKERS, wait=WAIT)
+    recipe = eval(plan.recipe, {"laconic": laconic})
     sync = laconic.attach(model, optimizer, recipe, elastic=elastic, timeout=60)
     link = sync.driver.session.elastic
     assert link is not None
-    tell("ready", step=sync.step, workers=len(sync.view.workers), id=link.members.me.id)
-    sync.on_change(
-        lambda view: tell("view", epoch=view.epoch, workers=len(view.workers), step=sync.step)
-    )
-    generator = torch.Generator().manual_seed(job.number)
+    generator = torch.Generator().manual_seed(number)
     slot.stage = READY
+    slow = (folder / f"slow-{number}").open("w", buffering=1)
+    digests = (folder / f"digests-{number}").open("wb", buffering=0)
     while sync.step < board.stop:
         begin = time.monotonic()
         x = torch.randn(16, 20, generator=generator)
@@ -221,44 +184,27 @@ def train(job: Job, board: Board) -> None:
         loss.backward()
         optimizer.step()
         step = sync.step
-        if job.equal(step):
-            os.write(digests, struct.pack("q", step) + digest_of(model.parameters()))
-        if job.save and step % job.save == 0:
+        if plan.equal(step):
+            digests.write(struct.pack("q", step) + digest_of(model.parameters()))
+        if plan.save and step % plan.save == 0:
             enter("save")
-            laconic.save(job.folder / "checkpoint", model, optimizer)
+            laconic.save(folder / "checkpoint", model, optimizer)
         took = time.monotonic() - begin
         slot.step, slot.workers = step, len(sync.view.workers)
         slot.deadline = link.members.signs.deadline
         if took > SLOW_SECONDS:
-            tell("slow", begin=begin, seconds=round(took, 3), step=step)
+            slow.write(f"{begin} {took}\n")
         time.sleep(PACE)
     sync.finish()
-    slot.stage = DONE
     averaged = [b for b in model.buffers() if b.is_floating_point()]
-    digest = digest_of([*model.parameters(), *averaged]).hex()
-    tell("done", digest=digest, loss=loss.item(), step=sync.step)
+    digests.write(struct.pack("q", END) + digest_of([*model.parameters(), *averaged]))
+    slot.stage = DONE
 
 
-def run(job: Job, board: Board) -> None:
-    """Be this worker, in a fork, and end the process."""
-    code = 0
-    log = os.open(job.file("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+def run(plan: Plan, number: int, coordinator: str, folder: Path, board: Board) -> None:
+    """Be this worker, in a fork. SIGUSR1 shows what its threads do."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    try:
-        style = f"%(relativeCreated)d {job.number} %(message)s"
-        logging.basicConfig(level=logging.INFO, format=style, stream=sys.stderr)
-        train(job, board)
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    try:
-        atexit._run_exitfuncs()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+    style = f"%(relativeCreated)d {number} %(message)s"
+    logging.basicConfig(level=logging.INFO, format=style)
+    train(plan, number, coordinator, folder, board)
