@@ -64,14 +64,6 @@ class Fault:
     seconds: float
     pause: float
 
-    def __str__(self) -> str:
-        parts = [f"{self.kind}: worker {self.target}"]
-        if "and" in self.kind or "pair" in self.kind:
-            parts.append(f"other {self.other}")
-        if self.phase:
-            parts.append(f"{self.phase} entry {self.entry}")
-        return f"{', '.join(parts)}, after {self.after} steps, {self.seconds:.1f} s"
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -94,18 +86,16 @@ class Plan:
     @property
     def title(self) -> str:
         """In one line."""
-        least = "majority" if self.min_workers is None else f"min_workers={self.min_workers}"
         where = "hosts" if self.hosts else "local"
-        saves = ", saves" if self.save else ""
         inside = ", no coordinator apart" if self.embedded else ""
-        return f"run {self.number}, {self.recipe}, {where}{inside}, {least}{saves}"
+        return f"run {self.number}, {self.recipe}, {where}{inside}, min_workers={self.min_workers}"
 
 
 def phases_of(recipe: str, save: bool) -> list[str]:
     """The phases that a worker comes to in every run of ``recipe``."""
     phases = ["backward", "inner step", "send", "complete"]
-    name = recipe.removeprefix("laconic.")
     phases += ["save"] * save
+    name = recipe.removeprefix("laconic.")
     phases += ["encode", "decode"] * any(c in recipe for c in CODED)
     if name != "auto()":  # which phases there are beyond these depends on its choices
         phases += ["reduce"] * (name not in GOSSIP)
@@ -150,16 +140,11 @@ def _fault(kind: str, rng: random.Random, phases: Sequence[str]) -> Fault:
     )
 
 
-def plan(
-    seed: int, recipes: Sequence[str], faults: int, only: Sequence[str], may_have_hosts: bool
-) -> list[Plan]:
+def plan(seed: int, faults: int, only: Sequence[str]) -> list[Plan]:
     """All runs: as many as give ``faults`` faults. ``only``: of these kinds."""
     runs: list[Plan] = []
     for number, left in enumerate(range(faults, 0, -FAULTS_PER_RUN)):
         hosts = number % ON_HOSTS == ON_HOSTS - 1 if not only else not set(only) & set(KINDS)
-        # else the same recipes would always be on hosts
-        shift = number // len(recipes) if len(recipes) % ON_HOSTS == 0 else 0
-        recipe = recipes[(number + shift) % len(recipes)]
-        count = min(left, FAULTS_PER_RUN)
-        runs.append(make(number, seed, recipe, count, only, hosts and may_have_hosts))
+        recipe = RECIPES[number % len(RECIPES)]
+        runs.append(make(number, seed, recipe, min(left, FAULTS_PER_RUN), only, hosts))
     return runs

@@ -71,11 +71,10 @@ class Run:
         self.plan, self.folder = plan, folder
         self.board = shared.make()
         self.pid = os.getpid()
-        own = network.leave_host()
-        self.network = network.Network(WORKERS + 1) if plan.hosts and own else None
+        network.leave_host()
+        self.network = network.Network(WORKERS + 1) if plan.hosts else None
         serving = 0 if plan.embedded else WORKERS
         self.host = self.network.address(serving) if self.network else "127.0.0.1"
-        self.port = PORT if own else PORT + 1 + plan.number % 1000
         self.processes: list[Process] = []
         self.coordinator = 0
         self.actions: list[tuple[float, Callable[[], None]]] = []
@@ -120,7 +119,7 @@ class Run:
         def serve() -> None:
             while True:
                 try:
-                    Coordinator(self.host, self.port)
+                    Coordinator(self.host, PORT)
                     signal.pause()
                 except OSError:
                     time.sleep(0.2)
@@ -133,7 +132,7 @@ class Run:
         """Start a worker on the host ``place``."""
         number = len(self.processes)
         assert number < shared.MOST_WORKERS, "a slot for each"
-        address = f"{self.host}:{self.port}"
+        address = f"{self.host}:{PORT}"
         work = partial(worker.run, self.plan, number, address, self.folder, self.board)
         pid = self.fork(f"log-{number}", place % WORKERS, work)
         process = Process(number, place, pid, self.board.slots[number])
@@ -235,7 +234,6 @@ class Run:
 
     def kill_coordinator(self, seconds: float) -> None:
         """Kill it, and start it again after a while."""
-        self.tell(f"coordinator is killed for {seconds:.2f} s")
         os.kill(self.coordinator, signal.SIGKILL)
         os.waitpid(self.coordinator, 0)
         self.coordinator = 0
@@ -245,7 +243,6 @@ class Run:
         """Cut off a host in one of the ways of `benchmarks.chaos.network`."""
         net = self.network
         assert net is not None, "on hosts"
-        self.tell(f"{kind}: worker {process.number} ({other.number}) for {seconds:.2f} s")
         for each in [process, other] if "pair" in kind else [process]:
             each.reasons.update(("hit", "silent") if "long" in kind else ("hit",))
         net.isolate(kind, process.place, other.place)
@@ -321,7 +318,6 @@ class Run:
 
     def disturb(self, processes: Sequence[Process], how: int, seconds: float) -> None:
         """Have their messages to the coordinator come late, or not at all, for a while."""
-        self.tell(f"messages of {[p.number for p in processes]} are disturbed for {seconds:.2f} s")
 
         def change(how: int) -> None:
             for process in processes:

@@ -19,15 +19,9 @@ class Slot(ctypes.Structure):
     """What one process says of itself, and where it is to end itself."""
 
     _fields_ = (
-        ("stage", ctypes.c_int64),
-        ("step", ctypes.c_int64),
-        ("workers", ctypes.c_int64),  # in its view
-        ("deadline", ctypes.c_double),
-        ("phase", ctypes.c_int64),  # armed: the phase's number plus 1; 0: none
-        ("entry", ctypes.c_int64),  # at which entry from now on
-        ("signal", ctypes.c_int64),
-        ("struck", ctypes.c_double),  # when it has sent itself that signal
-        ("beats", ctypes.c_int64),  # what happens to its messages to the coordinator
+        *((name, ctypes.c_int64) for name in ("stage", "step", "workers", "signal", "beats")),
+        *((name, ctypes.c_int64) for name in ("phase", "entry")),  # the phase's number, from 1
+        *((name, ctypes.c_double) for name in ("deadline", "struck")),  # `time.monotonic`
     )
 
     def arm(self, phase: str, entry: int, signal: int) -> None:
