@@ -83,14 +83,9 @@ def table(outcomes: Sequence[Outcome]) -> Iterable[str]:
     columns += "lost runs", "worst step", "late", "median recovery"
     yield f"\n| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
-    groups: dict[str, list[Outcome]] = {kind: [] for kind in (*KINDS, *HOST_KINDS)}
-    for out in outcomes:
-        if out.struck:
-            groups[out.kind].append(out)
-    groups["all"] = [out for out in outcomes if out.struck]
-    for kind, struck in groups.items():
-        if not struck:
-            continue
+    all_struck = [out for out in outcomes if out.struck]
+    for kind in [*dict.fromkeys(out.kind for out in all_struck), "all"] if all_struck else []:
+        struck = [out for out in all_struck if kind in (out.kind, "all")]
         timed = [out for out in struck if out.bound != float("inf")]
         cells = (
             *(kind, len(struck), sum(out.identical for out in struck)),

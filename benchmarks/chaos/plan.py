@@ -31,6 +31,14 @@ OTHERS = *DELAYED, *GOSSIP, "easgd(3)", "auto()"
 RECIPES = *EQUAL, *(f"laconic.{name}" for name in OTHERS)
 CODED = "int4", "int8", "streaming_diloco", "sparse_loco"
 
+PHASES_OF = {
+    "newcomer": ["replay", "replay", "connect", "compare"],
+    "donor": ["state", "feed", "feed", "feed"],
+    "leaving": ["leave", "complete"],
+}
+ONCE = "connect", "compare", "save", "state", "leave"
+"""Phases that come seldom: faults are at their first end."""
+
 # of all faults: how often these kinds come; what follows "and" happens to another worker
 OFTEN = "kill in phase", "kill", "kill and kill", "kill donor", "kill in phase and kill", "term"
 USUAL = "short stop", "long stop", "coordinator", "term in phase", "stop in phase", "kill newcomer"
@@ -70,7 +78,6 @@ class Plan:
     """One run."""
 
     number: int
-    seed: int
     recipe: str
     hosts: bool
     embedded: bool
@@ -103,38 +110,16 @@ def phases_of(recipe: str, save: bool) -> list[str]:
     return phases
 
 
-def make(number: int, seed: int, recipe: str, count: int, only: Sequence[str], hosts: bool) -> Plan:
-    """The plan of run ``number``. ``only``: faults of these kinds, if any is named."""
-    rng = random.Random(f"{seed}/{number}/{recipe}")
-    least = rng.choice([1, 1, 2, None])
-    save = 40 if rng.randrange(SAVES) == 0 else 0
-    embedded = number % EMBEDDED == EMBEDDED - 1 and not only
-    kinds = EMBEDDED_KINDS if embedded else HOST_KINDS if hosts else KINDS
-    if only:
-        kinds = {kind: weight for kind, weight in (KINDS | HOST_KINDS).items() if kind in only}
-    phases = phases_of(recipe, bool(save))
-    drawn = rng.choices(list(kinds), list(kinds.values()), k=count)
-    faults = tuple(_fault(kind, rng, phases) for kind in drawn)
-    return Plan(number, seed, recipe, hosts, embedded, least, save, faults)
-
-
 def _fault(kind: str, rng: random.Random, phases: Sequence[str]) -> Fault:
     target = rng.randrange(WORKERS)
     other = (target + rng.randrange(1, WORKERS)) % WORKERS
-    phase, entry = "", rng.randint(1, 12)
     if "in phase" in kind:
         phase = rng.choice(["connect", "compare", *phases] if "and" in kind else phases)
-        entry = 1 if phase in ("connect", "compare", "save") else entry
-    elif kind.endswith("newcomer"):
-        phase = rng.choice(["replay", "replay", "connect", "compare"])
-        entry = rng.randint(1, 4) if phase == "replay" else 1
-    elif kind.endswith("donor"):
-        phase = rng.choice(["state", "feed", "feed", "feed"])
-        entry = 1 if phase == "state" else rng.randint(1, 6)
-    elif kind == "kill while leaving":
-        phase, entry = "leave", 1
+    else:
+        phase = rng.choice(PHASES_OF.get(kind.split()[-1], [""]))
     return Fault(
-        *(kind, rng.randint(3, 60), target, other, phase, entry),
+        *(kind, rng.randint(3, 60), target, other, phase),
+        entry=1 if phase in ONCE else rng.randint(1, 8),
         seconds=round(rng.uniform(0.2, 3.0), 2),
         pause=rng.choice([0.0, 0.0, 0.02, 0.1, 0.5]),
     )
@@ -144,7 +129,15 @@ def plan(seed: int, faults: int, only: Sequence[str]) -> list[Plan]:
     """All runs: as many as give ``faults`` faults. ``only``: of these kinds."""
     runs: list[Plan] = []
     for number, left in enumerate(range(faults, 0, -FAULTS_PER_RUN)):
-        hosts = number % ON_HOSTS == ON_HOSTS - 1 if not only else not set(only) & set(KINDS)
+        rng = random.Random(f"{seed}/{number}")
         recipe = RECIPES[number % len(RECIPES)]
-        runs.append(make(number, seed, recipe, min(left, FAULTS_PER_RUN), only, hosts))
+        save = 40 if rng.randrange(SAVES) == 0 else 0
+        embedded = number % EMBEDDED == EMBEDDED - 1 and not only
+        hosts = number % ON_HOSTS == ON_HOSTS - 1 if not only else not set(only) & set(KINDS)
+        kinds = EMBEDDED_KINDS if embedded else HOST_KINDS if hosts else KINDS
+        kinds = {k: n for k, n in (KINDS | HOST_KINDS).items() if k in only} if only else kinds
+        drawn = rng.choices([*kinds], [*kinds.values()], k=min(left, FAULTS_PER_RUN))
+        each = tuple(_fault(kind, rng, phases_of(recipe, bool(save))) for kind in drawn)
+        least = rng.choice([1, 1, 2, None])
+        runs.append(Plan(number, recipe, hosts, embedded, least, save, each))
     return runs

@@ -232,21 +232,12 @@ class Run:
         """Do something then."""
         self.actions.append((time.monotonic() + seconds, action))
 
-    def kill_coordinator(self, seconds: float) -> None:
-        """Kill it, and start it again after a while."""
-        os.kill(self.coordinator, signal.SIGKILL)
-        os.waitpid(self.coordinator, 0)
-        self.coordinator = 0
-        self.later(seconds, self.start_coordinator)
-
-    def isolate(self, kind: str, process: Process, other: Process, seconds: float) -> None:
-        """Cut off a host in one of the ways of `benchmarks.chaos.network`."""
-        net = self.network
-        assert net is not None, "on hosts"
-        for each in [process, other] if "pair" in kind else [process]:
-            each.reasons.update(("hit", "silent") if "long" in kind else ("hit",))
-        net.isolate(kind, process.place, other.place)
-        self.later(seconds, net.heal)
+    def end_coordinator(self) -> None:
+        """Kill it."""
+        if self.coordinator:
+            os.kill(self.coordinator, signal.SIGKILL)
+            os.waitpid(self.coordinator, 0)
+            self.coordinator = 0
 
     def inject(self, fault: Fault) -> None:
         """Begin the fault, up to what happens by itself later."""
@@ -294,23 +285,27 @@ class Run:
                 self.stop(target, both + PAST, "silent")
                 return both + MARGIN, 1
             case ["coordinator"]:
-                self.kill_coordinator(fault.seconds)
+                self.end_coordinator()
+                self.later(fault.seconds, self.start_coordinator)
                 return fault.seconds + MARGIN, 0
             case ["mass", "join"]:
                 for place in range(WORKERS, 2 * WORKERS):
                     self.start_worker(place)
                 return bound, 0
             case ["late" | "lost" as how, "beats"]:
-                self.disturb(
-                    self.living, shared.LATE if how == "late" else shared.SOME_LOST, fault.seconds
-                )
+                disturbance = shared.LATE if how == "late" else shared.SOME_LOST
+                self.disturb(self.living, disturbance, fault.seconds)
                 return bound, 0
             case ["long", "lost", "beats"]:
                 target.reasons.update(("hit", "silent"))
                 self.disturb([target], shared.ALL_LOST, long)
             case ["short" | "long" as length, *_]:
                 seconds = fault.seconds if length == "short" else long
-                self.isolate(part, target, other, seconds)
+                for each in [target, other] if "pair" in part else [target]:
+                    each.reasons.update(("hit", "silent") if length == "long" else ("hit",))
+                assert self.network is not None, "on hosts"
+                self.network.isolate(part, target.place, other.place)
+                self.later(seconds, self.network.heal)
                 # TCP sends again at growing intervals
                 again = length == "short" or part.endswith(("pair", "peers"))
                 return (2 * seconds + MARGIN if again else bound), int(length == "long")
@@ -362,7 +357,9 @@ class Run:
             if now - begun > limit:
                 self.hang(f"not recovered within {limit:g} s")
             for place in set(range(WORKERS)) - {p.place for p in self.living}:
-                if now - since.setdefault(place, now) >= fault.pause:
+                served = self.coordinator or self.network or self.plan.embedded
+                # where nobody serves the address, a newcomer on this host would, from then on
+                if served and now - since.setdefault(place, now) >= fault.pause:
                     newcomer = self.start_worker(place)
                     newcomer.reasons.add("donor")  # its donor may be the next to be lost
                     del since[place]
@@ -389,12 +386,11 @@ class Run:
 
     def _all_back(self) -> bool:
         living = self.living
-        ending = any(
-            (p.slot.struck and not p.seen_struck) or p.reasons & {"SIGKILL", "SIGTERM"}
-            for p in living
-        )
-        in_view = (p.slot.stage == READY and p.slot.workers == len(living) for p in living)
-        return not (self.actions or ending) and len(living) >= WORKERS and all(in_view)
+        back = not self.actions and len(living) >= WORKERS
+        for p in living:
+            back &= p.slot.stage == READY and p.slot.workers == len(living)
+            back &= p.seen_struck == bool(p.slot.struck) and not p.reasons & {"SIGKILL", "SIGTERM"}
+        return back
 
     # -- the whole ----
 
@@ -428,9 +424,6 @@ class Run:
             os.kill(process.pid, signal.SIGKILL)
             os.waitpid(process.pid, 0)
             process.status = -9
-        if self.coordinator:
-            os.kill(self.coordinator, signal.SIGKILL)
-            os.waitpid(self.coordinator, 0)
-            self.coordinator = 0
+        self.end_coordinator()
         if self.network is not None:
             self.network.close()

@@ -4,7 +4,7 @@
   parameters, 16 bytes in all;
 - slow: when each slow step began, and its seconds.
 
-`watch_phases` wraps what `BEFORE` and `AFTER` list: there a worker can send itself a signal.
+`watch_phases` wraps what `WRAPPED` lists: there a worker can send itself a signal.
 """
 
 from __future__ import annotations
@@ -53,25 +53,23 @@ PACE = 0.004
 """Seconds that a worker sleeps in each step."""
 CODEC, JOINING = "laconic.codecs.codec:Codec.", "laconic.engine.newcomers:Newcomer."
 COLLECTIVES, ELASTIC = "laconic.links.collectives:Collectives.", "laconic.links.elastic."
-BEFORE = {
-    # what is wrapped: the phase, which is before the call
+WRAPPED = {
+    # what is wrapped: the phase that its end is
     CODEC + "encode": "encode",
     CODEC + "decode": "decode",
     CODEC + "decode_mean": "decode",
-    "laconic.engine.donor:Donor._state": "state",
-    JOINING + "_replay": "replay",
-    ELASTIC + "mesh:Mesh.connect": "connect",
-    ELASTIC + "rendezvous:Rendezvous._compare": "compare",
-    ELASTIC + "members:Members.leave": "leave",
-}
-AFTER = {
     "laconic.links.wire:Transfer.__init__": "send",  # what the kernel accepted is on its way
     COLLECTIVES + "_mean": "reduce",
     COLLECTIVES + "_reduce_scatter": "reduce",
     COLLECTIVES + "_all_to_all": "reduce",
     ELASTIC + "units:Units.complete": "complete",
+    "laconic.engine.donor:Donor._state": "state",
     ELASTIC + "relay:Relay.put": "feed",
+    JOINING + "_replay": "replay",
     JOINING + "_load": "replay",
+    ELASTIC + "mesh:Mesh.connect": "connect",
+    ELASTIC + "rendezvous:Rendezvous._compare": "compare",
+    ELASTIC + "members:Members.leave": "leave",
 }
 
 
@@ -100,7 +98,7 @@ def watch_phases(board: Board, number: int) -> Callable[[str], None]:
                 other.phase = 0
         os.kill(pid, slot.signal)
 
-    def wrap(owner: type, name: str, phase: str, after: bool) -> None:
+    def wrap(owner: type, name: str, phase: str) -> None:
         original = getattr(owner, name)
 
         async def awaited(*arguments: Any, **options: Any) -> Any:
@@ -109,22 +107,19 @@ def watch_phases(board: Board, number: int) -> Callable[[str], None]:
             return result
 
         def called(*arguments: Any, **options: Any) -> Any:
-            if not after:
-                enter(phase)
             result = original(*arguments, **options)
-            if after:
-                enter(phase)
+            enter(phase)
             return result
 
         wrapper = awaited if inspect.iscoroutinefunction(original) else called
         setattr(owner, name, functools.wraps(original)(wrapper))
 
-    for place, phase in (BEFORE | AFTER).items():
+    for place, phase in WRAPPED.items():
         owner, _, name = place.rpartition(".")
-        wrap(pkgutil.resolve_name(owner), name, phase, place in AFTER)
+        wrap(pkgutil.resolve_name(owner), name, phase)
     for update in (Update, *_subclasses(Update)):
         for name in {"combine", "fold"} & set(vars(update)):
-            wrap(update, name, "outer step", False)
+            wrap(update, name, "outer step")
     return enter
 
 
