@@ -114,7 +114,7 @@ stress: $(READY)          ## start and end 200 labs in every way there is; nothi
 
 CHAOS ?=
 
-chaos: $(READY)           ## faults in elastic runs of processes; an hour; CHAOS="--faults 20", CHAOS=--tls
+chaos: $(READY)           ## faults in elastic runs of processes; 10 minutes; CHAOS="--faults 20", CHAOS=--tls
 	$(BIN)/python -m benchmarks.chaos $(CHAOS)
 
 look: $(READY)            ## pictures of the demo's report, with Chromium
