@@ -7,7 +7,7 @@ DOCS := $(VENV)/.docs
 COURSE := $(VENV)/.course
 LAB := $(VENV)/.lab
 
-.PHONY: demo test test-all check wheels try-wheels matrix torchtitan gpu bench science race survive validate-model peers mutations stress look look-docs docs pictures tutorial course clean
+.PHONY: demo test test-all check wheels try-wheels matrix torchtitan gpu bench science race survive validate-model peers mutations stress chaos look look-docs docs pictures tutorial course clean
 
 DEMO ?=
 
@@ -111,6 +111,11 @@ mutations: $(READY)       ## change the source at random and see a test fail; SA
 
 stress: $(READY)          ## start and end 200 labs in every way there is; nothing may be left
 	$(BIN)/python -m benchmarks.stress
+
+CHAOS ?=
+
+chaos: $(READY)           ## faults in elastic runs of processes; 10 minutes; CHAOS="--faults 20", CHAOS=--tls
+	$(BIN)/python -m benchmarks.chaos $(CHAOS)
 
 look: $(READY)            ## pictures of the demo's report, with Chromium
 	$(BIN)/python -m tests.look

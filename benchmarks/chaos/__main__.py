@@ -1,22 +1,23 @@
 """Carry out seeded faults on elastic runs, and check what is promised after each.
 
-    python -m benchmarks.chaos [--faults N] [--seed S] [--recipe R ...] [--seconds LIMIT]
-                               [--only RUN] [--kind KIND ...] [--list] [--parallel P]
+    python -m benchmarks.chaos [--faults N] [--seed S] [--seconds LIMIT] [--only RUN]
+                               [--kind KIND ...] [--list] [--parallel P] [--tls]
 
 Each run has 4 workers, processes that train a small model, and a coordinator. Workers are killed,
-told to leave, and stopped for a short or a long time, at any time or inside a phase of a step; the
-coordinator is killed and started again empty; donors and newcomers are lost; two faults come at
-once. One run of three has a host, a network namespace, for each worker: cables are cut, and packets
-are dropped one way (`benchmarks.chaos.network`; needs root). Every lost worker is replaced, and the
-next fault comes when all have recovered.
+told to leave, and stopped for a short or a long time, at any time or inside a phase of a step; all
+but one are lost at once, or four join at once; the coordinator is killed and started again empty,
+or messages to it are late or lost; donors and newcomers are lost; two faults come at once. In one
+run of three each worker has a host, a network namespace: cables are cut, and packets are dropped
+one way (`benchmarks.chaos.network`). In one of five a worker serves the coordinator's address.
+Every lost worker is replaced, and the next fault comes when all have recovered. Needs root, or
+``unshare --map-root-user``.
 
 Checked:
 
 1. All models are equal, bit for bit, after each step in which the recipe makes them equal, and
    after `finish`.
-2. No step of a survivor takes longer than the deadline of `Members.deadline` and a margin. Steps in
-   which too few workers are left are not counted. Longer steps than 1 s after a worker was killed
-   are counted and shown.
+2. No step of a survivor takes longer than the deadline of `Signs.deadline` and a margin. Steps in
+   which too few workers are left are not counted.
 3. No run is lost: each worker that was not killed ends normally, but for those that hung or were
    cut off for long, which end with the documented message, and newcomers whose donor was lost.
 
@@ -29,158 +30,72 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
-import importlib
-import json
+import io
+import multiprocessing
 import os
+import shlex
 import shutil
 import signal
-import sys
+import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 
-from benchmarks.chaos.plan import KINDS, ON_HOSTS_KINDS, RECIPES, Plan, plan
-from benchmarks.chaos.run import SOFT, Run, die_with_parent, summary
-
-PRELOADED = ("torch._dynamo", "torch.optim", "laconic", "benchmarks.chaos.worker")
-"""Imported before processes are forked, so that a worker begins at once."""
-
-
-class EndedError(Exception):
-    """A signal has ended this process."""
+from benchmarks.chaos.check import Outcome
+from benchmarks.chaos.plan import HOST_KINDS, KINDS, Plan, plan
+from benchmarks.chaos.run import Run, die_with_parent
+from laconic.cli import main as laconic
 
 
-def end_on_signals() -> None:
-    """Have SIGTERM and SIGINT raise `EndedError`, once."""
-
-    def ended(*_: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        raise EndedError
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ended)
-
-
-def carry_out(job: Plan, folder: Path, parent: int) -> int:
-    """Carry out one run in this process, a fork. Returns the exit status."""
-    die_with_parent(parent)
-    os.setsid()
-    end_on_signals()
-    run = Run(job, folder)
+def carry_out(folder: Path, end: float, job: Plan) -> tuple[Plan, str, list[Outcome]]:
+    """Carry out one run in this process, if it is not too late to begin one. Returns what is wrong,
+    and what each fault has done."""
+    if time.monotonic() > end:
+        return job, "", []
+    place = folder / f"run-{job.number}"
+    place.mkdir()
     try:
-        wrong = run.carry_out_all()
-        (folder / "result").write_text(json.dumps(summary(run, wrong)))
-        return int(bool(wrong))
-    except EndedError:
-        return 1
-    finally:
-        run.end_all()
+        run = Run(job, place)
+        return job, run.carry_out_all(), run.outcomes
+    except Exception as error:
+        return job, f"the benchmark failed: {error!r}", []
 
 
-class Pool:
-    """Runs under way, each in a fork."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.running: dict[int, tuple[Plan, Path]] = {}
-
-    def start(self, job: Plan) -> None:
-        """Begin a run."""
-        place = self.folder / f"run-{job.number}"
-        place.mkdir()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            status = 2
-            try:
-                status = carry_out(job, place, parent)
-            except BaseException as error:
-                with contextlib.suppress(Exception):
-                    (place / "failed").write_text(repr(error))
-                sys.excepthook(type(error), error, error.__traceback__)
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        self.running[pid] = job, place
-
-    def wait(self) -> tuple[Plan, Path]:
-        """Wait for the next run that ends."""
-        while True:
-            for pid in list(self.running):
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    return self.running.pop(pid)
-            time.sleep(0.05)
-
-    def end(self) -> None:
-        """End all runs."""
-        for pid in self.running:
-            os.kill(pid, signal.SIGTERM)
-        for pid, (_, place) in self.running.items():
-            os.waitpid(pid, 0)
-            shutil.rmtree(place)
-        self.running.clear()
+def turn_tls_on(folder: Path) -> None:
+    """Make keys, and set the variables that name them, for this process and its children."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        laconic(["keys", str(folder)])
+    for line in printed.getvalue().splitlines():
+        if line.startswith("export "):
+            name, _, value = line.removeprefix("export ").partition("=")
+            os.environ[name] = shlex.split(value)[0]
 
 
-def line_of(job: Plan, result: dict[str, Any]) -> str:
-    """What came of one run."""
-    outcomes = [o for o in result["outcomes"] if o["struck"]]
-    kills = [o["worst"] for o in outcomes if o["bound"] != float("inf") and not is_long(o["kind"])]
-    hangs = [o["worst"] for o in outcomes if o["bound"] != float("inf") and is_long(o["kind"])]
-    return (
-        f"{job.title}: {len(outcomes)} faults, {result['steps']} steps, "
-        f"{result['workers']} workers, worst step {max(kills, default=0.0):.1f} s, "
-        f"where something hangs {max(hangs, default=0.0):.1f} s: {result['wrong'] or 'ok'}"
-    )
-
-
-def is_long(kind: str) -> bool:
-    """Whether a deadline must pass, or packets are sent again."""
-    return any(word in kind for word in ("long", "stop", "cut", "one-way", "coordinator"))
-
-
-def table(title: str, groups: dict[str, list[dict[str, Any]]]) -> Iterable[str]:
-    """A table of the outcomes by group."""
-    yield ""
-    yield (
-        f"| {title} | faults | survivors identical | lost runs | worst step | over {SOFT:g} s | "
-        "late | median recovery |"
-    )
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, group in groups.items():
-        struck = [o for o in group if o["struck"]]
-        if not struck:
-            continue
-        timed = [o for o in struck if o["bound"] != float("inf")]
-        over = sum(o["worst"] > SOFT for o in timed)
-        late = sum(o["worst"] > o["bound"] for o in timed)
-        recovered = sorted(o["recovered"] for o in struck)
-        yield (
-            f"| {name} | {len(struck)} | {sum(o['identical'] for o in struck)} | "
-            f"{sum(bool(o['lost']) for o in struck)} | "
-            f"{max((o['worst'] for o in timed), default=0.0):.2f} s | {over} | {late} | "
-            f"{recovered[len(recovered) // 2]:.1f} s |"
+def table(outcomes: Sequence[Outcome]) -> Iterable[str]:
+    """A table of the ``outcomes`` by kind."""
+    columns = "kind", "faults", "survivors identical", "hangs", "healthy workers evicted"
+    columns += "lost runs", "worst step", "late", "median recovery"
+    yield f"\n| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    all_struck = [out for out in outcomes if out.struck]
+    for kind in [*dict.fromkeys(out.kind for out in all_struck), "all"] if all_struck else []:
+        struck = [out for out in all_struck if kind in (out.kind, "all")]
+        timed = [out for out in struck if out.bound != float("inf")]
+        cells = (
+            *(kind, len(struck), sum(out.identical for out in struck)),
+            *(sum(out.hung for out in struck), sum(out.evicted for out in struck)),
+            sum(bool(out.lost) for out in struck),
+            f"{max((out.worst for out in timed), default=0.0):.2f} s",
+            sum(out.worst > out.bound for out in timed),
+            f"{statistics.median(out.recovered for out in struck):.1f} s",
         )
-
-
-def report(outcomes: Sequence[dict[str, Any]]) -> None:
-    """Print the tables."""
-    kinds: dict[str, list[dict[str, Any]]] = {k: [] for k in (*KINDS, *ON_HOSTS_KINDS)}
-    phases: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for outcome in outcomes:
-        kinds[outcome["kind"]].append(outcome)
-        if outcome["phase"]:
-            phases[outcome["phase"]].append(outcome)
-    kinds["all"] = list(outcomes)
-    print(*table("kind", kinds), sep="\n")
-    print(*table("phase", phases), sep="\n")
+        yield f"| {' | '.join(map(str, cells))} |"
 
 
 def parse() -> argparse.Namespace:
@@ -191,86 +106,63 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--faults", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--recipe", nargs="+", default=list(RECIPES), help="default: all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run later")
     parser.add_argument("--only", type=int, metavar="RUN", help="carry out this run alone")
-    parser.add_argument("--kind", nargs="+", help="only faults of these kinds")
+    kinds = [*KINDS, *HOST_KINDS]
+    parser.add_argument("--kind", nargs="+", default=[], choices=kinds, metavar="KIND")
     parser.add_argument("--list", action="store_true", help="print the faults, and end")
     parser.add_argument("--parallel", type=int, default=2 * (os.cpu_count() or 1), metavar="P")
-    parser.add_argument("--local", action="store_true", help="no hosts, and no cut cables")
-    parser.add_argument("--keep", action="store_true", help="keep the files of all runs")
+    parser.add_argument("--tls", action="store_true", help="with TLS and a secret")
     return parser.parse_args()
+
+
+def carry_out_all(options: argparse.Namespace, jobs: Sequence[Plan], folder: Path) -> int:
+    """Carry out the runs, and print what came of them. Returns how many failed."""
+    begun, failed, outcomes = time.monotonic(), 0, list[Outcome]()
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(options.parallel, fork, die_with_parent, (os.getpid(),)) as pool:
+        work = partial(carry_out, folder, begun + options.seconds)
+        for future in as_completed([pool.submit(work, job) for job in jobs]):
+            job, wrong, done = future.result()
+            outcomes += done
+            place = folder / f"run-{job.number}"
+            if done or wrong:
+                worst = max((out.worst for out in done if out.bound != float("inf")), default=0.0)
+                text = f"{len(done)} faults, worst step {worst:.1f} s: {wrong or 'ok'}"
+                print(f"{job.title}: {text}", flush=True)
+            if wrong:
+                failed += 1
+                print(f"    files: {place}; again: --only {job.number}", flush=True)
+            elif place.exists():
+                shutil.rmtree(place)
+    print(*table(outcomes), sep="\n")
+    minutes = (time.monotonic() - begun) / 60
+    struck = sum(out.struck for out in outcomes)
+    print(
+        f"\n{struck} faults in {minutes:.1f} minutes; "
+        f"{len(outcomes) - struck} did not come; {failed} runs failed"
+    )
+    return failed
 
 
 def main() -> int:
     options = parse()
-    hosts = os.geteuid() == 0 and not options.local
-    jobs = plan(
-        *(options.seed, options.recipe, options.faults),
-        may_have_hosts=hosts,
-        kinds=options.kind,
-    )
+    jobs = plan(options.seed, options.faults, options.kind)
     if options.only is not None:
         jobs = [job for job in jobs if job.number == options.only]
-    for job in jobs:
-        print(f"{job.title}", flush=True)
-        for fault in job.faults:
-            print(f"    {fault}")
     if options.list:
+        for job in jobs:
+            print(job.title, *job.faults, sep="\n    ")
         return 0
     torch.set_num_threads(1)
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-    begun = time.monotonic()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # all end with this process
     folder = Path(tempfile.mkdtemp(prefix="laconic-chaos-"))
-    pool, outcomes, failed = Pool(folder), list[dict[str, Any]](), 0
-    signal.signal(signal.SIGTERM, lambda number, frame: interrupt(number, frame))
-    waiting = list(jobs)
-    try:
-        while waiting or pool.running:
-            if time.monotonic() - begun > options.seconds:
-                waiting.clear()
-            while waiting and len(pool.running) < options.parallel:
-                pool.start(waiting.pop(0))
-            if not pool.running:
-                break
-            job, place = pool.wait()
-            path = place / "result"
-            if path.exists():
-                result = json.loads(path.read_text())
-                outcomes += result["outcomes"]
-                print(line_of(job, result), flush=True)
-                bad = bool(result["wrong"])
-            else:
-                print(f"{job.title}: the benchmark failed", flush=True)
-                bad = True
-            failed += bad
-            if bad:
-                print(f"    files: {place}; again: --only {job.number}", flush=True)
-            elif not options.keep:
-                shutil.rmtree(place)
-    except KeyboardInterrupt:
-        print("ended early")
-        failed += 1
-    finally:
-        pool.end()
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-    report(outcomes)
-    minutes = (time.monotonic() - begun) / 60
-    struck = sum(o["struck"] for o in outcomes)
-    print(
-        f"\n{struck} faults in {minutes:.1f} minutes, {struck / max(minutes, 1e-9):.0f} a minute; "
-        f"{len(outcomes) - struck} did not come; {failed} runs failed"
-    )
+    if options.tls:
+        turn_tls_on(folder / "keys")
+    failed = carry_out_all(options, jobs, folder)
+    if not failed:
+        shutil.rmtree(folder)
     return int(failed > 0)
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """End as by Ctrl-C."""
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

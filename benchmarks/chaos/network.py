@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Sequence
 
 _CLONE_NEWNET = 0x40000000
 _NOBODY = "02:00:00:00:00:de"
@@ -44,23 +43,19 @@ def enter(namespace: int) -> None:
     _check(_libc.setns(namespace, _CLONE_NEWNET))
 
 
-def leave_host() -> bool:
-    """Move this process into a namespace of its own. Returns whether it may."""
-    try:
-        _check(_libc.unshare(_CLONE_NEWNET))
-    except PermissionError:
-        return False
-    _run("ip", "link", "set", "lo", "up")
-    return True
+def leave_host() -> None:
+    """Move this process into a namespace of its own."""
+    _check(_libc.unshare(_CLONE_NEWNET))
+    _run("ip link set lo up")
 
 
-def _run(*command: str, namespace: int | None = None) -> None:
-    if namespace is not None:
-        command = ("nsenter", f"--net=/proc/self/fd/{namespace}", *command)
+def _run(command: str, namespace: int | None = None) -> None:
     given = () if namespace is None else (namespace,)
-    done = subprocess.run(command, pass_fds=given, capture_output=True, text=True)
+    enter = [f"--net=/proc/self/fd/{each}" for each in given]
+    words = [*(["nsenter", *enter] if enter else []), *command.split()]
+    done = subprocess.run(words, pass_fds=given, capture_output=True, text=True)
     if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise OSError(f"{command}: {done.stderr.strip()}")
 
 
 class Network:
@@ -69,22 +64,20 @@ class Network:
     def __init__(self, count: int) -> None:
         switch = own()
         self._hosts: list[int] = []
-        self._healing: list[tuple[int | None, Sequence[str]]] = []
-        _run("ip", "link", "add", "switch", "type", "bridge")
-        _run("ip", "link", "set", "switch", "up")
+        self._healing: list[tuple[int | None, str]] = []
+        _run("ip link add switch type bridge")
+        _run("ip link set switch up")
         for number in range(count):
             _check(_libc.unshare(_CLONE_NEWNET))
-            self._hosts.append(own())
+            inside = own()
+            self._hosts.append(inside)
             enter(switch)
-            at = f"/proc/{os.getpid()}/fd/{self._hosts[-1]}"
-            peer = ("peer", "name", "eth0", "netns", at)
-            _run("ip", "link", "add", f"host{number}", "type", "veth", *peer)
-            _run("ip", "link", "set", f"host{number}", "master", "switch", "up")
-            inside = self._hosts[-1]
-            _run("ip", "link", "set", "lo", "up", namespace=inside)
-            address = f"{self.address(number)}/24"
-            _run("ip", "addr", "add", address, "dev", "eth0", namespace=inside)
-            _run("ip", "link", "set", "eth0", "up", namespace=inside)
+            peer = f"peer name eth0 netns /proc/{os.getpid()}/fd/{inside}"
+            _run(f"ip link add host{number} type veth {peer}")
+            _run(f"ip link set host{number} master switch up")
+            _run("ip link set lo up", inside)
+            _run(f"ip addr add {self.address(number)}/24 dev eth0", inside)
+            _run("ip link set eth0 up", inside)
         os.close(switch)
 
     def address(self, host: int) -> str:
@@ -95,33 +88,37 @@ class Network:
         """Move this process to a host."""
         enter(self._hosts[host])
 
+    def isolate(self, how: str, host: int, other: int) -> None:
+        """Cut off ``host`` in one way of the table; "pair": from ``other``, "peers": from all."""
+        inside = self._hosts[host]
+        match how.split()[-1]:
+            case "cut":
+                self._do(None, f"ip link set host{host} down", f"ip link set host{host} up")
+            case "out":
+                self._drop(inside, "eth0")
+            case "in":
+                self._drop(None, f"host{host}")
+            case _:
+                workers = set(range(len(self._hosts) - 1)) - {host}
+                for to in map(self.address, [other] if how.endswith("pair") else workers):
+                    lost = f"ip neigh replace {to} lladdr {_NOBODY} nud permanent dev eth0"
+                    self._do(inside, lost, f"ip neigh del {to} dev eth0")
+
+    def _drop(self, inside: int | None, port: str) -> None:
+        change = f"tc qdisc {{}} dev {port} root"
+        self._do(inside, change.format("replace") + " blackhole", change.format("del"))
+
     def _do(self, inside: int | None, command: str, back: str) -> None:
-        _run(*command.split(), namespace=inside)
-        self._healing.append((inside, back.split()))
-
-    def cut(self, host: int) -> None:
-        """Unplug a host."""
-        self._do(None, f"ip link set host{host} down", f"ip link set host{host} up")
-
-    def drop_out(self, host: int) -> None:
-        """Drop all that a host sends."""
-        change = "tc qdisc {} dev eth0 root"
-        at = self._hosts[host]
-        self._do(at, change.format("replace") + " blackhole", change.format("del"))
-
-    def drop_in(self, host: int) -> None:
-        """Drop all that is sent to a host."""
-        change = f"tc qdisc {{}} dev host{host} root"
-        self._do(None, change.format("replace") + " blackhole", change.format("del"))
-
-    def drop_between(self, host: int, to: int) -> None:
-        """Drop what ``host`` sends to the host ``to``."""
-        other = f"{self.address(to)} dev eth0"
-        lost = f"ip neigh replace {self.address(to)} lladdr {_NOBODY} nud permanent dev eth0"
-        self._do(self._hosts[host], lost, f"ip neigh del {other}")
+        _run(command, inside)
+        self._healing.append((inside, back))
 
     def heal(self) -> None:
         """End all of these."""
         for inside, command in self._healing:
-            _run(*command, namespace=inside)
+            _run(command, inside)
         self._healing.clear()
+
+    def close(self) -> None:
+        """Let the hosts end with their processes."""
+        for namespace in self._hosts:
+            os.close(namespace)

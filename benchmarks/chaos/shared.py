@@ -7,67 +7,33 @@ import mmap
 
 MOST_WORKERS = 400
 """Processes in one run, one after the other."""
-PHASES = (
-    "backward",
-    "inner step",
-    "encode",
-    "send",
-    "reduce",
-    "decode",
-    "outer step",
-    "complete",
-    "save",
-    "state",
-    "feed",
-    "replay",
-    "connect",
-    "compare",
-    "leave",
-)
+PHASES = "backward", "inner step", "encode", "send", "reduce", "decode", "outer step", "complete"
+PHASES += "save", "state", "feed", "replay", "connect", "compare", "leave"
 """Places in a worker at which it can end itself; see `benchmarks.chaos.worker`."""
 STARTED, READY, DONE = range(3)
+IN_TIME, LATE, SOME_LOST, ALL_LOST = range(4)
+"""Messages to the coordinator: each is late by up to 1.5 s; every other one is lost; all are."""
 
 
 class Slot(ctypes.Structure):
     """What one process says of itself, and where it is to end itself."""
 
     _fields_ = (
-        ("stage", ctypes.c_int64),
-        ("step", ctypes.c_int64),
-        ("workers", ctypes.c_int64),  # in its view
-        ("deadline", ctypes.c_double),
-        ("phase", ctypes.c_int64),  # armed: the phase's number plus 1; 0: none
-        ("entry", ctypes.c_int64),  # at which entry from now on
-        ("signal", ctypes.c_int64),
-        ("struck", ctypes.c_double),  # when it has sent itself that signal
-        ("entries", ctypes.c_int64 * len(PHASES)),  # how often each phase was entered
+        *((name, ctypes.c_int64) for name in ("stage", "step", "workers", "signal", "beats")),
+        *((name, ctypes.c_int64) for name in ("phase", "entry")),  # the phase's number, from 1
+        *((name, ctypes.c_double) for name in ("deadline", "struck")),  # `time.monotonic`
     )
-    stage: int
-    step: int
-    workers: int
-    deadline: float
-    phase: int
-    entry: int
-    signal: int
-    struck: float
-    entries: ctypes.Array[ctypes.c_int64]
 
     def arm(self, phase: str, entry: int, signal: int) -> None:
         """Send ``signal`` to itself at the ``entry``-th entry of ``phase`` from now on."""
         self.struck, self.entry, self.signal = 0.0, entry, signal
         self.phase = PHASES.index(phase) + 1
 
-    def disarm(self) -> None:
-        """Forget that."""
-        self.phase = 0
-
 
 class Board(ctypes.Structure):
     """All slots, by process, and the step after which the run ends."""
 
     _fields_ = (("stop", ctypes.c_int64), ("slots", Slot * MOST_WORKERS))
-    stop: int
-    slots: ctypes.Array[Slot]
 
 
 def make() -> Board:

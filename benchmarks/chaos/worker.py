@@ -2,46 +2,48 @@
 
 - digests: for each step in which the recipe makes all models equal, the step and a digest of the
   parameters, 16 bytes in all;
-- events: a line of JSON each for the start, slow steps, new views, and the end.
+- slow: when each slow step began, and its seconds.
 
-`watch_phases` wraps internals of laconic, so that a worker can send itself a signal inside one.
+`watch_phases` wraps what `WRAPPED` lists: there a worker can send itself a signal.
 """
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import functools
 import hashlib
-import json
+import inspect
 import logging
 import os
+import pkgutil
+import random
 import signal
 import struct
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # before processes are forked, so that a worker begins at once
 
 import laconic
-from benchmarks.chaos.shared import DONE, PHASES, READY, STARTED, Board
+from benchmarks.chaos.check import END
+from benchmarks.chaos.plan import WORKERS, Plan
+from benchmarks.chaos.shared import (
+    ALL_LOST,
+    DONE,
+    LATE,
+    PHASES,
+    READY,
+    SOME_LOST,
+    STARTED,
+    Board,
+    Slot,
+)
 from laconic.algorithms.update import Update
-from laconic.codecs.codec import Codec
-from laconic.engine.donor import Donor
-from laconic.engine.messages import Messenger
-from laconic.engine.newcomers import Newcomer
-from laconic.links.collectives import Collectives
-from laconic.links.elastic.members import Members
-from laconic.links.elastic.mesh import Mesh
-from laconic.links.elastic.relay import Relay
-from laconic.links.elastic.rendezvous import Rendezvous
-from laconic.links.elastic.units import Units
-from laconic.links.wire import Transfer
+from laconic.links.elastic.client import Client
+from laconic.links.elastic.leases import Beat
 
 SLOW_SECONDS = 0.25
 """Steps that take longer are written down."""
@@ -49,25 +51,26 @@ WAIT = 45.0
 """How long a worker waits for others."""
 PACE = 0.004
 """Seconds that a worker sleeps in each step."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one worker runs. ``equal(step)``: whether all models are equal after that step.
-    ``save``: calls `laconic.save` each so many steps; 0: never."""
-
-    number: int
-    recipe: str
-    coordinator: str
-    min_workers: int | None
-    workers: int
-    folder: Path
-    equal: Callable[[int], bool]
-    save: int = 0
-
-    def file(self, kind: str) -> Path:
-        """Where it writes."""
-        return self.folder / f"{kind}-{self.number}"
+CODEC, JOINING = "laconic.codecs.codec:Codec.", "laconic.engine.newcomers:Newcomer."
+COLLECTIVES, ELASTIC = "laconic.links.collectives:Collectives.", "laconic.links.elastic."
+WRAPPED = {
+    # what is wrapped: the phase that its end is
+    CODEC + "encode": "encode",
+    CODEC + "decode": "decode",
+    CODEC + "decode_mean": "decode",
+    "laconic.links.wire:Transfer.__init__": "send",  # what the kernel accepted is on its way
+    COLLECTIVES + "_mean": "reduce",
+    COLLECTIVES + "_reduce_scatter": "reduce",
+    COLLECTIVES + "_all_to_all": "reduce",
+    ELASTIC + "units:Units.complete": "complete",
+    "laconic.engine.donor:Donor._state": "state",
+    ELASTIC + "relay:Relay.put": "feed",
+    JOINING + "_replay": "replay",
+    JOINING + "_load": "replay",
+    ELASTIC + "mesh:Mesh.connect": "connect",
+    ELASTIC + "rendezvous:Rendezvous._compare": "compare",
+    ELASTIC + "members:Members.leave": "leave",
+}
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
@@ -79,14 +82,12 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
 
 
 def watch_phases(board: Board, number: int) -> Callable[[str], None]:
-    """Count the entries of every phase, and send this process the signal that is armed for one.
-    Returns what the training loop calls in its phases."""
+    """Send this process the signal that is armed for a phase. Returns what the training loop calls
+    in its phases."""
     slot, pid = board.slots[number], os.getpid()
 
     def enter(phase: str) -> None:
-        place = PHASES.index(phase)
-        slot.entries[place] += 1
-        if slot.phase != place + 1:
+        if slot.phase != PHASES.index(phase) + 1:
             return
         slot.entry -= 1
         if slot.entry > 0:
@@ -97,40 +98,28 @@ def watch_phases(board: Board, number: int) -> Callable[[str], None]:
                 other.phase = 0
         os.kill(pid, slot.signal)
 
-    def wrap(owner: Any, name: str, phase: str, *, after: bool = False) -> None:
+    def wrap(owner: type, name: str, phase: str) -> None:
         original = getattr(owner, name)
 
-        @functools.wraps(original)
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            if not after:
-                enter(phase)
-            result = original(*arguments, **options)
-            if after:
-                enter(phase)
+        async def awaited(*arguments: Any, **options: Any) -> Any:
+            result = await original(*arguments, **options)
+            enter(phase)
             return result
 
-        setattr(owner, name, wrapped)
+        def called(*arguments: Any, **options: Any) -> Any:
+            result = original(*arguments, **options)
+            enter(phase)
+            return result
 
-    for name in ("encode",):
-        wrap(Codec, name, "encode")
-    for name in ("decode", "decode_mean"):
-        wrap(Codec, name, "decode")
-    wrap(Transfer, "__init__", "send", after=True)  # what the kernel accepted is on its way
-    wrap(Collectives, "reduce_scatter", "reduce", after=True)
-    wrap(Collectives, "all_to_all", "reduce", after=True)
-    wrap(Messenger, "carry", "outer step", after=True)
-    for update in _subclasses(Update):
-        for name in ("combine", "fold"):
-            if name in update.__dict__:
-                wrap(update, name, "outer step")
-    wrap(Units, "complete", "complete", after=True)
-    wrap(Donor, "_state", "state")
-    wrap(Relay, "put", "feed", after=True)
-    wrap(Newcomer, "_replay", "replay")
-    wrap(Newcomer, "_load", "replay", after=True)
-    wrap(Mesh, "connect", "connect")
-    wrap(Rendezvous, "_compare", "compare")
-    wrap(Members, "leave", "leave")
+        wrapper = awaited if inspect.iscoroutinefunction(original) else called
+        setattr(owner, name, functools.wraps(original)(wrapper))
+
+    for place, phase in WRAPPED.items():
+        owner, _, name = place.rpartition(".")
+        wrap(pkgutil.resolve_name(owner), name, phase)
+    for update in (Update, *_subclasses(Update)):
+        for name in {"combine", "fold"} & set(vars(update)):
+            wrap(update, name, "outer step")
     return enter
 
 
@@ -139,43 +128,49 @@ def _subclasses(kind: type) -> list[type]:
     return [*found, *(s for each in found for s in _subclasses(each))]
 
 
-def train(job: Job, board: Board) -> None:
-    """Train until the board says stop."""
-    slot = board.slots[job.number]
-    slot.stage = STARTED
-    enter = watch_phases(board, job.number)
-    events = job.file("events").open("w", buffering=1)
+def disturb_beats(slot: Slot) -> None:
+    """Delay or lose this process's messages to the coordinator, as ``slot`` says."""
+    original, rng = Client.beat, random.Random()
 
-    def tell(event: str, **more: Any) -> None:
-        events.write(json.dumps({"event": event, "time": time.monotonic(), **more}) + "\n")
+    def beat(client: Client, said: Beat) -> None:
+        if slot.beats == LATE:
+            time.sleep(rng.uniform(0.0, 1.5))
+        if slot.beats == ALL_LOST or (slot.beats == SOME_LOST and rng.random() < 0.5):
+            return
+        original(client, said)
 
-    tell("start", pid=os.getpid())
-    digests = os.open(job.file("digests"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    Client.beat = beat  # type: ignore[method-assign]
+
+
+def make_model(enter: Callable[[str], None]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The same on all workers."""
     torch.manual_seed(0)
     first = torch.nn.Linear(20, 100)
-    model = torch.nn.Sequential(
-        first,
-        torch.nn.BatchNorm1d(100),
-        torch.nn.Tanh(),
-        torch.nn.Linear(100, 5),
-    )
+    rest = torch.nn.BatchNorm1d(100), torch.nn.Tanh(), torch.nn.Linear(100, 5)
+    model = torch.nn.Sequential(first, *rest)
     first.weight.register_hook(lambda gradient: enter("backward"))  # type: ignore[no-untyped-call]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # before laconic's hooks, which run what follows a step
     optimizer.register_step_post_hook(lambda *_: enter("inner step"))
-    elastic = laconic.Elastic(
-        job.coordinator, min_workers=job.min_workers, workers=job.workers, wait=WAIT
-    )
-    recipe = eval(job.recipe, {"laconic": laconic})
+    return model, optimizer
+
+
+def train(plan: Plan, number: int, coordinator: str, folder: Path, board: Board) -> None:
+    """Train until the board says stop."""
+    slot = board.slots[number]
+    slot.stage = STARTED
+    enter = watch_phases(board, number)
+    disturb_beats(slot)
+    model, optimizer = make_model(enter)
+    elastic = laconic.Elastic(coordinator, min_workers=plan.min_workers, workers=WORKERS, wait=WAIT)
+    recipe = eval(plan.recipe, {"laconic": laconic})
     sync = laconic.attach(model, optimizer, recipe, elastic=elastic, timeout=60)
     link = sync.driver.session.elastic
     assert link is not None
-    tell("ready", step=sync.step, workers=len(sync.view.workers), id=link.members.me.id)
-    sync.on_change(
-        lambda view: tell("view", epoch=view.epoch, workers=len(view.workers), step=sync.step)
-    )
-    generator = torch.Generator().manual_seed(job.number)
+    generator = torch.Generator().manual_seed(number)
     slot.stage = READY
+    slow = (folder / f"slow-{number}").open("w", buffering=1)
+    digests = (folder / f"digests-{number}").open("wb", buffering=0)
     while sync.step < board.stop:
         begin = time.monotonic()
         x = torch.randn(16, 20, generator=generator)
@@ -184,44 +179,27 @@ def train(job: Job, board: Board) -> None:
         loss.backward()
         optimizer.step()
         step = sync.step
-        if job.equal(step):
-            os.write(digests, struct.pack("q", step) + digest_of(model.parameters()))
-        if job.save and step % job.save == 0:
+        if plan.equal(step):
+            digests.write(struct.pack("q", step) + digest_of(model.parameters()))
+        if plan.save and step % plan.save == 0:
             enter("save")
-            laconic.save(job.folder / "checkpoint", model, optimizer)
+            laconic.save(folder / "checkpoint", model, optimizer)
         took = time.monotonic() - begin
         slot.step, slot.workers = step, len(sync.view.workers)
         slot.deadline = link.members.signs.deadline
         if took > SLOW_SECONDS:
-            tell("slow", begin=begin, seconds=round(took, 3), step=step)
+            slow.write(f"{begin} {took}\n")
         time.sleep(PACE)
     sync.finish()
-    slot.stage = DONE
     averaged = [b for b in model.buffers() if b.is_floating_point()]
-    digest = digest_of([*model.parameters(), *averaged]).hex()
-    tell("done", digest=digest, loss=loss.item(), step=sync.step)
+    digests.write(struct.pack("q", END) + digest_of([*model.parameters(), *averaged]))
+    slot.stage = DONE
 
 
-def run(job: Job, board: Board) -> None:
-    """Be this worker, in a fork, and end the process."""
-    code = 0
-    log = os.open(job.file("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+def run(plan: Plan, number: int, coordinator: str, folder: Path, board: Board) -> None:
+    """Be this worker, in a fork. SIGUSR1 shows what its threads do."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    try:
-        style = f"%(relativeCreated)d {job.number} %(message)s"
-        logging.basicConfig(level=logging.INFO, format=style, stream=sys.stderr)
-        train(job, board)
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    try:
-        atexit._run_exitfuncs()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+    style = f"%(relativeCreated)d {number} %(message)s"
+    logging.basicConfig(level=logging.INFO, format=style)
+    train(plan, number, coordinator, folder, board)

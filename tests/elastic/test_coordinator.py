@@ -3,13 +3,14 @@ no TLS, and what strangers hear. The workers are in this process."""
 
 from __future__ import annotations
 
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
@@ -90,6 +91,24 @@ def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_few_workers_come(start: Start) -> None:
     said = refused(start().port, workers=3, wait=2.0)
     assert "1 of 3 workers have come to the coordinator" in said and "start more workers" in said
+
+
+def test_a_worker_ends_before_it_has_read_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its system resets the connection then, which counts as closed."""
+    job_keys.turn_off(monkeypatch)
+    port, need = gloo.free_port(), leases.Need(1, None, None)
+    with closing(coordinator.Coordinator("127.0.0.1", port)) as served:
+        worker = client.Client("127.0.0.1", port, "job", member("a"), "a model", need)
+        worker.connect(None)
+        worker.beat(leases.Beat(lease=60.0))
+        stream = worker._stream
+        assert isinstance(stream, socket.socket) and select.select([stream], [], [], SECONDS)[0]
+        (lease,) = served._jobs["job"].leases.values()
+        stream.close()
+        until = time.monotonic() + SECONDS
+        while lease.closed is None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert lease.closed is not None
 
 
 # -- with TLS ----

@@ -264,6 +264,9 @@ class Coordinator:
                             self._decide()
                         client.send({})
             by_system = not line and self._is_present(client)
+        except (ConnectionResetError, BrokenPipeError):  # it ended before it had read all
+            by_system = self._is_present(client)
+            raise
         finally:
             if self._clients.get(client.at) is client:
                 present = self._is_present(client)
