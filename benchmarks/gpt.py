@@ -207,9 +207,8 @@ def train(
         return sum(losses) / len(validation), sent, ended
 
     runs = laconic.simulate(worker, workers=workers)
-    steps = iterations - iterations // 10
     return Trained(
         sum(loss for loss, _, _ in runs),
         fmean(sent for _, sent, _ in runs) / iterations,
-        (max(ended for _, _, ended in runs) - started) / steps,
+        (max(ended for _, _, ended in runs) - started) / (iterations - iterations // 10),
     )

@@ -22,8 +22,6 @@ from laconic.policy.candidates import turning
 from laconic.policy.facts import Facts
 from laconic.policy.predict import predict
 
-__all__ = ["PARTS"]
-
 SHAKESPEARE = Setting(layers=6, heads=6, width=384, block=256, batch=64, dropout=0.2, half=True)
 """nanoGPT's README: Shakespeare's characters on a GPU, 5,000 iterations, a loss of 1.4697."""
 ENGLISH = Setting(layers=12, heads=12, width=768, block=1024, batch=8, half=True, betas=(0.9, 0.95))

@@ -9,10 +9,8 @@ has the runs.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import matplotlib
@@ -112,9 +110,7 @@ def picture(found: dict[tuple[Network, str], Curve], theme: str) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.race.headline", description=__doc__)
-    parser.add_argument("--journal", type=Path, default=DOCS / "headline.jsonl")
-    found = curves(journal(parser.parse_args().journal).load())
+    found = curves(journal(DOCS / "headline.jsonl").load())
     for theme in THEMES:
         path = DOCS / f"headline_{theme}.svg"
         with matplotlib.rc_context(SETTINGS):

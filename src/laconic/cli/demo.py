@@ -20,10 +20,9 @@ WIDTH = 80
 INTRODUCTION = """\
 Four hosts that send 100 Mbit/s each are emulated on this machine. On them the same model is
 trained in {ways} ways, for {seconds:g} s each: a small transformer that learns Python code, byte
-by byte. Each host has 4 kB of code of its own. All begin with the same weights, get the same data,
-and use the same optimizer (AdamW). They differ only in how the hosts agree. Measured is the loss on
-code that is not trained on: lower is better. One after the other, with start and validation, they
-take about {minutes:.0f} minutes.
+by byte, from 4 kB for each host. All begin with the same weights, get the same data, and use the
+same optimizer (AdamW). They differ only in how the hosts agree. Measured is the loss on code that
+is not trained on: lower is better. With start and validation, they take {minutes:.0f} minutes.
 """
 OVERHEAD_SECONDS = 15.0
 """What each row takes besides training, on two cores."""
