@@ -68,12 +68,12 @@ class Scale:
 
     def ticks(self) -> list[float]:
         """Return round values between ``low`` and ``high``."""
-        if self.log:
+        if self.log and self.high > 5 * self.low:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)))
             found = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
             return [value for value in found if self.low <= value <= self.high]
-        power = 10 ** math.floor(math.log10((self.high - self.low) / 4))
-        step = next(f * power for f in (1, 2, 5, 10) if f * power >= (self.high - self.low) / 4)
+        power = 10 ** math.floor(math.log10((self.high - self.low) / 5))
+        step = next(f * power for f in (1, 2, 5, 10) if f * power >= (self.high - self.low) / 5)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return [number * step for number in range(first, last + 1)]
 
