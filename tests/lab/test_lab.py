@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -73,6 +74,10 @@ def until(condition: Callable[[], bool], seconds: float = 100.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def has_text(path: Path) -> bool:
+    return bool(path.read_bytes())
 
 
 def of_launcher(pid: int) -> list[psutil.Process]:
@@ -320,6 +325,8 @@ def test_a_lab_of_this_user_can_be_joined_and_one_that_another_user_feigns_canno
                 continue
             feigned = ["sh", "-s", *argv[2:]]
             with subprocess.Popen(feigned, stdin=subprocess.PIPE, user=user) as other:
+                place = Path(f"/proc/{other.pid}/cmdline")
+                until(partial(has_text, place))  # it may just begin its program
                 assert running().count(os.getpid()) == labs
                 other.communicate()
     assert os.getpid() not in running()
