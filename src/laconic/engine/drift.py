@@ -33,7 +33,7 @@ from laconic.tensors import is_sharded, local
 PART, PARTS = 2**14, 256
 """The least number of elements in a part, and the most parts. Gradients carry the digest of one
 part, and rounds, which are rarer, that of `OF_ROUND` parts."""
-OF_ROUND = 64
+OF_ROUND = 16
 
 
 def parts_of(tensors: Sequence[Tensor], first: int, count: int = 1) -> Iterator[Tensor]:
