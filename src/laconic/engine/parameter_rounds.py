@@ -206,7 +206,7 @@ class ParameterRunner:
         if self.exchange.communicates or self._replica.size > 1:
             pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
         else:  # not in the communication thread: a newcomer's donor has no record of it
-            pending = Pending.of(run_here(coroutine(lambda: job(one_by_one(self.link)))))
+            pending = Pending.of(run_here(None, coroutine(lambda: job(one_by_one(self.link)))))
         return InFlightBucket(channel, sent, pending)
 
     def _launch_varying(self, step: int) -> InFlightRound:

@@ -45,15 +45,11 @@ def coroutine(job: Callable[[], Job[T]]) -> Callable[[], T]:
     return cast("Callable[[], T]", job)
 
 
-def _do(preface: Callable[[], object] | None, job: Callable[[], T]) -> T:
-    """Run ``job`` after ``preface``, if there is one."""
+def run_here(preface: Callable[[], object] | None, job: Callable[[], T]) -> T:
+    """Run ``preface``, if there is one, and ``job``, perhaps a `coroutine`, to its end, in this
+    thread."""
     if preface is not None:
         preface()
-    return run_here(job)
-
-
-def run_here(job: Callable[[], T]) -> T:
-    """Run ``job``, which may be a `coroutine`, to its end in this thread."""
     result: Any = job()
     while isinstance(result, CoroutineType):
         try:
@@ -176,7 +172,7 @@ class CommThread:
         self._calls_here = not threaded or (self._accelerator is not None and queues)
         """Whether `call` runs its job in the caller's thread, on the caller's stream."""
         self._check = check
-        self._do = _do if around is None else lambda *job: around(partial(_do, *job))
+        self._do = run_here if around is None else lambda *job: around(partial(run_here, *job))
         self._interrupt = interrupt
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
