@@ -72,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.advisor.plan.report import plan
 
     if arguments.example:
+        if arguments.recipes or arguments.given != ("example",):
+            raise ValueError("--example prints a file, and nothing else: leave out the rest")
         print(fields.EXAMPLE, end="")
         return 0
     cluster, measured = _cluster(arguments)
@@ -117,6 +119,8 @@ def _cluster(arguments: argparse.Namespace) -> tuple[Cluster, Measured | None]:
         cluster = _described(arguments)
     if arguments.from_metrics is None:
         return cluster, None
+    for name in given(arguments, "--step-time --spread"):
+        raise ValueError(f"{name} is measured with --from-metrics: leave out one of the two")
     from laconic.advisor.plan.measured import calibrated
 
     return calibrated(cluster, arguments.from_metrics)
