@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.advisor.plan.report import plan
 
     if arguments.example:
-        if arguments.recipes or arguments.given != ("example",):
+        if arguments.recipes or {*arguments.given} - {"example", "recipes"}:
             raise ValueError("--example prints a file, and nothing else: leave out the rest")
         print(fields.EXAMPLE, end="")
         return 0
@@ -84,11 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(made.to_json())
         return 0
-    from rich.console import Console
+    from laconic.advisor.plan.show import text
 
-    from laconic.advisor.plan.show import show
-
-    show(made, Console())
+    print("\n".join(text(made)))
     if measured is not None:
         print(measured)
     return 0
