@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.links import Link, staged, tcp, torch_link
+from laconic.links import Link, tcp, torch_link
 from laconic.links.link import Parts
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
@@ -101,7 +101,6 @@ def brought(rank: int, size: int, on_stand_in: bool) -> list[bytes]:
     with ExitStack() as ending:
         if on_stand_in:
             to = ending.enter_context(late.device())
-            patched = ending.enter_context(pytest.MonkeyPatch.context())
             link = StagedLink(link, to)
             stream = late.LateAccelerator().new_stream(to)
             ending.enter_context(late.LateAccelerator().on_stream(stream))
