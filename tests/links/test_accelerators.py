@@ -116,7 +116,7 @@ def test_collectives_bring_the_same_bits_as_on_cpus(late_pool: gloo.Pool, size: 
 
 
 def calls(rank: int, name: str) -> int:
-    """How many copies between the device and the host, and points in a stream, a collective takes."""
+    """How many copies to and from the device, and points in a stream, a collective takes."""
     with late.device() as device, pytest.MonkeyPatch.context() as patched:
         count = [0]
 
