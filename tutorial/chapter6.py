@@ -52,8 +52,8 @@ print(machine())
 # The toy data, made harder: samples are distributed ordered by their target, so worker 0 sees only
 # small ones and worker 3 only large ones.
 #
-# A `Team` is all workers together. `team.x` is a matrix with a row of parameters for each, and
-# `team.g` has their gradients.
+# A `Team` is all workers together. `team.x` is a matrix with a row of parameters for each, `team.g`
+# has their gradients, and `team.train()` takes a step of each:
 
 # %% tags=["source"]
 show(Team.train, averaging.gradient_averaging, averaging.local_sgd)
@@ -102,8 +102,7 @@ torch.testing.assert_close(of_parameters.mean(0), of_gradients[0], rtol=0, atol=
 # **What to notice.**
 #
 # - SGD and momentum: the same parameters, although the workers' momenta differ widely. Momentum is
-#   a sum of gradients, and the mean of sums is the sum of means. With a longer period this no
-#   longer holds.
+#   a sum of gradients, and the mean of sums is the sum of means.
 # - AdamW divides by the root of a mean of squares, and the mean of quotients is not the quotient of
 #   means: it is a different algorithm.
 #
