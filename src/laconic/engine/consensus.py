@@ -31,31 +31,32 @@ from laconic.tensors import copies, local, reshard, restore, sums, with_mean
 
 @torch.no_grad()
 def write_consensus(run: RecipeRun, *, mean: bool = True, state: bool = False) -> None:
-    """Write the consensus into the model.
+    """Have every round come to rest, and write the consensus into the model. All ranks call it.
 
-    ``mean``: the mean over workers of x after `ParameterRunner.write_finished`; otherwise anchors
-    where rounds keep them, and the mean over workers of the rest. What no round is about, and x
-    where workers should not differ, is compared: see `_make_equal`. ``state``: average the
-    optimizer's state, too, where workers differ. That of optimizers with modes always is, since it
-    holds the weights of the other mode.
+    ``mean``: the mean over workers of x then; otherwise anchors where rounds keep them, and the
+    mean over workers of the rest. What no round is about, and x where workers should not differ, is
+    compared: see `_make_equal`. ``state``: average the optimizer's state, too, where workers
+    differ. That of optimizers with modes always is, since it holds the weights of the other mode.
     """
     optimizer = run.session.optimizer
-    _write_own(run, mean)
+    _write_own(run, mean, rest=True)
     with evaluation(optimizer):
         _write_mean(run, mean)
         if run.differ and (state or modal(optimizer)):
-            run.average_optimizer_state(Round(every(1), Average(), Mean(), optimizer_state))
+            r = Round(every(1), Average(), Mean(), optimizer_state)
+            ParameterRunner(r, run.session, run.scores).start(run.session.step)
 
 
-def _write_own(run: RecipeRun, mean: bool) -> None:
-    """Write what this worker contributes."""
+def _write_own(run: RecipeRun, mean: bool, *, rest: bool) -> None:
+    """Write what this worker contributes. ``rest``: the rounds go on from there; otherwise they do
+    not change."""
     session = run.session
     reshard(session.model)
     run.undo_before_step()
     for running in run.rounds:
-        running.write_finished(session.step)
+        (running.finish if rest else running.write_finished)(session.step)
     if run.quorum is not None:
-        run.quorum.catch_up(keep=False)
+        run.quorum.catch_up(keep=rest)
     for running in _anchored(run, mean):
         running.write_anchor(session.step)
 
@@ -127,7 +128,7 @@ def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
     try:
         with training_weights(session.optimizer):
             with torch.no_grad():
-                _write_own(run, mean)
+                _write_own(run, mean, rest=False)
             with evaluation(session.optimizer, session.params()):
                 with torch.no_grad():
                     _write_mean(run, mean, saved)
@@ -201,7 +202,6 @@ def switched(run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
     if not begun:
         session.call("switch()")
     with training_weights(session.optimizer):
-        run.finish()
         write_consensus(run, state=True)
     if run.differ:
         _align_optimizer_state(session)

@@ -246,7 +246,6 @@ class Driver:
             session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
             check_bool("mean", mean)
         with training_weights(session.optimizer):
-            run.finish()
             consensus.write_consensus(run, mean=mean)
         if session.elastic is not None:
             session.gather_json(None)  # after that all have it, and any may end

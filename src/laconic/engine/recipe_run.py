@@ -15,7 +15,6 @@ from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import (
     GradientRound,
     Recipe,
-    Round,
     describe,
     gradient_rounds,
     recipe_text,
@@ -109,23 +108,10 @@ class RecipeRun:
             running.set.add(new)
         session.note_order()
 
-    def average_optimizer_state(self, r: Round) -> None:
-        """Run ``r``, a round on the optimizer's state that this recipe does not have, once."""
-        ParameterRunner(r, self.session, self.scores).start(self.session.step)
-
     def detach(self) -> None:
         """Remove the gradient rounds' hooks."""
         for gradients in self.gradients:
             gradients.detach()
-
-    def finish(self) -> None:
-        """Have every round come to rest where the mean of x over workers counts next. All ranks
-        must call it."""
-        self.undo_before_step()
-        for running in self.rounds:
-            running.finish(self.session.step)
-        if self.quorum is not None:
-            self.quorum.catch_up(keep=True)
 
     def rebase(self) -> None:
         """x is the anchor on all workers now. All ranks must call it."""
