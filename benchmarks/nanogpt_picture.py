@@ -17,7 +17,7 @@ COLORS = {"none": "#8a9099", "Nesterov": "#c76a08", "Muon": "#00796b"}
 """Of the outer steps."""
 MARKERS = {"ddp()": "o", "ddp(codec='int4')": "s", "local_sgd": "^", "streaming_diloco": "D"}
 NAMES = {"ddp()": "ddp", "ddp(codec='int4')": "ddp, int4"}
-SETTINGS = {"svg.hashsalt": "laconic", "font.size": 10}
+SETTINGS = {"svg.hashsalt": "laconic", "svg.fonttype": "none", "font.size": 10}
 """Of matplotlib; the salt makes equal pictures equal files."""
 
 
@@ -43,7 +43,7 @@ def picture(rows: Sequence[dict[str, str]]) -> Figure:
                 color=COLORS[row["outer step"]],
                 label=f"{NAMES.get(base, base)}, {row['outer step']}",
             )
-        axes.set_xscale("log")
+        axes.set_xscale("log", subs=[])
         if head in rates:
             axes.set_xlim(SECONDS)
         axes.set_title(head, loc="left", fontsize=10)
