@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -103,17 +103,16 @@ class ParameterRunner:
         return f"{self.round.name} {after_step(step)}"
 
     def fresh(
-        self,
-        positions: Sequence[Sequence[int]],
-        link: Link | None = None,
-        replica: Link | None = None,
+        self, joined: Sequence[Sequence[Tensor]], links: Mapping[str, Link] | None = None
     ) -> ParameterRunner:
-        """A new runner, as if parameters had joined at these `ChannelSet.positions`; perhaps on the
-        rank of another run: over ``link``, in a worker of the ranks of ``replica``."""
-        made = ParameterRunner(self.round, link or self.link, self._session, self._scores, replica)
-        held = [p for group in self._session.held() for p in group]
-        for batch in positions:
-            made.set.add([held[k] for k in batch])
+        """A new runner, as if these parameters had ``joined`` x, one batch after the other; perhaps
+        on the rank of another run, over its ``links``."""
+        link, replica = self.link, None
+        if links is not None:
+            link, replica = links[self.round.over], links["replica"]
+        made = ParameterRunner(self.round, link, self._session, self._scores, replica)
+        for batch in joined:
+            made.set.add(batch)
         return made
 
     def become(self, other: ParameterRunner) -> None:

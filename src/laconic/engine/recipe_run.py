@@ -52,6 +52,8 @@ class RecipeRun:
         window = score_window(recipe)
         self.scores = Scores(session.params, window) if window else None
         self.rounds: list[ParameterRunner] = []
+        self.joined: list[list[Tensor]] = []
+        """The parameters in x, in the batches in which they joined it: those share buckets."""
         self.gradients: list[GradientRunner] = []
         self._differ = workers_differ(recipe)
         self.quorum: QuorumRounds | None = None
@@ -67,8 +69,7 @@ class RecipeRun:
             session.optimizer.keep_order()
         session.scratch.clear()  # of the recipe before this one
         self.rounds = [self._runner(r) for r in self._planned]
-        for running in self.rounds:
-            running.set.add(session.params())
+        self._add(session.params())
         if any(isinstance(r.exchange, QuorumMean) for r in self._planned):
             self.quorum = QuorumRounds(session, self.rounds)
 
@@ -111,9 +112,13 @@ class RecipeRun:
         session.join(new)
         if isinstance(session.optimizer, JointOptimizer):
             session.optimizer.keep_order()
-        for running in self.rounds:
-            running.set.add(new)
+        self._add(new)
         session.note_order()
+
+    def _add(self, params: list[Tensor]) -> None:
+        self.joined.append(params)
+        for running in self.rounds:
+            running.set.add(params)
 
     def average_optimizer_state(self, r: Round) -> None:
         """Run ``r``, a round on the optimizer's state that this recipe does not have, once."""
