@@ -31,9 +31,8 @@ from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Others, Saved, Source, States, difference, wide
-from laconic.engine.session import Session
+from laconic.engine.session import Session, Sets
 from laconic.links.agreement import agree
-from laconic.links.link import Link
 from laconic.links.simulated import idle_link
 from laconic.parts import module_buffers
 from laconic.tensors import copies, local, overwrite, restore
@@ -291,7 +290,7 @@ class _Mean:
             self.value.add_(difference(x, self.value), alpha=weight / self._total)
 
 
-def _idle_links(part: Saved, sharded: bool) -> dict[str, Link]:
+def _idle_links(part: Saved, sharded: bool) -> Sets:
     """Links by named set of ranks, which know their size, and the place of the rank that saved
     ``part``: ranks were in workers of consecutive ones, and those in groups. ``sharded``: each rank
     of a worker had a shard of the model."""

@@ -26,8 +26,8 @@ from laconic.engine.comparison import digest
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.messages import Difference, InFlightBucket, InFlightRound
 from laconic.engine.parameter_rounds import ParameterRunner
+from laconic.engine.session import Sets
 from laconic.links.comm_thread import Pending
-from laconic.links.link import Link
 from laconic.tensors import local
 from laconic.tensors import parts as plain_parts
 
@@ -210,7 +210,7 @@ def loaded(
     parts: Sequence[Saved],
     joined: Sequence[Sequence[Tensor]],
     source: Source,
-    links: Mapping[str, Link] | None = None,
+    links: Sets | None = None,
 ) -> ParameterRunner:
     """Return a runner like ``running``, which may be on the rank of another run (``links``: see
     `ParameterRunner.fresh`), with the results of `round_state` from ``source``. Those of `Others`
