@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -19,7 +19,7 @@ from laconic.engine.channel import Channel
 from laconic.engine.driver import Driver
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.reports import Reports
-from laconic.engine.saved_state import Stateful, checksum
+from laconic.engine.saved_state import Runner, Stateful, checksum
 from laconic.engine.session import Session
 from laconic.errors import LinkError, after_step
 from laconic.links.calls import GRADIENTS, Call
@@ -30,7 +30,7 @@ from laconic.tensors import plain
 
 log = logging.getLogger("laconic")
 
-RESIDUALS = "residual", "lag"
+RESIDUALS = RESIDUAL, LAG = "residual", "lag"
 """What a worker has left out of its own messages, in the state of an exchange. A newcomer has left
 out nothing."""
 LEFT = 128 + signal.SIGTERM
@@ -210,16 +210,17 @@ class Donor:
     def _state(self) -> dict[str, Any]:
         session = self._driver.session
         session.comm.drain()
-        state = {
-            "model": session.model.state_dict(),
-            "optimizer": session.bound.state_dict(),
-            "sync": self._driver.state_dict(),
-            "others": self._read_others() or {},
-            "policy": self._policy(),
-        }
-        copied = {name: plain_copy(value) for name, value in state.items()}
-        leave_out_residuals(copied["sync"])
-        return copied
+        state: dict[str, Any] = plain_copy(
+            {
+                "model": session.model.state_dict(),
+                "optimizer": session.bound.state_dict(),
+                "sync": self._driver.state_dict(),
+                "others": self._read_others() or {},
+                "policy": self._policy(),
+            }
+        )
+        leave_out_residuals(state["sync"])
+        return state
 
 
 def leave_out_residuals(sync: Mapping[str, Any]) -> None:
@@ -248,7 +249,7 @@ def digest_of(session: Session) -> int:
     states = session.bound.state
     own = [states.get(p, {}) for p in session.params()]
     tensors = [t for state in own for _, t in sorted(state.items()) if isinstance(t, Tensor)]
-    return 1 + checksum([*session.params(), *tensors])
+    return checksum([*session.params(), *tensors])
 
 
 def steps_before(call: Call) -> int:
@@ -262,18 +263,10 @@ def silent_channels(run: RecipeRun) -> list[Channel]:
     return [channel for running in silent for channel in running.channels]
 
 
-LAG, RESIDUAL = "lag", "residual"
-
-
-def _channels(driver: Driver) -> Iterator[tuple[str, Channel, str | None]]:
-    """Every channel with a name, and the name of its push weight."""
-    run = driver.run
-    for running in run.rounds:
-        for index, channel in enumerate(running.channels):
-            yield f"{running.round.name} {index}", channel, running.round.update.weight
-    for number, gradients in enumerate(run.gradients):
-        for index, channel in enumerate(gradients.channels):
-            yield f"gradients {number} {index}", channel, None
+def channels_of(run: RecipeRun) -> list[tuple[Channel, str | None]]:
+    """Every channel, with the name of its push weight."""
+    rounds: list[Runner] = [*run.rounds, *run.gradients]
+    return [(channel, r.round.update.weight) for r in rounds for channel in r.channels]
 
 
 def held_alone(driver: Driver) -> dict[str, Any]:
@@ -283,18 +276,14 @@ def held_alone(driver: Driver) -> dict[str, Any]:
         if running.round.update.weight is not None:
             running.fold_due(driver.session.step, early=True)
     held: dict[str, Any] = {}
-    for name, channel, weight in _channels(driver):
-        slots = channel.exchange.slots
-        own = {
-            k: t.to("cpu", copy=True)
-            for k, t in channel.exchange_state.items()
-            if slots.get(k) == "pooled"
-        }
+    for index, (channel, weight) in enumerate(channels_of(driver.run)):
+        slots, state = channel.exchange.slots, channel.exchange_state
+        own = {k: t.to("cpu", copy=True) for k, t in state.items() if slots.get(k) == "pooled"}
         if weight is not None:
             own["x"] = channel.bucket.pack(channel.bucket.empty()).cpu()
             own["w"] = channel.state[weight].clone()
         if own:
-            held[name] = own
+            held[str(index)] = own
     return held
 
 
@@ -308,8 +297,9 @@ def take_over(driver: Driver, held: dict[str, Any], workers: int) -> None:
     the mean's coding error (``lag``) counts fully: the other one adds it times n - 1. With push
     weights it takes over all of x and w: z = (w*z + w'*z')/(w + w'), so the mean over workers
     stays."""
-    for name, channel, weight in _channels(driver):
-        other = {slot: _on_device(t, channel) for slot, t in held.get(name, {}).items()}
+    for index, (channel, weight) in enumerate(channels_of(driver.run)):
+        device, given = channel.bucket.device, held.get(str(index), {})
+        other = {slot: t.to(device) if t.dim() else t for slot, t in given.items()}
         with channel.states() as (own, state):
             for slot, tensor in other.items():
                 if slot == LAG and RESIDUAL in state:
@@ -322,7 +312,3 @@ def take_over(driver: Driver, held: dict[str, Any], workers: int) -> None:
                 x.mul_(w / (w + more)).add_(other["x"], alpha=more / (w + more))
                 channel.bucket.unpack(x)
                 own[weight].fill_(w + more)
-
-
-def _on_device(t: Tensor, channel: Channel) -> Tensor:
-    return t.to(channel.bucket.device) if t.dim() else t

@@ -26,7 +26,13 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from laconic.engine.donor import RESIDUALS, digest_of, silent_channels, steps_before
+from laconic.engine.donor import (
+    RESIDUALS,
+    channels_of,
+    digest_of,
+    silent_channels,
+    steps_before,
+)
 from laconic.engine.driver import Driver
 from laconic.engine.joint_optimizer import members
 from laconic.engine.saved_state import Stateful
@@ -291,18 +297,12 @@ class Newcomer:
             self._others[name].load_state_dict(state)
         if start.policy is not None:
             self._follow_policy(start.policy)
-        run = self._driver.run
-        channels = [c for r in run.rounds for c in r.channels]
-        channels += [c for g in run.gradients for c in g.channels]
-        for channel in channels:
-            for name in RESIDUALS:
-                if name in channel.exchange_state:
-                    channel.exchange_state[name].zero_()
+        for channel, weight in channels_of(self._driver.run):
+            for name in channel.exchange_state.keys() & RESIDUALS:
+                channel.exchange_state[name].zero_()
+            if weight is not None:
+                channel.state[weight].fill_(1.0)
         for running in self._driver.run.rounds:
-            weight = running.round.update.weight
-            for channel in running.channels:
-                if weight is not None:
-                    channel.state[weight].fill_(1.0)
             running.present = start.present
         self._link.take_part_from(start)
         session = self._driver.session

@@ -90,14 +90,13 @@ class ParameterRunner:
         return f"{self.round.name} {after_step(step)}"
 
     def fresh(
-        self, positions: Sequence[Sequence[int]], links: Sets | None = None
+        self, joined: Sequence[Sequence[Tensor]], links: Sets | None = None
     ) -> ParameterRunner:
-        """A new runner, as if parameters had joined at these `ChannelSet.positions`; perhaps on the
-        rank of another run, over its ``links``."""
+        """A new runner, as if these parameters had ``joined`` x, one batch after the other; perhaps
+        on the rank of another run, over its ``links``."""
         made = ParameterRunner(self.round, self._session, self._scores, links or self._links)
-        held = [p for group in self._session.held() for p in group]
-        for batch in positions:
-            made.set.add([held[k] for k in batch])
+        for batch in joined:
+            made.set.add(batch)
         return made
 
     def become(self, other: ParameterRunner) -> None:
