@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -24,9 +24,10 @@ from laconic.engine.session import Session
 from laconic.errors import LinkError, after_step
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.link import ElasticLink, Settings
+from laconic.links.elastic.rank_link import RankLink
 from laconic.links.elastic.relay import numbers_of
 from laconic.links.elastic.relay_frames import Bequest, Snapshot, StepSettings
-from laconic.tensors import plain
+from laconic.tensors import local, plain
 
 log = logging.getLogger("laconic")
 
@@ -42,13 +43,17 @@ policy hands over."""
 
 class Donor:
     """Sends the state of ``driver`` to newcomers that ask for it, with that of the ``others``, the
-    user's objects."""
+    user's objects. In a worker of several ranks, rank 0 does so for all, and all leave together."""
 
     def __init__(
-        self, driver: Driver, link: ElasticLink, reports: Reports, others: Mapping[str, Stateful]
+        self,
+        driver: Driver,
+        link: ElasticLink | RankLink,
+        reports: Reports,
+        others: Mapping[str, Stateful],
     ) -> None:
         self._driver, self._link, self._reports = driver, link, reports
-        self._others = others
+        self._others, self._inside = others, driver.session.inside
         self._settings: dict[int, _Settings] = {}
         """By the number of steps before the one that begins with them."""
         self._rounds = 0
@@ -96,7 +101,8 @@ class Donor:
 
     def _failed(self, error: BaseException) -> None:
         """The training has ended by ``error``. After SIGTERM this worker leaves all the same."""
-        if self._leaving and isinstance(error, Exception) and not isinstance(error, LinkError):
+        leaves = self._leaving and self._inside.size == 1  # other ranks would have to leave, too
+        if leaves and isinstance(error, Exception) and not isinstance(error, LinkError):
             log.warning("after SIGTERM: %s: %s", type(error).__name__, error)
             self._leave_run()
 
@@ -155,7 +161,7 @@ class Donor:
                 "optimizer": session.bound.state_dict(),
                 "outer": [dict(channel.state) for channel in silent_channels(run)],
             }
-            return Snapshot(session.step, plain_copy(values))
+            return Snapshot(session.step, [plain_copy(values)])
 
         return (digest_of(session), *self._settings_now(self._copy_others())), state
 
@@ -166,30 +172,42 @@ class Donor:
         began = rounds > self._rounds or self._driver.run.averages_gradients(session.step)
         self._rounds = rounds
         self._reports.after_step(session.comm.latest() if began else None)
-        if self._leaving or self._link.reception.leaves(session.step):
+        reception, inside = self._link.reception, self._inside
+        leaves = self._leaving or reception.leaves(session.step)
+        bequests = [] if leaves else reception.bequests(session.step)
+        callers = [] if leaves else reception.callers(session.step)
+        left, inherits, called = inside.any(bool(leaves), bool(bequests), bool(callers))
+        if left:
             self._leave_run()
-        for id, received in self._link.reception.bequests(session.step):
-            session.comm.drain()
-            take_over(self._driver, received.held, received.workers)
-            self._link.units.note({"from": id, "step": session.step})
-        callers = self._link.reception.callers(session.step)
-        snapshot = Snapshot(session.step, self._state()) if callers else None
-        for relay in callers:
-            assert snapshot is not None
-            self._link.relays.append(relay)
-            relay.begin(snapshot)
-            log.info("sending the state %s to a newcomer", after_step(self._driver.session.step))
+        if inherits:
+            self._take_over(bequests)
+        if called:
+            snapshot = self._snapshot()
+            for relay in callers:
+                self._link.relays.append(relay)
+                relay.begin(snapshot)
+                log.info("sending the state %s to a newcomer", after_step(session.step))
+
+    def _take_over(self, bequests: Sequence[tuple[str, Bequest]]) -> None:
+        """Take over what workers that have left held, each rank that of the same rank."""
+        self._driver.session.comm.drain()
+        ranks = range(self._inside.size)
+        by_rank = [[[b.held[r], b.workers] for _, b in bequests] for r in ranks]
+        for held, workers in self._inside.deal(by_rank if bequests else None):
+            take_over(self._driver, held, workers)
+        for id, _ in bequests:
+            self._link.units.note({"from": id, "step": self._driver.session.step})
 
     def _leave_run(self) -> None:
         session, link = self._driver.session, self._link
         session.comm.drain()
         active, me, step = link.units.active, link.units.me, session.step
         place = active.index(me) if me in active else 0
-        held = held_alone(self._driver)
+        held = self._inside.collect(held_alone(self._driver))
         self._reports.leave()
         link.units.note({"left": step})
         link.members.leave()
-        if held:
+        if any(held):
             heirs = [*active[place + 1 :], *active[:place]]
             link.reception.bequeath(Bequest(held, len(active)), heirs, step)
         link.close()
@@ -204,8 +222,14 @@ class Donor:
     def _send_state(self) -> None:
         """Newcomers repeat rounds only: they begin again with the state that `finish` or a change
         of recipe has left."""
-        for relay in self._link.relays:
-            relay.put(Snapshot(self._driver.session.step, self._state()))
+        if self._inside.any(bool(self._link.relays))[0]:
+            snapshot = self._snapshot()
+            for relay in self._link.relays:
+                relay.put(snapshot)
+
+    def _snapshot(self) -> Snapshot:
+        """The state of all ranks, on rank 0."""
+        return Snapshot(self._driver.session.step, self._inside.collect(self._state()))
 
     def _state(self) -> dict[str, Any]:
         session = self._driver.session
@@ -236,7 +260,7 @@ def leave_out_residuals(sync: Mapping[str, Any]) -> None:
 def plain_copy(state: Any) -> Any:
     """A copy of ``state`` as it is sent to another worker, in host memory."""
     if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
+        return local(state).to("cpu", copy=True)
     if isinstance(state, Mapping):
         return {key: plain_copy(item) for key, item in state.items()}
     if isinstance(state, (list, tuple)):

@@ -311,7 +311,7 @@ class GradientRunner:
         gradient, and for frozen ones, which may have a residual."""
         found = set[int]().union(*(channel.nonzero() for channel in self.channels))
         doubtful = [p for p in self._params if id(p) not in found or not p.requires_grad]
-        if not doubtful:
+        if not self._session.inside.any(bool(doubtful))[0]:
             return set()
         had = torch.tensor([float(p.grad is not None) for p in doubtful])
         had = had.to(self.channels[0].bucket.device)

@@ -124,14 +124,24 @@ class ParameterRunner:
                 for segment in channel.bucket.segments:
                     forget(self._session.bound, segment.tensor)
 
-    def _to_send(self, groups: Sequence[dict[str, Tensor]]) -> list[list[Tensor]]:
+    def _to_send(self, groups: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Of tensors that come and go, those that all ranks have; of buffers, whose mean this is
         about, only those that differ."""
         differing = self.round.part is module_buffers
         if differing and self._replica.size > 1:
             self._equalize(groups)
-        found = held_by_all(self.link, groups, differing=differing)
-        return [list(group.values()) for group in found]
+        return held_by_all(self.link, groups, differing=differing)
+
+    def _with_other_ranks(
+        self, groups: Sequence[dict[str, Tensor]], found: Sequence[dict[str, Tensor]]
+    ) -> list[list[Tensor]]:
+        """What was ``found`` of ``groups`` on any rank of this worker: all send the same."""
+        own = [f"{number} {name}" for number, group in enumerate(found) for name in group]
+        names = self._session.inside.union(own)
+        return [
+            [t for name, t in group.items() if f"{number} {name}" in names]
+            for number, group in enumerate(groups)
+        ]
 
     def _equalize(self, groups: Sequence[dict[str, Tensor]]) -> None:
         """Give the ranks of this worker, which share its messages, the mean of their buffers."""
@@ -155,8 +165,9 @@ class ParameterRunner:
         if self.set.vary:
             if delay and self._can_select_later:
                 return self._launch_varying(step)
-            job = partial(self._to_send, self.set.varying())
-            self.set.replace(self._session.comm.call(job, label))
+            groups = self.set.varying()
+            found = self._session.comm.call(partial(self._to_send, groups), label)
+            self.set.replace(self._with_other_ranks(groups, found))
         together = self._overlap.use(len(self.channels))
         if not delay:
             sent = self._sent_in_turn(step, AHEAD if together else 0)
@@ -194,7 +205,8 @@ class ParameterRunner:
 
         async def send() -> list[InFlightBucket]:
             found = []
-            for channel in self.set.cut(self._to_send(copies)):
+            groups = [list(group.values()) for group in self._to_send(copies)]
+            for channel in self.set.cut(groups):
                 at_work = self.link.size, self.link.rank
                 clock = messenger.clock(channel.bucket, step, executed, at_work)
                 carry, sent = messenger.message(channel, clock, channel.bucket.empty())
