@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import connect, frames, strangers, tls
+from laconic.links import connect, frames, talks, tls
 from laconic.links.addresses import Address
 from laconic.links.collectives import Collectives
 from laconic.links.connections import Connections
@@ -68,7 +68,7 @@ def test_ranks_connect_and_agree(
     job_keys.turn_off(monkeypatch)
     if encrypted:
         job_keys.turn_on(monkeypatch, jobs.one)
-    monkeypatch.setattr(strangers, "_reasons", set())
+    monkeypatch.setattr(talks, "_reasons", set())
     certificates = EVERYBODY if encrypted else (RAW,)
     wires = [Wire(rank, "127.0.0.1", 100, range(3)) for rank in range(3)]
     addresses = [wire.address for wire in wires]

@@ -62,7 +62,7 @@ class Connecting:
         self._callers = set(range(self._rank + 1, len(addresses)))
         check_at = time.monotonic() + self._check_seconds
         talks = Talks()
-        talks.serve(server, self._answer, HELLO_SECONDS, self._answered)
+        talks.serve([server], self._answer, HELLO_SECONDS, self._answered)
         try:
             while missing := self.missing:
                 now = time.monotonic()

@@ -28,7 +28,7 @@ from laconic.links import congestion, forks, handshake, tls
 from laconic.links.addresses import Address, listen
 from laconic.links.calls import Call, CallPosition
 from laconic.links.handshake import KEY_BYTES, MOST_BYTES
-from laconic.links.talks import Talk, Talks
+from laconic.links.talks import Service, Talk, Talks
 from laconic.links.texts import clean
 
 PURPOSE = b"beacon"
@@ -231,16 +231,16 @@ class Beacon:
     def __init__(self, host: str | None = None) -> None:
         tls.contexts()  # what is wrong with variables is raised here, and not in a thread
         congestion.chosen()
-        self._server, self._host = listen(host)
-        self._port = int(self._server.getsockname()[1])
-        self._closed = False
+        server, self._host = listen(host)
+        self._port = int(server.getsockname()[1])
         self.status = "starting"
         self.links: dict[str, LinkRecord] = {}
         self._since = time.monotonic()
         self._general: dict[bytes, str] = {}
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="laconic-beacon")
-        self._thread.start()
+        at = "laconic-beacon", [server], self._exchange, ANSWER_SECONDS, self._answered
+        self._service = Service(*at)
+        self._service.open()
         # of multiprocessing, whose processes do not run what atexit has
         multiprocessing.util.Finalize(None, self.announce_exit, exitpriority=0)
 
@@ -276,20 +276,9 @@ class Beacon:
                 asked += [(a, *at) for r, a in link.others.items() if r not in link.left]
         ask_each(asked, ANSWER_SECONDS)
 
-    def _serve(self) -> None:
-        talks = Talks()
-        talks.serve(self._server, self._exchange, ANSWER_SECONDS, self._answered)
-        while not self._closed:
-            talks.turn()
-        talks.close()
-        self._server.close()
-
     def close(self) -> None:
         """Answer nobody from now on."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join(ANSWER_SECONDS)
+        self._service.close()
 
     def _exchange(self) -> handshake.Exchange:
         return handshake.answer(PURPOSE, self._secret_of, self._reply)
@@ -300,10 +289,7 @@ class Beacon:
 
     def _reply(self, hello: handshake.Hello, text: bytes) -> bytes:
         link = self.links[hello.key.hex()]
-        try:
-            request = Request.unpack(text)
-        except ValueError as error:
-            raise handshake.RefusedError(str(error)) from None
+        request = Request.unpack(text)
         if request.verdict is not None:
             link.adopt(request.verdict)
         if request.left is not None:
