@@ -14,7 +14,6 @@ from laconic.links import cost
 from laconic.links.calls import Call
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink, Blocking, Job, Link, Parts, Sent, T, one_by_one
-from laconic.links.quorum.port import Port, no_quorum
 
 
 def size_of(x: Tensor) -> int:
@@ -88,10 +87,6 @@ class Wrapped(Blocking, Around):
     def like(self, link: Link) -> Link:
         """``link``, wrapped as this one is."""
         raise NotImplementedError
-
-    def around_port(self, port: Port) -> Port:
-        """``port``, wrapped as this link is. Raises ``ValueError`` if this link cannot do so."""
-        raise no_quorum(self)
 
     @property
     def overlapping(self) -> AsyncLink | None:
