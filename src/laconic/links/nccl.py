@@ -100,10 +100,6 @@ class NcclLink(Quiet):
             dist.destroy_process_group(self._group)
             del self._group  # torch closes its connections once nobody holds it
 
-    def abort(self) -> None:
-        """As `close`, though a collective may be under way that never ends."""
-        self._group.abort()
-
     @contextmanager
     def _blaming(self) -> Iterator[None]:
         """A context for collectives: an error of torch's inside names the ranks to blame."""
