@@ -26,7 +26,6 @@ from laconic.links.elastic.relay import (
     call_donor,
 )
 from laconic.links.elastic.relay_frames import Bequest
-from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import View
 from laconic.links.talks import Service, Talk
@@ -125,7 +124,7 @@ class Reception:
         if _NOT_SENT is not None:  # else the kernel takes in MiB, and sends them beside a round
             with contextlib.suppress(OSError):  # it has ended already
                 talk.connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, PIECE)
-        self._waiting.put(Relay(hello.members[0], stream, self._members.add, Turns(self._units)))
+        self._waiting.put(Relay(hello.members[0], stream, self._members.add, self._units))
 
     def _inherit(self, id: str, stream: Stream) -> None:
         try:
