@@ -8,6 +8,7 @@ one order of collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import coroutine
@@ -61,18 +62,29 @@ class Parts:
         return (slice(a, b) for a, b in pairwise((0, *self.ends)))
 
     def fill_all(self, rows: Sequence[int]) -> None:
-        """Fill all parts of the rows for these ranks. For links that send all at once."""
+        """Fill all parts of the rows for these ranks."""
         if self.fill is not None:
             for part in self:
                 for r in rows:
                     self.fill(r, part)
 
     def use_all(self, rows: Sequence[int]) -> None:
-        """Use all parts of these ranks' rows. For links that receive all at once."""
+        """Use all parts of these ranks' rows."""
         if self.use is not None:
             for part in self:
                 for r in rows:
                     self.use(r, part)
+
+
+@contextmanager
+def at_once(parts: Parts | None, sends: Sequence[int], brings: Sequence[int]) -> Iterator[None]:
+    """A context for links that send all at once, and receive all at once: fills all ``parts`` of
+    the rows ``sends`` before, and uses those of ``brings`` afterward."""
+    if parts is not None:
+        parts.fill_all(sends)
+    yield
+    if parts is not None:
+        parts.use_all(brings)
 
 
 class Sent(NamedTuple):

@@ -123,8 +123,8 @@ class Metered(Wrapped):
 
     def check(self) -> None:
         with self.ledger.watched():
-            super().check()
+            self.link.check()
 
     def check_peers(self) -> None:
         with self.ledger.watched():
-            super().check_peers()
+            self.link.check_peers()

@@ -22,7 +22,7 @@ from torch import Tensor
 from laconic.buckets import Scratch
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
-from laconic.links.link import Link, Parts, Quiet, arrivals, hops
+from laconic.links.link import Link, Parts, Quiet, arrivals, at_once, hops
 from laconic.links.tcp import gather_over, takes_cpu
 from laconic.tensors import mean_in_rank_order, state_dtype
 
@@ -183,25 +183,19 @@ class NcclLink(Quiet):
     ) -> None:
         slices = list(out.view(owners or self.size, -1).unbind())
         order = [r for r in arrivals(self.rank, self.size) if r < len(slices)]
-        if parts is not None:
-            parts.fill_all([r for r in order if r == self.rank])
-        if len(slices) < self.size:
+        with at_once(parts, [r for r in order if r == self.rank], order):
+            if len(slices) == self.size:
+                all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+                self._run(all_gather, out, mine.to(out.dtype))
+                return
             for r, piece in enumerate(slices):
                 if r == self.rank:
                     piece.copy_(mine)
                 self.broadcast(piece, r)
-        else:
-            all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            self._run(all_gather, out, mine.to(out.dtype))
-        if parts is not None:
-            parts.use_all(order)
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        if parts is not None:
-            parts.fill_all(hops(self.rank, self.size))
-        self._run(dist.all_to_all_single, out, x)
-        if parts is not None:
-            parts.use_all(arrivals(self.rank, self.size))
+        with at_once(parts, hops(self.rank, self.size), arrivals(self.rank, self.size)):
+            self._run(dist.all_to_all_single, out, x)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         if self._only_on_device(x, partial(self.broadcast, root=root)):

@@ -188,9 +188,9 @@ class _AsyncStaged:
             return
         rows = out.view(owners or self.size, -1)
         order = [r for r in arrivals(self.rank, self.size) if r < len(rows)]
-        if parts is not None:
-            parts.fill_all([r for r in order if r == self.rank])
         own = [self.rank] if self.rank in order else []
+        if parts is not None:
+            parts.fill_all(own)
         if own and mine.data_ptr() != rows[self.rank].data_ptr():
             rows[self.rank].copy_(mine)
         with self._link.memory.borrow(out.numel(), out.dtype) as host:

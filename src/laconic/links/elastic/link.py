@@ -29,7 +29,7 @@ from laconic.links.elastic.replay import Replay, like
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
 from laconic.links.health import shown
-from laconic.links.link import Parts, Quiet, Sent
+from laconic.links.link import Parts, Quiet, Sent, at_once
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
@@ -249,8 +249,6 @@ class ElasticLink(Quiet):
     def mean(self, x: Tensor, parts: Parts | None = None) -> None:
         n = self.size
         rows, each = range(n) if x.numel() % n == 0 else [0], -(-x.numel() // n)
-        if parts is not None:
-            parts.fill_all(rows)
 
         def run(link: Everyone) -> Tensor:
             padded = torch.nn.functional.pad(x.reshape(-1), (0, n * each - x.numel()))
@@ -261,13 +259,12 @@ class ElasticLink(Quiet):
             self.units.outcome = Outcome(output)
             return output
 
-        if self.replaying:
-            self.replay.mean(x)
-        else:
+        with at_once(parts, rows, rows):
+            if self.replaying:
+                self.replay.mean(x)
+                return
             output = self._collective(run, lambda outcome: like(outcome.output, x, n * each))
             x.copy_(output[: x.numel()].view(x.shape))
-        if parts is not None:
-            parts.use_all(rows)
 
     def reduce_scatter(
         self, x: Tensor, owners: int | None = None, parts: Parts | None = None
