@@ -109,12 +109,10 @@ class AsyncLink(Protocol):
     def size(self) -> int:
         """As `Link.size`."""
 
-    async def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+    async def mean(self, x: Tensor) -> None:
         """As `Link.mean`."""
 
-    async def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
+    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         """As `Link.reduce_scatter`."""
 
     async def all_gather(
@@ -226,19 +224,14 @@ class Link(Protocol):
         """Tell the other ranks, when they ask, that this one makes no more calls, and, if
         ``broken``, that it does not complete the last one."""
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        """``x <- mean over ranks of x``, in place; the same bits on every rank. ``parts`` of the n
-        slices of x are filled and used, if n divides its length; else all of x is one part of one
-        row, number 0."""
+    def mean(self, x: Tensor) -> None:
+        """``x <- mean over ranks of x``, in place; the same bits on every rank."""
 
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         """Cut ``x`` into ``owners`` slices (None: n), and return the mean over ranks of slice
         ``rank``; an empty tensor on the ranks from ``owners`` on. Sums in float32 at least.
         Overwrites ``x``. The result belongs to the link or is a view of x, and is valid until the
-        next call. The length of x is a multiple of ``owners``, which is at most n. ``parts`` of
-        the owners' slices are filled."""
+        next call. The length of x is a multiple of ``owners``, which is at most n."""
 
     def all_gather(
         self,

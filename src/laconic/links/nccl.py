@@ -121,8 +121,7 @@ class NcclLink(Quiet):
 
     # -- collectives ----
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        assert parts is None, "it stages nothing"
+    def mean(self, x: Tensor) -> None:
         if self.size == 1:
             return
         if self._only_on_device(x, self.mean):
@@ -140,10 +139,7 @@ class NcclLink(Quiet):
             self._run(dist.all_reduce, x)
             x.div_(self.size)
 
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
-        assert parts is None, "it stages nothing"
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         op, slices = dist.ReduceOp.AVG, x.view(owners or self.size, -1).unbind()
         if state_dtype(x.dtype) != x.dtype:
             if len(slices) == self.size:

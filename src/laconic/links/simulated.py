@@ -268,14 +268,10 @@ class SimulatedLink(Quiet):
     def digests(self) -> Sequence[int]:
         return self._digests
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        assert parts is None, "it stages nothing"
+    def mean(self, x: Tensor) -> None:
         x.copy_(self._join("mean", x, mean_in_rank_order))
 
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
-        assert parts is None, "it stages nothing"
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         mean = self._join("reduce_scatter", x, mean_in_rank_order)
         owners = owners or self.size
         own = mean.view(owners, -1)[self.rank] if self.rank < owners else mean[:0]

@@ -92,15 +92,13 @@ class _WrappedAsync:
         self._inner, self._wrapped = inner, wrapped
         self.rank, self.size = inner.rank, inner.size
 
-    async def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+    async def mean(self, x: Tensor) -> None:
         amount = cost.mean(size_of(x), self.size, x.numel() % self.size == 0)
-        await self._around("mean", amount, amount.bytes, self._inner.mean(x, parts))
+        await self._around("mean", amount, amount.bytes, self._inner.mean(x))
 
-    async def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
+    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         sends, brings = self._to_and_from(size_of(x), owners)
-        job = self._inner.reduce_scatter(x, owners, parts)
+        job = self._inner.reduce_scatter(x, owners)
         return await self._around("reduce_scatter", sends, brings.bytes, job)
 
     async def all_gather(

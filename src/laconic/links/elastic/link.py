@@ -29,7 +29,7 @@ from laconic.links.elastic.replay import Replay, like
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
 from laconic.links.health import shown
-from laconic.links.link import Parts, Quiet, Sent, at_once
+from laconic.links.link import Parts, Quiet, Sent
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
@@ -246,9 +246,9 @@ class ElasticLink(Quiet):
 
     # -- collectives ----
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+    def mean(self, x: Tensor) -> None:
         n = self.size
-        rows, each = range(n) if x.numel() % n == 0 else [0], -(-x.numel() // n)
+        each = -(-x.numel() // n)
 
         def run(link: Everyone) -> Tensor:
             padded = torch.nn.functional.pad(x.reshape(-1), (0, n * each - x.numel()))
@@ -259,16 +259,13 @@ class ElasticLink(Quiet):
             self.units.outcome = Outcome(output)
             return output
 
-        with at_once(parts, rows, rows):
-            if self.replaying:
-                self.replay.mean(x)
-                return
-            output = self._collective(run, lambda outcome: like(outcome.output, x, n * each))
-            x.copy_(output[: x.numel()].view(x.shape))
+        if self.replaying:
+            self.replay.mean(x)
+            return
+        output = self._collective(run, lambda outcome: like(outcome.output, x, n * each))
+        x.copy_(output[: x.numel()].view(x.shape))
 
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         raise ValueError("a worker of an elastic run owns no part of the outer state: use mean")
 
     def all_gather(
