@@ -347,13 +347,14 @@ def test_rank_0_names_a_worker_that_sends_anything(huge: bool, share: float) -> 
             theirs.send(torch.tensor([length if huge else len(data)]), raw)
             theirs.send(torch.ones(3), torch.ones(3))  # what follows an arrival
         try:
-            host.deliver(0, Delivery(Announcement(**ABOUT), [torch.zeros(3)]))
+            host.deliver(Delivery(Announcement(**ABOUT), [torch.zeros(3)]))
         except LinkError as error:
             assert error.ranks == (2,) and "\n" not in str(error)
         else:
             assert not huge and core.rounds == [1]
             assert json.loads(data)["what"] in ("arrive", "meet", "leave")
-        for end in (host, theirs, ours):
+        host.end()
+        for end in (theirs, ours):
             end.close()
 
     s.drawn(st.tuples(DIFFERING, LENGTHS), int((25 if huge else 250) * share), check)

@@ -13,7 +13,7 @@ from laconic.links.quorum.null import NullPort
 from laconic.links.quorum.port import Closing, Port, no_quorum
 from laconic.links.quorum.simulated import open_simulated
 from laconic.links.quorum.syncer import Syncer
-from laconic.links.quorum.tcp import MORE_SECONDS, NEVER, GuestPort, Host, HostPort, Line
+from laconic.links.quorum.tcp import MORE_SECONDS, NEVER, Guest, Host, Line
 from laconic.links.simulated import SimulatedLink
 from laconic.links.tcp import TcpLink
 
@@ -49,5 +49,5 @@ def _over_tcp(link: TcpLink, like: Sequence[Sequence[Tensor]], make: Make) -> Po
         else:
             between.close()
     if link.rank:
-        return GuestPort(lines[0], link.calls.report)
-    return HostPort(Host(make(None), lines, like, timeout, link.calls.report))
+        return Guest(lines[0], link.calls.report)
+    return Host(make(None), lines, like, timeout, link.calls.report)
