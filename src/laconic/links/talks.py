@@ -236,7 +236,7 @@ class Talks:
         self._talks: dict[int, Talk | Lines] = {}
         self._strangers = 0
         self._servers: dict[int, socket.socket] = {}
-        self._paused_until = 0.0
+        self._later: list[tuple[float, Callable[[], None]]] = []
         self._contexts = tls.contexts()
 
     def serve(
@@ -251,7 +251,15 @@ class Talks:
         for server in servers:
             server.setblocking(False)
             self._servers[server.fileno()] = server
-            self._poll.register(server, select.POLLIN)
+        self._listen()
+
+    def _listen(self) -> None:
+        for number in self._servers:
+            self._poll.register(number, select.POLLIN)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Have `turn` call ``action`` after so many ``seconds``."""
+        self._later.append((time.monotonic() + seconds, action))
 
     def call(
         self,
@@ -278,24 +286,24 @@ class Talks:
 
     def turn(self, seconds: float | None = None) -> None:
         """Wait for the next event, at most ``seconds``, and advance all conversations."""
-        now, times = time.monotonic(), [self._paused_until or math.inf]
+        now, times = time.monotonic(), [at for at, _ in self._later]
         for talk in self._talks.values():
             times.append(talk.deadline)
-            if isinstance(talk, Lines):  # whoever has something to say may not be in its turn
+            if isinstance(talk, Lines):  # it may have been told to send something
                 self._poll.modify(talk.number, talk.events)
-        wait = min(min(times) - now, math.inf if seconds is None else seconds)
+        wait = min(min(times, default=math.inf) - now, math.inf if seconds is None else seconds)
         for number, _ in self._poll.poll(None if wait == math.inf else max(1000 * wait, 0) + 1):
-            if number in self._servers and not self._paused_until:
+            if number in self._servers:
                 self._accept(self._servers[number])
             elif number in self._talks:
                 self._move(self._talks[number])
         now = time.monotonic()
         for talk in [t for t in self._talks.values() if t.deadline <= now]:
             self._end(talk, TimeoutError("took too long"))
-        if 0 < self._paused_until <= now:
-            self._paused_until = 0.0
-            for server in self._servers:
-                self._poll.register(server, select.POLLIN)
+        due = [action for at, action in self._later if at <= now]
+        self._later = [(at, action) for at, action in self._later if at > now]
+        for action in due:
+            action()
 
     def _accept(self, server: socket.socket) -> None:
         exchange, seconds, ended = self._answers
@@ -308,8 +316,8 @@ class Talks:
                 return
             except OSError:  # no file descriptors are left
                 for number in self._servers:
-                    self._poll.unregister(number)
-                self._paused_until = time.monotonic() + PAUSE
+                    self._poll.modify(number, 0)
+                self.later(PAUSE, self._listen)
                 return
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
