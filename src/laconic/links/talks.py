@@ -42,6 +42,7 @@ MOST_LINE = 2**22
 """The longest of `Lines` in bytes, and the most that wait to be sent."""
 CLOSE_SECONDS = 2.0
 """How long the end of `Lines` waits until all was sent, and that of a `Service` for its thread."""
+_WOULD_WAIT = BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError
 _MOST_REASONS = 20
 _reasons: set[str] = set()
 """Why callers were refused. Each reason is logged once, so that strangers cannot fill a log."""
@@ -208,15 +209,16 @@ class Lines:
     def advance(self) -> bool:
         """Send and receive what is possible without waiting; returns whether the connection is to
         be closed. Raises `OSError`, and what `heard` does."""
-        with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        if not self._closing:
+            with contextlib.suppress(*_WOULD_WAIT):
+                self._receive()  # first: what came counts even where nothing can be sent any more
+        with contextlib.suppress(*_WOULD_WAIT):
             while self._out:
                 self._out = self._out[self.connection.send(self._out) :]
-        if self._closing:
-            return not self._out
-        try:
-            piece = self.connection.recv(2**16)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return False
+        return self._closing and not self._out
+
+    def _receive(self) -> None:
+        piece = self.connection.recv(2**16)
         if not piece:
             raise EndedError("closed by the other side")
         *lines, self._in = (self._in + piece).split(b"\n")
@@ -225,7 +227,6 @@ class Lines:
                 self.heard(line)
         if len(self._in) > MOST_LINE:
             raise ValueError("a line that is too long")
-        return False
 
 
 class Talks:
