@@ -150,8 +150,9 @@ def attach(
             queues, running normalizers. Not for elastic runs or rounds with a quorum.
         scaler: the loop's GradScaler, so that steps that it skips are counted.
         link: how messages of a model on a GPU travel between workers. ``"tcp"``: by way of host
-            memory and laconic's own connections. ``"nccl"``. ``"auto"`` or None: the faster of the
-            two. Or a `Link` to use in place of torch's process group.
+            memory and laconic's own connections. ``"nccl"``. ``"auto"`` or None: NCCL where all
+            ranks are on one host, each with a GPU of its own. Or a `Link` to use in place of
+            torch's process group.
         timeout: seconds after which a rank that does not answer is an error on all others; in an
             elastic run, the longest that a worker may be silent. A `Link` as ``link`` has its own.
         seed: for a recipe's random choices, such as pairs: at least 0, the same on all ranks.

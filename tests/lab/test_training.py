@@ -122,8 +122,8 @@ def test_computing_is_what_is_neither_waiting_nor_paused(monkeypatch: pytest.Mon
     recorder.resume()
     now[0] = 4.0
     recorder.add_wait(1.0, 2.0)
-    with recorder.sending():
-        now[0] = 6.0
+    now[0] = 6.0
+    recorder.add_send(4.0, 6.0)
     recorder.pause()
     now[0] = 9.0
     recorder.resume()

@@ -21,6 +21,7 @@ from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import Pending
+from laconic.links.cost import Cost
 from laconic.links.quorum.port import (
     Announcement,
     Appointment,
@@ -125,6 +126,8 @@ class QuorumRounds:
             partial(open_port, self._link, like, session.step, self._make_syncer),
             "opening rounds with a quorum",
         )
+        self._booked = self.port.served
+        """What of `Port.served` is in the ledger."""
         for kind in self.kinds:
             kind.since, kind.began = session.step, self._worked(session.step)
             if kind.exchange.pace == "own":
@@ -173,12 +176,25 @@ class QuorumRounds:
         seconds, steps = self._worked(step) - kind.began, step - kind.since
         about = Announcement(index, kind.base, steps, seconds, step, kind.rates, kind.known)
         delivery = Delivery(about, messages, bases or None, room)
-        job, label = partial(self.port.deliver, delivery), kind.runners[0].label(step)
+        job, label = partial(self._carry, delivery), kind.runners[0].label(step)
         comm, start = self._session.comm, time.perf_counter()
         kind.sent = Sent(step, messages, comm.submit(job, label))
         if kind.sent.pending.done():  # where there is no thread, `submit` has waited
             comm.record_wait(start)
         self._take_over(kind, kind.sent)
+
+    def _carry(self, delivery: Delivery) -> Outcome:
+        """Deliver, and book what this process has sent and received since the previous delivery: on
+        rank 0, the results of all rounds that have closed meanwhile."""
+        ledger, start = self._session.ledger, time.perf_counter()
+        with ledger.watched():
+            outcome = self.port.deliver(delivery)
+        sent, received = delivery.nbytes, outcome.nbytes
+        if self._link.rank == 0:
+            before, self._booked = self._booked, self.port.served
+            sent, received = (now - was for now, was in zip(self._booked, before, strict=True))
+        ledger.add("quorum", "workers", Cost(sent, 1), received, start)
+        return outcome
 
     def settle(self, *, failed: bool = False) -> None:
         """Take over the results of rounds whose wait something has interrupted, such as a signal

@@ -20,7 +20,7 @@ from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.round import Recipe
 from laconic.lab.race.rivals import Rival
-from laconic.lab.race.timeline import RecordedLink, Recorder
+from laconic.lab.race.timeline import Recorder
 from laconic.links import Link
 
 
@@ -97,11 +97,11 @@ class RecipeEntrant:
         self._sample_due = False
         # Hooks run in order of registration. This one must run before the synchronizer's.
         optimizer.register_step_post_hook(lambda *_: self._after_optimizer())
-        recorded = RecordedLink(link, self.recorder)
         grouped = isinstance(recipe, tuple) and in_groups(recipe)
         size = group_size if grouped else None
-        self.sync = laconic.attach(model, optimizer, recipe, link=recorded, group_size=size)
+        self.sync = laconic.attach(model, optimizer, recipe, link=link, group_size=size)
         self.sync.observe_waiting(self.recorder.add_wait)
+        self.sync.observe_collectives(self.recorder.add_send)
         self.consensus = self.sync.consensus
         self.mean = self.sync.mean
         self.report = self.sync.report_loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -72,12 +72,5 @@ class Refusal:
 
 
 Frame = Snapshot | Record | StepSettings | Start | Bequest | Refusal
-KINDS: dict[str, Any] = {
-    "bequest": Bequest,
-    "snapshot": Snapshot,
-    "record": Record,
-    "refusal": Refusal,
-    "settings": StepSettings,
-    "start": Start,
-}
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Frame)}
 """By the name that a frame travels under."""
