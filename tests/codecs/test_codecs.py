@@ -114,6 +114,30 @@ def coded(codec: Codec, x: Tensor) -> Tensor:
     return codec.decode(codec.encode(x), x.numel())
 
 
+def bound(codec: Any, x: Tensor) -> Tensor:
+    """The bound on ``|x - Q(x)|``, in float64, that the codec's docstring states."""
+    if isinstance(codec, TopK):
+        chunks = [x[:0].double()]
+        for part in torch.split(x, codec.chunk) if len(x) else ():
+            kept = part.abs().sort(stable=True, descending=True).indices[: codec.k].sort().values
+            chunks.append(part.abs().double().scatter(0, kept, bound(codec.values, part[kept])))
+        return torch.cat(chunks)
+    x = x.double()
+    if isinstance(codec, Cast):
+        half = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+        share, least = half.get(codec.format, (0.0, 0.0))
+        return (x.abs() * share).clamp(min=least)
+    blocks = functional.pad(x, (0, -len(x) % codec.block)).view(-1, codec.block)
+    scale: Tensor = codec.scales(blocks.abs().amax(1, keepdim=True).float()).double()
+    if isinstance(codec, E3M0):
+        share, steps = (1.0, 1.0) if codec.stochastic else (1 / 3, 0.5)
+        bounds = torch.maximum(blocks.abs() * share, scale * steps) * (1 + 2.0**-20)
+    else:
+        steps = (1.0 if codec.stochastic else 0.5) + codec.levels * 2.0**-23
+        bounds = (scale * steps).expand_as(blocks)
+    return bounds.reshape(-1)[: len(x)]
+
+
 # What holds of every input.
 
 
@@ -130,7 +154,7 @@ def test_short_inputs(codec: Codec, data: st.DataObject) -> None:
     assert once.tolist() == reference(codec)(x.numpy()).tolist()
     assert torch.equal(codec.encode(left, subtract=True), encoded)
     assert torch.equal(left.double(), x.double() - once.double())
-    assert (left.double().abs() <= codec.bound(x).double()).all()
+    assert (left.double().abs() <= bound(codec, x).double()).all()
     # a kept element that decodes to 0 is kept no more, which moves others between blocks of values
     if not isinstance(codec, TopK) or codec.values.unit >= codec.k:
         assert torch.equal(coded(codec, once), once)
@@ -166,8 +190,8 @@ def test_long_inputs(codec: Codec) -> None:
         assert room[[0, -1]].isnan().all()
     if codec.unit > 1:  # a bound of infinity would also be one
         y = normal(max(4_000, 10 * codec.unit))
-        error, bound = (y - coded(codec, y)).abs(), codec.bound(y)
-        assert (error >= 0.9 * bound).any() and bound.max() <= 3 * error.max()
+        error, most = (y - coded(codec, y)).abs(), bound(codec, y)
+        assert (error >= 0.9 * most).any() and most.max() <= 3 * error.max()
 
 
 @pytest.mark.parametrize("codec", [Cast("float16"), Int4(), E3M0(), TopK()], ids=str)
@@ -193,7 +217,7 @@ def test_the_mean_of_rows(codec: Codec) -> None:
         assert torch.allclose(mean, plainly.to(dtype), rtol=close, atol=close)
     strided = torch.stack([rows[0], rows[0]], dim=1).t()
     for wrong in (rows[:, 1:], rows[:0], rows[0], rows.view(torch.int8), strided):
-        with pytest.raises(ValueError, match="as a contiguous row of"):
+        with pytest.raises(ValueError, match="uint8 values, not as"):
             codec.decode_mean(wrong, torch.empty(length))
     if codec.grain > 1:
         with pytest.raises(ValueError, match=f"multiple of {codec.grain} elements"):
@@ -241,7 +265,7 @@ def test_stochastic_rounding_is_unbiased(codec: Int8 | E3M0) -> None:
     rounded = codec.encode(x.repeat(repeats), torch.Generator().manual_seed(1))
     values = codec.decode(rounded, 16 * repeats).double().view(repeats, 16)
     # the two levels about x are at most ``bound`` apart: the deviation is at most half of that
-    sigma = codec.bound(x).double() / 2 / repeats**0.5
+    sigma = bound(codec, x).double() / 2 / repeats**0.5
     assert ((values.mean(0) - x).abs() <= 5 * sigma).all()
     assert all(len(column.unique()) <= 2 for column in values.T)
     levels = coded(replace(codec, stochastic=False), normal(10_000))
@@ -256,7 +280,7 @@ def test_stochastic_rounding_is_unbiased(codec: Int8 | E3M0) -> None:
 def test_stochastic_errors_are_within_the_bound(codec: Codec, x: Tensor, seed: int) -> None:
     payload = codec.encode(x, torch.Generator().manual_seed(seed))
     error = (x.double() - codec.decode(payload, x.numel()).double()).abs()
-    assert (error <= codec.bound(x).double()).all()
+    assert (error <= bound(codec, x).double()).all()
 
 
 @pytest.mark.parametrize("codec", [*STOCHASTIC, TopK(values=Int4(block=64, stochastic=True))])
@@ -281,7 +305,7 @@ def test_the_largest_and_the_smallest(codec: Codec) -> None:
         x = torch.tensor([size, -size, 0, size / 3] * 70)
         out = coded(codec, x)
         assert out.isfinite().all() and not out[2::4].any()
-        assert ((x.double() - out.double()).abs() <= codec.bound(x).double()).all()
+        assert ((x.double() - out.double()).abs() <= bound(codec, x).double()).all()
         if size > 1e-36 and codec in BLOCKS:
             assert (out[::4] > 0.99 * size).all() and (out[1::4] < -0.99 * size).all()
         if codec in (*BLOCKS, *STOCHASTIC):  # what flushes subnormals decodes the same
@@ -374,7 +398,7 @@ def test_a_codec_of_ones_own_has_its_own_levels() -> None:
     x = torch.linspace(-1, 1, 2048)
     decoded = coded(Five(block=2048), x)
     assert len(decoded.unique()) == 11
-    assert bool(((x - decoded).abs() <= Five(block=2048).bound(x)).all())
+    assert bool(((x - decoded).abs() <= bound(Five(block=2048), x)).all())
 
 
 # The compiled kernels, and tensor operations where they do not serve.

@@ -37,7 +37,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from laconic.codecs.codec import Codec, check_length
 from laconic.errors import check_bool, check_int
@@ -71,10 +70,6 @@ class Blockwise(Codec):
     def level(self, code: Tensor) -> Tensor:
         """Return the levels of uint8 codes, as int8."""
 
-    @abstractmethod
-    def error(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return the bound on |x - Q(x)|, for x of any size and scales that broadcast to it."""
-
     @property
     def unit(self) -> int:
         return self.block
@@ -87,13 +82,6 @@ class Blockwise(Codec):
         whole, rest = divmod(check_length(length), self.block)
         size = whole * (SCALE_BYTES + self._width(self.block))
         return size + (SCALE_BYTES + self._width(rest) if rest else 0)
-
-    def bound(self, x: Tensor) -> Tensor:
-        length = x.numel()
-        blocks = functional.pad(x.to(torch.float32), (0, -length % self.block))
-        blocks = blocks.view(-1, self.block)
-        scale = self.scales(blocks.abs().amax(1, keepdim=True)).to(torch.float32)
-        return self.error(blocks, scale).reshape(-1)[:length]
 
     def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
         codes, _, in_range = self.quantized(x.to(torch.float32), payload, generator)

@@ -47,14 +47,6 @@ class Cast(Codec):
     def nbytes(self, length: int) -> int:
         return check_length(length) * self.dtype.itemsize
 
-    def bound(self, x: Tensor) -> Tensor:
-        size = x.to(torch.float32).abs()
-        if self.format == "float32":
-            return torch.zeros_like(size)
-        kind = torch.finfo(self.dtype)
-        # eps / 2 bounds the relative rounding error, tiny * eps is the smallest subnormal number
-        return torch.clamp(size * (kind.eps / 2), min=kind.tiny * kind.eps / 2)
-
     def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
         x = x.to(torch.float32)
         payload.view(self.dtype).copy_(x)

@@ -81,10 +81,6 @@ class Codec(ABC):
         """Return the length in bytes of the code of ``length`` elements."""
 
     @abstractmethod
-    def bound(self, x: Tensor) -> Tensor:
-        """Return the bound on ``|x - Q(x)|`` for each element of a flat x, taken as float32."""
-
-    @abstractmethod
     def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
         """Encode each row of x, (n, m) with m at most ``unit``, taken as float32.
 
@@ -146,11 +142,7 @@ class Codec(ABC):
             raise ValueError("x is changed in place and must be contiguous: call x.contiguous()")
         size = self.nbytes(x.numel())
         payload = torch.empty(size, dtype=torch.uint8, device=x.device) if out is None else out
-        if payload.dtype != torch.uint8 or payload.shape != (size,) or not payload.is_contiguous():
-            raise ValueError(
-                f"{self} codes {x.numel()} elements as {size} contiguous uint8 values, but out has "
-                f"{payload.dtype} and shape {tuple(payload.shape)}"
-            )
+        self._check_code(payload, x.numel())
         in_range = self.encode_flat(x.contiguous(), payload, generator, less, plus, subtract)
         if not bool(in_range):
             raise NotFiniteError(self._nonfinite_message(x))
@@ -165,27 +157,15 @@ class Codec(ABC):
         Writes them to ``out`` if given, or adds them to ``out`` with ``add``. Raises ``ValueError``
         if the lengths do not fit.
         """
-        size = self.nbytes(length)
-        if payload.dtype != torch.uint8 or payload.shape != (size,):
-            raise ValueError(
-                f"{self} codes {length} elements as {size} uint8 values, not as {payload.dtype} of "
-                f"shape {tuple(payload.shape)}"
-            )
+        self._check_code(payload, length)
         if out is None:
             if add:
                 raise ValueError("add=True needs out, the tensor to add to")
             out = torch.empty(length, dtype=torch.float32, device=payload.device)
-        elif (
-            out.dtype != torch.float32
-            or out.shape != (length,)
-            or not out.is_contiguous()
-            or out.device != payload.device
-        ):
-            raise ValueError(
-                f"out must be {length} contiguous float32 values on {payload.device}, not "
-                f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
-            )
-        self.decode_flat(payload.contiguous(), out, add)
+        if out.dtype != torch.float32:
+            raise ValueError(f"out must be {length} contiguous float32 values, not {out.dtype}")
+        _check_out(out, payload, length)
+        self.decode_flat(payload, out, add)
         return out
 
     @_without_grad
@@ -196,28 +176,13 @@ class Codec(ABC):
         the rows may be columns of longer ones. ``out`` is flat and contiguous, and its length is a
         multiple of ``grain``. Raises ``ValueError`` if the lengths do not fit.
         """
-        if out.dim() != 1 or not out.is_contiguous() or out.device != rows.device:
-            raise ValueError(
-                f"out must be flat, contiguous and on {rows.device}, not of shape "
-                f"{tuple(out.shape)} on {out.device}"
-            )
         length = out.numel()
-        size = self.nbytes(length)
+        _check_out(out, rows, length)
         if length % self.grain:
             raise ValueError(
                 f"{self} computes means of a multiple of {self.grain} elements, not of {length}"
             )
-        if (
-            rows.dtype != torch.uint8
-            or rows.dim() != 2
-            or not len(rows)
-            or rows.shape[1] != size
-            or rows.stride(1) != 1
-        ):
-            raise ValueError(
-                f"{self} codes {length} elements as a contiguous row of {size} uint8 values, not "
-                f"as {rows.dtype} of shape {tuple(rows.shape)} and strides {rows.stride()}"
-            )
+        self._check_code(rows, length, dim=2)
         self.mean_of_rows(rows, out)
         return out
 
@@ -287,6 +252,17 @@ class Codec(ABC):
             b = min(a + unit, m)
             yield from _split(x[:, a:b], payload[:, self.nbytes(a) : self.nbytes(b)])
 
+    def _check_code(self, code: Tensor, length: int, dim: int = 1) -> None:
+        """Raise ``ValueError`` unless ``code`` can hold that of ``length`` elements; with ``dim`` 2
+        one in each row."""
+        size, shape = self.nbytes(length), code.shape
+        fits = code.dtype == torch.uint8 and len(shape) == dim and shape[-1] == size
+        if not fits or (dim == 2 and not len(code)) or (size > 1 and code.stride(-1) != 1):
+            raise ValueError(
+                f"{self} codes {length} elements as {size} uint8 values, not as {code.dtype} of "
+                f"shape {tuple(shape)} and strides {code.stride()}"
+            )
+
     def _nonfinite_message(self, x: Tensor) -> str:
         """Describe the first element that is out of range, in one line."""
         largest = torch.finfo(self.dtype).max
@@ -303,6 +279,15 @@ class Codec(ABC):
 def _split(x: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     rows = max(PIECE // x.shape[1], 1) if x.device.type == "cpu" else x.shape[0]
     return zip(torch.split(x, rows), torch.split(payload, rows), strict=True)
+
+
+def _check_out(out: Tensor, code: Tensor, length: int) -> None:
+    """Raise ``ValueError`` unless ``out`` has room for what ``code`` decodes to."""
+    if out.shape != (length,) or not out.is_contiguous() or out.device != code.device:
+        raise ValueError(
+            f"out must be {length} contiguous float32 values on {code.device}, not of shape "
+            f"{tuple(out.shape)} on {out.device}"
+        )
 
 
 def check_repr(codec: Codec) -> None:

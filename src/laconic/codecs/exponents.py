@@ -54,7 +54,3 @@ class E3M0(Blockwise):
         size = (1 << (code & 7)) >> 1
         sign = 1 - ((code & 8) >> 2)  # 1, or -1 as a byte
         return (size * sign).view(torch.int8)
-
-    def error(self, x: Tensor, scale: Tensor) -> Tensor:
-        share, steps = (1.0, 1.0) if self.stochastic else (1 / 3, 0.5)
-        return torch.maximum(x.abs() * share, scale * steps) * (1 + 2.0**-20)

@@ -63,14 +63,6 @@ class TopK(Codec):
         whole, rest = divmod(check_length(length), self.chunk)
         return whole * self._chunk_bytes(self.chunk) + (self._chunk_bytes(rest) if rest else 0)
 
-    def bound(self, x: Tensor) -> Tensor:
-        x = x.to(torch.float32)
-        bounds = [torch.empty_like(x[:0])]
-        for part in torch.split(x, self.chunk) if x.numel() else ():
-            kept = self._largest(part[None])[0]
-            bounds.append(part.abs().scatter(0, kept, self.values.bound(part[kept])))
-        return torch.cat(bounds)
-
     def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
         x = x.to(torch.float32)
         kept = self._largest(x)
