@@ -87,7 +87,8 @@ def open_channels(
     # buckets span groups, since a few biases by themselves would need as many messages as the rest
     spans = groups if update.uses_lr else [[t for group in groups for t in group]]
     found = []
-    for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=update.whole):
+    whole = update.scope == "tensors"
+    for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=whole):
         bucket.number, number = number, number + 1
         each = bucket.length // replica.size
         part = slice(replica.rank * each, (replica.rank + 1) * each)

@@ -62,7 +62,7 @@ class GradientChannels:
             exchange.multiple(1 if elastic else link.size),
             most_bytes=each,
             first_bytes=first,
-            whole=exchange.whole,
+            whole=exchange.scope == "tensors",
         )
         self.all = [self._open(bucket, unsent or {}) for bucket in buckets]
         self.samples = [sample_positions(bucket) for bucket in buckets]

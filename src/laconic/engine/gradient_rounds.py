@@ -258,7 +258,7 @@ class GradientRunner:
         message = flat
         if self._elastic:
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
-            if exchange.slots and not exchange.keeps_message:
+            if exchange.slots:
                 message = flat.clone()
         try:
             arrival = await exchange.run(

@@ -45,7 +45,7 @@ class Messenger:
         lr = self.learning_rate(bucket)
         seed, delay = self._session.settings.seed, self._round.delay
         clock = Clock(step, lr, executed, delay, *present, seed=seed, bucket=bucket.number)
-        if update.whole:
+        if update.scope == "tensors":
             clock = replace(clock, tensors=self._tensors(bucket))
         out_degree = self._round.exchange.out_degree
         if out_degree is not None:
@@ -91,7 +91,7 @@ class Messenger:
         if not (self._round.delay and update.keeps_sent):
             return message, None
         if message is y:
-            if update.sends_changes:
+            if update.sends == "change":
                 raise ValueError(
                     f"{type(update).__name__}.send overwrites x, which its `fold` needs "
                     "(keeps_sent): return a new tensor"
@@ -109,9 +109,9 @@ class Messenger:
         elastic = self._session.elastic is not None
         if elastic:  # another attempt may be among others, and needs the message
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
-            if channel.exchange.slots and not channel.exchange.keeps_message:
+            if channel.exchange.slots:
                 message = message.clone()
-        slice_clock = replace(clock, tensors=Tensors()) if update.whole else clock
+        slice_clock = replace(clock, tensors=Tensors())
 
         names = [k for k, t in channel.state.items() if not t.dim() or is_owned(update, k, t)]
 

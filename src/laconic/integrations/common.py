@@ -14,18 +14,11 @@ from laconic.algorithms.round import Recipe, workers_differ
 from laconic.attach import init
 from laconic.elastic import COORDINATOR_VARIABLE
 from laconic.engine.synchronizer import Synchronizer
-from laconic.errors import TIMEOUT, LinkError
+from laconic.errors import TIMEOUT, LinkError, refuse
 from laconic.links.rank_sets import refused_by_all
 
 FOLDER = "laconic"
 """The folder for every rank's state, in the folder of a checkpoint."""
-
-
-def refuse(problems: Mapping[str, object]) -> None:
-    """Raise ``ValueError`` with the first of these messages whose value is true."""
-    for problem, there in problems.items():
-        if there:
-            raise ValueError(problem)
 
 
 def refuse_on_all(options: Mapping[str, Any], problems: Mapping[str, object]) -> None:

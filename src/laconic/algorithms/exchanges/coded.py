@@ -184,8 +184,6 @@ class ReplicatedMean(SlicedMean):
         "lag": "pooled",
     }
 
-    keeps_message: ClassVar[bool] = True
-
     def replicated(self) -> Exchange:
         return self
 
@@ -195,8 +193,7 @@ class ReplicatedMean(SlicedMean):
         n, rank, length = link.size, link.rank, message.numel()
         padding = -length % self.multiple(n)
         padded = {name: _padded(t, padding) for name, t in state.items() if name != "lag"}
-        v = torch.cat([message, message.new_zeros(padding)])  # always a copy: it is overwritten
-        residual, w = await self.reduce_scatter(link, v, clock, padded)
+        residual, w = await self.reduce_scatter(link, _padded(message, padding), clock, padded)
         each = w.numel()
         own = slice(rank * each, (rank + 1) * each)
         mine = slice(own.start, max(min(own.stop, length), own.start))

@@ -69,9 +69,9 @@ class Coded(Exchange):
         return not self.relative
 
     @property
-    def takes(self) -> Literal["parameters", "changes"]:
+    def accepts(self) -> Literal["model", "change"]:
         # unless they are relative, whole parameters would lose their low bits in every round
-        return "parameters" if self.relative else "changes"
+        return "model" if self.relative else "change"
 
     def init(self, x: Tensor, owned: slice) -> State:
         check_codable(self.codec, x)

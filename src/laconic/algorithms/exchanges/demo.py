@@ -65,7 +65,7 @@ class FastComponents(Exchange):
 
     agrees = True
     averages = True
-    whole = True
+    scope = "tensors"
     slots: ClassVar[dict[str, Slot]] = {"momentum": "pooled"}
 
     def __post_init__(self) -> None:

@@ -81,7 +81,7 @@ class LowRank(Exchange):
 
     agrees = True
     averages = True
-    whole = True
+    scope = "tensors"
     slots: ClassVar[dict[str, Slot]] = {"residual": "pooled", "basis": "everywhere"}
 
     def __post_init__(self) -> None:

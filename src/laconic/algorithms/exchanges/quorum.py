@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -87,9 +87,6 @@ class QuorumMean(Exchange):
     def busiest(self, length: int, itemsize: int, n: int) -> Cost:
         """Rank 0 receives the messages of all others, and then sends the result to each."""
         return Cost(2 * (n - 1) * length * itemsize, 2 * min(n - 1, 1))
-
-    def typical(self) -> QuorumMean:
-        return replace(self, workers=None, grace=0.0, pace="equal")
 
     def init(self, x: Tensor, owned: slice) -> State:
         return {"base": x}
