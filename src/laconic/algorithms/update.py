@@ -86,7 +86,6 @@ class Clock:
         out_degree: how many peers the message goes to.
         score: this worker's, if the exchange asks for one.
         seed: the run's.
-        bucket: the bucket's number.
         tensors: with the `Update.scope` ``"tensors"``, those in x: see `Tensors.map`.
         arrived: in a round with a quorum, how many of the workers contribute; elsewhere 0.
 
@@ -106,7 +105,6 @@ class Clock:
     out_degree: int = 0
     score: Score = NO_SCORE
     seed: int = 0
-    bucket: int = 0
     tensors: Tensors = field(default_factory=Tensors)
     arrived: int = 0
 

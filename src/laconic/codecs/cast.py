@@ -47,7 +47,7 @@ class Cast(Codec):
     def nbytes(self, length: int) -> int:
         return check_length(length) * self.dtype.itemsize
 
-    def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
+    def encode_units(self, x: Tensor, payload: Tensor) -> Tensor:
         x = x.to(torch.float32)
         payload.view(self.dtype).copy_(x)
         return x.abs().amax() <= torch.finfo(self.dtype).max

@@ -42,8 +42,8 @@ class Codec(ABC):
     """A lossy code for flat tensors.
 
     Elements are coded in units of ``unit`` elements. Each unit is coded on its own, one after the
-    other, and the last may be shorter. For a and b multiples of ``unit`` and no stochastic
-    rounding, ``encode(x[a:b]) == encode(x)[nbytes(a):nbytes(b)]``.
+    other, and the last may be shorter. For a and b multiples of ``unit``,
+    ``encode(x[a:b]) == encode(x)[nbytes(a):nbytes(b)]``.
 
     No code may consist of bytes of 255 alone: these mark a message that could not be coded. Ranks
     and checkpoints compare codecs by their ``repr``, which must show all settings, as that of a
@@ -81,23 +81,12 @@ class Codec(ABC):
         """Return the length in bytes of the code of ``length`` elements."""
 
     @abstractmethod
-    def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
+    def encode_units(self, x: Tensor, payload: Tensor) -> Tensor:
         """Encode each row of x, (n, m) with m at most ``unit``, taken as float32.
 
         Writes into ``payload``, uint8 (n, nbytes(m)). Returns whether all elements are in range, as
         a tensor of one bool.
         """
-
-    def encode_and_subtract(
-        self, x: Tensor, payload: Tensor, generator: torch.Generator | None
-    ) -> Tensor:
-        """Encode as ``encode_units`` does, then x <- x - Q(x) if all elements are in range."""
-        in_range = self.encode_units(x, payload, generator)
-        if bool(in_range):
-            decoded = torch.empty_like(x, dtype=torch.float32)
-            self.decode_units(payload, decoded)
-            x -= decoded
-        return in_range
 
     @abstractmethod
     def decode_units(self, payload: Tensor, out: Tensor) -> None:
@@ -107,7 +96,6 @@ class Codec(ABC):
     def encode(
         self,
         x: Tensor,
-        generator: torch.Generator | None = None,
         *,
         less: Tensor | None = None,
         plus: Tensor | None = None,
@@ -118,7 +106,6 @@ class Codec(ABC):
 
         Args:
             x: a flat tensor, float32 or another floating-point dtype, which is cast to float32.
-            generator: for stochastic rounding; None uses torch's own.
             less, plus: tensors of x's shape and dtype. First, ``x <- x - less + plus``.
             subtract: at the end, ``x <- x - Q(x)``.
             out: where to write the code.
@@ -143,7 +130,7 @@ class Codec(ABC):
         size = self.nbytes(x.numel())
         payload = torch.empty(size, dtype=torch.uint8, device=x.device) if out is None else out
         self._check_code(payload, x.numel())
-        in_range = self.encode_flat(x.contiguous(), payload, generator, less, plus, subtract)
+        in_range = self.encode_flat(x.contiguous(), payload, less, plus, subtract)
         if not bool(in_range):
             raise NotFiniteError(self._nonfinite_message(x))
         return payload
@@ -195,7 +182,6 @@ class Codec(ABC):
         self,
         x: Tensor,
         payload: Tensor,
-        generator: torch.Generator | None,
         less: Tensor | None,
         plus: Tensor | None,
         subtract: bool,
@@ -205,7 +191,7 @@ class Codec(ABC):
             x.sub_(less)
         if plus is not None:
             x.add_(plus)
-        return self.encode_rows(x[None], payload[None], generator, subtract)
+        return self.encode_rows(x[None], payload[None], subtract)
 
     def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
         """Implement ``decode`` for a contiguous ``payload``."""
@@ -216,21 +202,19 @@ class Codec(ABC):
         if add:
             out += decoded
 
-    def encode_rows(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        generator: torch.Generator | None,
-        subtract: bool = False,
-    ) -> Tensor:
+    def encode_rows(self, x: Tensor, payload: Tensor, subtract: bool = False) -> Tensor:
         """Encode each row of x, (n, m), as ``encode`` does, into a row of ``payload``.
 
         Returns whether all elements are in range, as a tensor of one bool.
         """
         in_range = []
         for rows, codes in self._pieces(x, payload):
-            code = self.encode_and_subtract if subtract else self.encode_units
-            in_range.append(code(rows, codes, generator))
+            fits = self.encode_units(rows, codes)
+            if subtract and bool(fits):
+                decoded = torch.empty_like(rows, dtype=torch.float32)
+                self.decode_units(codes, decoded)
+                rows -= decoded
+            in_range.append(fits)
         return torch.stack(in_range).all() if in_range else torch.ones((), dtype=torch.bool)
 
     def decode_rows(self, payload: Tensor, out: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.codecs.blocks import SCALE_BYTES, Blockwise, largest_scale
+from laconic.codecs.blocks import Blockwise, largest_scale
 from laconic.codecs.compiled import kernels_for
 from laconic.codecs.kernels import MAX_BLOCK
 
@@ -24,38 +24,15 @@ class Integers(Blockwise):
     A code is ``q + 2^(bits-1)``; code 0 is not used. Symbols, the scale s, and y are those of
     `laconic.codecs.blocks`.
 
-    Nearest rounding: ``q = round(y)``, ties to even. The error ``|x - Q(x)|`` is at most
+    ``q = round(y)``, ties to even. The error ``|x - Q(x)|`` is at most
     ``s * (1/2 + L * 2^-23)``: half a step, plus the rounding of y to float32.
-
-    Stochastic rounding (QSGD: Alistarh et al., NIPS 2017, arXiv 1610.02132, where the scale is the
-    2-norm): ``q = floor(y) + [u < y - floor(y)]`` with u uniform in [0, 1), so that E[q] = y, and
-    ``|x - Q(x)| <= s * (1 + L * 2^-23)``. Blocks within 0.4 % of the largest float32 are clipped.
     """
 
-    def quantize(self, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        if not self.stochastic:
-            return y.round_()
-        low = y.floor()
-        u = torch.rand(y.shape, generator=generator, device=y.device)
-        # ceil(y - low - u) equals [u < y - low] and is twice as fast. floor(y + u) would not be
-        # exact, because the sum is rounded.
-        q: Tensor = y.sub_(low).sub_(u).ceil_().add_(low)
-        return q.clamp_(-self.levels, self.levels)
-
-    def encode_and_subtract(
-        self, x: Tensor, payload: Tensor, generator: torch.Generator | None
-    ) -> Tensor:
-        if x.dtype != torch.float32:
-            return super().encode_and_subtract(x, payload, generator)
-        q, scale, in_range = self.quantized(x, payload, generator)
-        if bool(in_range):
-            x.addcmul_(q, scale, value=-1)  # s * q is exact, so this equals decoding
-        self.write(q, payload[:, SCALE_BYTES:])
-        return in_range
+    def quantize(self, y: Tensor) -> Tensor:
+        return y.round_()
 
     def kernels(self, *tensors: Tensor) -> ModuleType | None:
-        """Return the kernels that decode to ``tensors``, or code them with nearest rounding; None
-        if there are none."""
+        """Return the kernels for ``tensors``, None if there are none."""
         known = (self.bits, self.levels) in COMPILED and self.block <= MAX_BLOCK
         return kernels_for(*tensors) if known else None
 
@@ -63,15 +40,14 @@ class Integers(Blockwise):
         self,
         x: Tensor,
         payload: Tensor,
-        generator: torch.Generator | None,
         less: Tensor | None,
         plus: Tensor | None,
         subtract: bool,
     ) -> Tensor | bool:
         others = [t for t in (less, plus) if t is not None]
-        found = None if self.stochastic else self.kernels(x, *others)
+        found = self.kernels(x, *others)
         if found is None or (others and not subtract):
-            return super().encode_flat(x, payload, generator, less, plus, subtract)
+            return super().encode_flat(x, payload, less, plus, subtract)
         at = x, less, plus, payload, x if subtract else None, largest_scale(self.levels)
         in_range: Tensor | bool = found.encode(self.bits, self.block, *at)
         return in_range

@@ -63,13 +63,13 @@ class TopK(Codec):
         whole, rest = divmod(check_length(length), self.chunk)
         return whole * self._chunk_bytes(self.chunk) + (self._chunk_bytes(rest) if rest else 0)
 
-    def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
+    def encode_units(self, x: Tensor, payload: Tensor) -> Tensor:
         x = x.to(torch.float32)
         kept = self._largest(x)
         n, k = kept.shape
         size = index_bytes(k)
         values = payload.new_empty(n, self.values.nbytes(k))
-        in_range = self.values.encode_rows(x.gather(1, kept), values, generator)
+        in_range = self.values.encode_rows(x.gather(1, kept), values)
         payload[:, :size] = pack_indices(kept)
         payload[:, size:] = values
         return in_range

@@ -240,7 +240,7 @@ class GradientRunner:
         if not self._pending:
             self._label, self._now = self._announce(), self._clock()
             self._overlap.use(len(self.channels))
-        now = replace(self._now, bucket=len(self._pending))
+        now = self._now
         exchange = channel.exchange
         if "residual" in channel.exchange_state and ends(self.round.when, now.step):
             exchange = LastMean(exchange, channel.owned)

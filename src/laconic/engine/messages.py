@@ -44,7 +44,7 @@ class Messenger:
         update = self._round.update
         lr = self.learning_rate(bucket)
         seed, delay = self._session.settings.seed, self._round.delay
-        clock = Clock(step, lr, executed, delay, *present, seed=seed, bucket=bucket.number)
+        clock = Clock(step, lr, executed, delay, *present, seed=seed)
         if update.scope == "tensors":
             clock = replace(clock, tensors=self._tensors(bucket))
         out_degree = self._round.exchange.out_degree

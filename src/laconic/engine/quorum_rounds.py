@@ -152,7 +152,7 @@ class QuorumRounds:
                 exchange, bucket = _exchange(channel), channel.bucket
                 clock = running.clock(bucket, step)
                 x = running.round.update.send(bucket.pack(bucket.empty()), channel.state, clock)
-                message = exchange.message(x, channel.exchange_state, clock)
+                message = exchange.message(x, channel.exchange_state)
                 messages.append(message)
                 room.append(exchange.room(message, x))
                 if not kind.known and kind.exchange.needs_bases:
@@ -365,13 +365,12 @@ class Merger:
         clock = Clock(
             *(first.step, first.rates[at], closing.number - 1, 0, self._workers, 0),
             seed=self._seed,
-            bucket=channel.bucket.number,
             arrived=len(arrived),
         )
         owned = {k: t for k, t in state.items() if not t.dim() or is_owned(update, k, t)}
         result = update.combine(mean, owned, clock)
         state.update(owned)  # an outer optimizer makes its state in its first step
-        return exchange.publish(result, self.results[closing.kind][at], clock)
+        return exchange.publish(result, self.results[closing.kind][at])
 
     def _anchor(self, running: ParameterRunner, channel: Channel) -> Tensor | None:
         """The result of the previous round, to which late workers' steps are applied."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -49,24 +49,14 @@ def averages_gradients(recipe: Recipe | Auto) -> bool:
     return not isinstance(recipe, Auto) and not workers_differ(recipe)
 
 
-@contextmanager
-def consensus(sync: Synchronizer | None) -> Iterator[None]:
+def consensus(sync: Synchronizer | None) -> AbstractContextManager[object]:
     """A context in which the model holds the consensus weights, as far as ``sync`` is attached."""
-    if sync is None or not sync.attached:
-        yield
-        return
-    with sync.consensus():
-        yield
+    return nullcontext() if sync is None or not sync.attached else sync.consensus()
 
 
-@contextmanager
-def no_sync(sync: Synchronizer | None) -> Iterator[None]:
+def no_sync(sync: Synchronizer | None) -> AbstractContextManager[None]:
     """A context in which no gradients are averaged, as far as ``sync`` is attached."""
-    if sync is None or not sync.attached:
-        yield
-        return
-    with sync.no_sync():
-        yield
+    return nullcontext() if sync is None or not sync.attached else sync.no_sync()
 
 
 def defer_averaging(accelerator: Any, sync_of: Callable[[Any], Synchronizer | None]) -> None:

@@ -150,7 +150,7 @@ class GatheredMean(Coded):
         length = len(message)
         residual = message.to(state_dtype(message.dtype)).contiguous()
         payload = torch.empty(self.codec.nbytes(length), dtype=torch.uint8, device=residual.device)
-        encoder = Encoder(self, clock, residual, state.get("reference"), state.get("residual"))
+        encoder = Encoder(self, residual, state.get("reference"), state.get("residual"))
         encoder.code(slice(0, length), payload)
         rows = await link.gather(payload)
         raise_if_nonfinite(rows, encoder.failure)
