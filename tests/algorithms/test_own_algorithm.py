@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.algorithms.exchanges import CodedMean, Mean, Push
+from laconic.algorithms.exchanges import CodedMean, Mean, Push, ShardedMean
 from laconic.algorithms.update import Clock, Slot, State, Tensors, Update
 from laconic.algorithms.updates import Average, MuonStep, OuterStep
 from laconic.codecs import Int4
@@ -184,6 +184,11 @@ def test_what_is_like_it_and_works() -> None:
     round_of(OuterStep(1.0, 0.0), delay=1)
     round_of(Weighted(), Push(la.topology.Graph("exponential")))
     round_of(Average(), CodedMean(Int4(), relative=True))
+
+
+def test_gradients_take_any_mean_that_all_workers_hold() -> None:
+    means = [(la.GradientRound(la.every(1), Average(), e),) for e in (Mean(), ShardedMean())]
+    assert same_bits(*(simulated(Job(recipe, 3, 4)) for recipe in means))
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3, 7])

@@ -89,11 +89,6 @@ class Exchange:
         return 0
 
     @property
-    def averages(self) -> bool:
-        """Whether it brings the mean of the messages, whatever the earlier rounds were."""
-        return False
-
-    @property
     def accepts(self) -> Literal["any", "model", "change"]:
         """What messages must be (`Update.sends`): ``"model"`` where they are taken relative to the
         last result, ``"change"`` for changes alone, such as pseudo-gradients."""

@@ -144,7 +144,7 @@ class GradientRound:
     def __post_init__(self) -> None:
         check_choice("over", self.over, SETS)
         check_coroutine(self.exchange)
-        update, sends = self.update, type(self.update).send
+        update, exchange, sends = self.update, self.exchange, type(self.update).send
         combines_only = update.combines_only and not update.slots and sends is Update.send
         refuse(
             {
@@ -152,7 +152,9 @@ class GradientRound:
                 "have: use it in a Round": update.scope == "tensors",
                 "a round on gradients is Average, or an update with nothing but a `combine`, over "
                 "an exchange that brings a mean and is not relative": (
-                    not combines_only or not self.exchange.averages
+                    not combines_only
+                    or not (exchange.agrees and exchange.communicates)
+                    or exchange.accepts == "model"
                 ),
             }
         )

@@ -65,10 +65,6 @@ class Coded(Exchange):
         check_float("feedback", self.feedback, 0.0, most=1.0)
 
     @property
-    def averages(self) -> bool:
-        return not self.relative
-
-    @property
     def accepts(self) -> Literal["model", "change"]:
         # unless they are relative, whole parameters would lose their low bits in every round
         return "model" if self.relative else "change"

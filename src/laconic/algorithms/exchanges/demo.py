@@ -64,7 +64,6 @@ class FastComponents(Exchange):
     """Shapes of the tensors in a message."""
 
     agrees = True
-    averages = True
     scope = "tensors"
     slots: ClassVar[dict[str, Slot]] = {"momentum": "pooled"}
 

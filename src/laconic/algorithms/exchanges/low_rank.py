@@ -80,7 +80,6 @@ class LowRank(Exchange):
     """Shapes of the tensors in a message."""
 
     agrees = True
-    averages = True
     scope = "tensors"
     slots: ClassVar[dict[str, Slot]] = {"residual": "pooled", "basis": "everywhere"}
 

@@ -19,7 +19,6 @@ class Mean(Exchange):
     """All-reduce, after which every worker combines everything. Sends 2(n-1)/n of the message."""
 
     agrees = True
-    averages = True
 
     def replicated(self) -> Exchange:
         return self
