@@ -36,7 +36,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.codecs.codec import Codec, check_length
+from laconic.codecs.codec import Codec
 from laconic.errors import check_int
 
 SCALE_BYTES = 2
@@ -72,7 +72,7 @@ class Blockwise(Codec):
         return torch.float32
 
     def nbytes(self, length: int) -> int:
-        whole, rest = divmod(check_length(length), self.block)
+        whole, rest = divmod(check_int("length", length, 0), self.block)
         size = whole * (SCALE_BYTES + self._width(self.block))
         return size + (SCALE_BYTES + self._width(rest) if rest else 0)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.codecs.codec import PIECE, Codec, check_length
-from laconic.errors import check_choice
+from laconic.codecs.codec import PIECE, Codec
+from laconic.errors import check_choice, check_int
 
 FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -45,7 +45,7 @@ class Cast(Codec):
         return FORMATS[self.format]
 
     def nbytes(self, length: int) -> int:
-        return check_length(length) * self.dtype.itemsize
+        return check_int("length", length, 0) * self.dtype.itemsize
 
     def encode_units(self, x: Tensor, payload: Tensor) -> Tensor:
         x = x.to(torch.float32)

@@ -10,7 +10,7 @@ from typing import ClassVar, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from laconic.errors import NotFiniteError, check_int
+from laconic.errors import NotFiniteError
 from laconic.tensors import mean_in_rank_order
 
 PIECE = 2**18
@@ -281,8 +281,3 @@ def check_repr(codec: Codec) -> None:
             f"codec {type(codec).__name__} needs a repr that shows all its settings, because ranks "
             "and checkpoints compare it: make it a dataclass"
         )
-
-
-def check_length(length: int) -> int:
-    """Return ``length`` if it is a number of elements, else raise ``ValueError``."""
-    return check_int("length", length, 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs.cast import Cast
-from laconic.codecs.codec import Codec, check_length, check_repr
+from laconic.codecs.codec import Codec, check_repr
 from laconic.errors import check_int
 
 INDEX_BITS = 12
@@ -60,7 +60,7 @@ class TopK(Codec):
         return self.values.dtype
 
     def nbytes(self, length: int) -> int:
-        whole, rest = divmod(check_length(length), self.chunk)
+        whole, rest = divmod(check_int("length", length, 0), self.chunk)
         return whole * self._chunk_bytes(self.chunk) + (self._chunk_bytes(rest) if rest else 0)
 
     def encode_units(self, x: Tensor, payload: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from laconic.compat.slowmo_arguments import LOCAL, SHARDS, SLOW, Arguments, Slow
 from laconic.compat.slowmo_binding import FP32, Binding, copy
 from laconic.compat.state_keys import with_prefix, without_prefix
 from laconic.engine.driver import Driver
-from laconic.engine.recorder import Stats
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT
@@ -213,7 +212,7 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     @property
     def synchronizer(self) -> Synchronizer:
-        """The synchronizer, for metrics."""
+        """The synchronizer, with `Synchronizer.stats` and other metrics."""
         return self._sync
 
     @property
@@ -300,10 +299,6 @@ class SlowMoDistributedDataParallel(nn.Module):
         self._detached = True
         self._binding.end()
         self._sync.detach()
-
-    def stats(self) -> Stats:
-        """Return counters of this rank. See `Synchronizer.stats`."""
-        return self._sync.stats()
 
 
 def _loaded(wrapper: nn.Module, _: object) -> None:
