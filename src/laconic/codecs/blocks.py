@@ -77,12 +77,22 @@ class Blockwise(Codec):
         return size + (SCALE_BYTES + self._width(rest) if rest else 0)
 
     def encode_units(self, x: Tensor, payload: Tensor) -> Tensor:
-        x = x.to(torch.float32)
+        codes, _, in_range = self.quantized(x.to(torch.float32), payload)
+        self.write(codes, payload[:, SCALE_BYTES:])
+        return in_range
+
+    def quantized(self, x: Tensor, payload: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the blocks' scales into ``payload``, and return the codes of x, float32.
+
+        Also returns the scales, and whether all elements are in range. The codes themselves are not
+        written.
+        """
         peak = x.abs().amax(1, keepdim=True)  # NaN if any element is NaN
         scale = self.scales(peak)
         payload[:, :SCALE_BYTES] = scale.view(torch.uint8)
-        self.write(self.quantize(x / scale.to(torch.float32)), payload[:, SCALE_BYTES:])
-        return peak.amax() <= torch.finfo(torch.float32).max
+        scale = scale.to(torch.float32)
+        in_range = peak.amax() <= torch.finfo(torch.float32).max
+        return self.quantize(x / scale), scale, in_range
 
     def decode_units(self, payload: Tensor, out: Tensor) -> None:
         scale = payload[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format)

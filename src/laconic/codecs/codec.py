@@ -88,6 +88,15 @@ class Codec(ABC):
         a tensor of one bool.
         """
 
+    def encode_and_subtract(self, x: Tensor, payload: Tensor) -> Tensor:
+        """Encode as ``encode_units`` does, then x <- x - Q(x) if all elements are in range."""
+        in_range = self.encode_units(x, payload)
+        if bool(in_range):
+            decoded = torch.empty_like(x, dtype=torch.float32)
+            self.decode_units(payload, decoded)
+            x -= decoded
+        return in_range
+
     @abstractmethod
     def decode_units(self, payload: Tensor, out: Tensor) -> None:
         """Decode what ``encode_units`` wrote into ``out``, float32 (n, m)."""
@@ -207,14 +216,8 @@ class Codec(ABC):
 
         Returns whether all elements are in range, as a tensor of one bool.
         """
-        in_range = []
-        for rows, codes in self._pieces(x, payload):
-            fits = self.encode_units(rows, codes)
-            if subtract and bool(fits):
-                decoded = torch.empty_like(rows, dtype=torch.float32)
-                self.decode_units(codes, decoded)
-                rows -= decoded
-            in_range.append(fits)
+        code = self.encode_and_subtract if subtract else self.encode_units
+        in_range = [code(rows, codes) for rows, codes in self._pieces(x, payload)]
         return torch.stack(in_range).all() if in_range else torch.ones((), dtype=torch.bool)
 
     def decode_rows(self, payload: Tensor, out: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.codecs.blocks import Blockwise, largest_scale
+from laconic.codecs.blocks import SCALE_BYTES, Blockwise, largest_scale
 from laconic.codecs.compiled import kernels_for
 from laconic.codecs.kernels import MAX_BLOCK
 
@@ -30,6 +30,15 @@ class Integers(Blockwise):
 
     def quantize(self, y: Tensor) -> Tensor:
         return y.round_()
+
+    def encode_and_subtract(self, x: Tensor, payload: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return super().encode_and_subtract(x, payload)
+        q, scale, in_range = self.quantized(x, payload)
+        if bool(in_range):
+            x.addcmul_(q, scale, value=-1)  # the bits of the kernels: zeros of both signs leave +0
+        self.write(q, payload[:, SCALE_BYTES:])
+        return in_range
 
     def kernels(self, *tensors: Tensor) -> ModuleType | None:
         """Return the kernels for ``tensors``, None if there are none."""
