@@ -189,7 +189,7 @@ class Driver:
         self.session.recorder.after_step(skipped=skipped)
         policy, elastic = self.session.policy, self.session.elastic
         follows = elastic is not None and elastic.replaying  # its donor decides
-        if policy is not None and not follows and policy.after_step(self.session.step):
+        if policy is not None and not follows and policy.after_step():
             self._switch(policy.recipe)
         self.events.tell("step ended")
 
