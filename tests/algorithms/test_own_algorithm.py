@@ -149,6 +149,10 @@ class Anchored(Average):
     anchor = "q"
 
 
+class Misspelled(Average):
+    scope = "tensor"  # type: ignore[assignment]
+
+
 class NotAsync(Mean):
     def run(self, *arguments: Any) -> Any: ...
 
@@ -162,6 +166,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: round_of(Weighted()), r"which Mean would leave out: use exchanges.Push"),
     (lambda: round_of(Average(), NotAsync()), "NotAsync.run must be a coroutine: async def run"),
     (lambda: la.GradientRound(la.every(1), Average(), NotAsync()), "NotAsync.run must be"),
+    (lambda: round_of(Misspelled()), "Misspelled.scope must be one of 'elements', 'tensors', not"),
     (lambda: Tensors().map(torch.ones(2), torch.neg), "clock.tensors is for `send` and `fold`"),
     (lambda: round_of(Anchored()), r"the anchor 'q', which is not among its slots \(none\)"),
     (lambda: round_of(Average(), CodedMean(Int4(), relative=False)), "CodedMean.*relative=True"),

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, get_args
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.identity import plain
 from laconic.algorithms.schedules import Schedule, always_due
-from laconic.algorithms.update import Update
+from laconic.algorithms.update import Scope, Sends, Update
 from laconic.errors import check_choice, check_int, refuse
 from laconic.parts import Fragment, Selector, is_of_optimizer, parameters
 
@@ -57,6 +57,9 @@ class Round:
         check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
         check_choice("over", self.over, SETS)
         check_coroutine(self.exchange)
+        name = type(self.update).__name__
+        check_choice(f"{name}.sends", self.update.sends, get_args(Sends))
+        check_choice(f"{name}.scope", self.update.scope, get_args(Scope))
         refuse(self._problems())
 
     def _problems(self) -> dict[str, object]:

@@ -37,6 +37,8 @@ exchange keeps one slice per worker. ``everywhere``: the same value, needed on e
 counts; when the number of workers changes, that mean stays the same."""
 
 
+Sends = Literal["model", "change"]
+"""What messages are: parameters, or changes of them."""
 Scope = Literal["elements", "tensors"]
 """What mathematics is about: each element alone, or whole tensors, such as matrices."""
 
@@ -160,7 +162,7 @@ class Update:
     """``"tensors"``: the mathematics is about whole tensors, such as matrices: see
     ``clock.tensors``. `combine` may still get a slice, so it belongs in `send` and `fold`, and its
     state is ``everywhere``."""
-    sends: ClassVar[Literal["model", "change"]] = "model"
+    sends: ClassVar[Sends] = "model"
     """``"change"``: messages are changes, such as a - x, and not x. The exchange must then not code
     them relative to the last result."""
 
@@ -216,8 +218,8 @@ class Update:
 
     @property
     def in_every_step(self) -> bool:
-        """Whether `before_step` and `after_step`, if there are any, are called. A setting may
-        switch them off; every step of training uses the state otherwise."""
+        """Whether every step of training uses the state, and not only a round. `after_step` is
+        called only then: a setting may switch it off."""
         return self.before_step is not None or self.after_step is not None
 
 

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.update import Clock, Slot, State
+from laconic.algorithms.update import Clock, Sends, Slot, State
 from laconic.codecs import Codec
 from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_bool, check_float
@@ -65,7 +65,7 @@ class Coded(Exchange):
         check_float("feedback", self.feedback, 0.0, most=1.0)
 
     @property
-    def accepts(self) -> Literal["model", "change"]:
+    def accepts(self) -> Sends:
         # unless they are relative, whole parameters would lose their low bits in every round
         return "model" if self.relative else "change"
 
