@@ -214,12 +214,12 @@ def test_by_default_a_third_of_ddps_bytes_is_sent_and_buffers_meet_at_rounds(
     def run(rank: int) -> list[Tensor]:
         torch.manual_seed(0)
         model = SlowMoDistributedDataParallel(Wide(), 1, broadcast)
-        before = model.synchronizer.stats().bytes_sent
+        before = model.stats().bytes_sent
         for mode in (False, True):
             model.train(mode)
             model(torch.ones(8, 64))
         model.state_dict()
-        assert model.synchronizer.stats().bytes_sent == before and model.module.training
+        assert model.stats().bytes_sent == before and model.module.training
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         means, sent = [], []
         for t in range(6):
@@ -229,7 +229,7 @@ def test_by_default_a_third_of_ddps_bytes_is_sent_and_buffers_meet_at_rounds(
             model.zero_grad()
             model.perform_slowmo(optimizer)
             means.append(model.module.state_dict()["layers.1.running_mean"].clone())
-            sent.append(model.synchronizer.stats().bytes_sent)
+            sent.append(model.stats().bytes_sent)
         elements = sum(p.numel() for p in model.parameters()) + 2 * 256 * broadcast
         ddp = 2 * (3 - 1) / 3 * 4 * elements
         assert sent[5] - sent[2] == pytest.approx(ddp, rel=0.001) and sent[3] == sent[4] == sent[2]

@@ -153,7 +153,7 @@ def test_masters_in_float32_are_what_is_averaged() -> None:
             model.perform_slowmo(optimizer, masters)
             after.append(torch.cat([master.flatten() for master in masters]))
             assert torch.equal(flat(model), after[t].half())
-        return before, after, model.synchronizer.stats().bytes_by_set["workers"]
+        return before, after, model.stats().bytes_by_set["workers"]
 
     runs, once = simulate(run, 4), 2 * 3 * 84 // 4  # 2(n-1)/n of the elements, 83, padded
     rounded = torch.stack([before[1].half().float() for before, _, _ in runs])
@@ -436,9 +436,9 @@ def test_detached_it_leaves_nothing_behind() -> None:
         model, optimizer = tiny(rank, slowmo_frequency=3)
         go(model, optimizer, rank, 3)
         model.detach()
-        before = model.synchronizer.stats().bytes_sent
+        before = model.stats().bytes_sent
         go(model, optimizer, rank, 3)
-        assert model.synchronizer.stats().bytes_sent == before and model.num_updates == 3
+        assert model.stats().bytes_sent == before and model.num_updates == 3
         again = SlowMoDistributedDataParallel(model.module, 1, slowmo_frequency=3)
         assert again.num_updates == 0
         return go(again, optimizer, rank, 3)[2]

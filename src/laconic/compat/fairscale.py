@@ -19,6 +19,7 @@ from laconic.compat.slowmo_arguments import LOCAL, SHARDS, SLOW, Arguments, Slow
 from laconic.compat.slowmo_binding import FP32, Binding, copy
 from laconic.compat.state_keys import with_prefix, without_prefix
 from laconic.engine.driver import Driver
+from laconic.engine.recorder import Stats
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT
@@ -212,7 +213,7 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     @property
     def synchronizer(self) -> Synchronizer:
-        """The synchronizer, with `Synchronizer.stats` and other metrics."""
+        """The synchronizer, for metrics."""
         return self._sync
 
     @property
@@ -299,6 +300,10 @@ class SlowMoDistributedDataParallel(nn.Module):
         self._detached = True
         self._binding.end()
         self._sync.detach()
+
+    def stats(self) -> Stats:
+        """Return counters of this rank. See `Synchronizer.stats`."""
+        return self._sync.stats()
 
 
 def _loaded(wrapper: nn.Module, _: object) -> None:
