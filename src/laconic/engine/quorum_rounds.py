@@ -93,6 +93,24 @@ class Kind:
         return self.schedule(step)
 
 
+def appointments(
+    exchange: QuorumMean,
+    period: int,
+    workers: int,
+    speeds: Mapping[int, Speed],
+    roster: Sequence[int],
+) -> Sequence[Appointment]:
+    """Return when each worker of ``roster`` takes part again: see `Paces`."""
+    if exchange.pace == "equal":
+        return [Appointment(0)] * len(roster)
+    fastest = max((s.steps for s in speeds.values()), default=0.0)
+    usual = median_low([s.sending for s in speeds.values()] or [0.0])
+    known = [speeds.get(rank, Speed(fastest, usual)) for rank in roster]
+    skip = exchange.workers is not None and exchange.workers < workers
+    pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
+    return [Appointment(*pace(s.steps, sending=s.sending - usual)) for s in known]
+
+
 class QuorumRounds:
     """The rounds of a recipe that close with a quorum. All ranks must make one at the same time."""
 
@@ -124,16 +142,8 @@ class QuorumRounds:
     def _paces(
         self, kind: int, speeds: Mapping[int, Speed], roster: Sequence[int]
     ) -> Sequence[Appointment]:
-        exchange, n = self.kinds[kind].exchange, self._link.size
-        if exchange.pace == "equal":
-            return [Appointment(0)] * len(roster)
-        fastest = max((s.steps for s in speeds.values()), default=0.0)
-        usual = median_low([s.sending for s in speeds.values()] or [0.0])
-        period, unknown = self.kinds[kind].schedule.period, Speed(fastest, usual)
-        known = [speeds.get(rank, unknown) for rank in roster]
-        skip = exchange.workers is not None and exchange.workers < n
-        pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
-        return [Appointment(*pace(s.steps, sending=s.sending - usual)) for s in known]
+        period = self.kinds[kind].schedule.period
+        return appointments(self.kinds[kind].exchange, period, self._link.size, speeds, roster)
 
     # -- one round ----
 

@@ -24,7 +24,7 @@ from laconic.lab.emulation.cluster import Cluster, Loopback, check_host, launch
 from laconic.lab.emulation.impairments import Impairments
 from laconic.lab.emulation.jobs import Job, Outcome
 from laconic.lab.emulation.network import Network, emulate
-from laconic.lab.race import rivals, user_files, workloads
+from laconic.lab.race import rivals, user_files
 from laconic.lab.race import timeline as timelines
 from laconic.lab.race.notes import advice, quorum_notes
 from laconic.lab.race.result import (
@@ -165,13 +165,11 @@ class Settings:
                 )
 
     def _check_workload(self) -> None:
-        data = None if self.data is None else Path(self.data)
         workers = self.hosts * self.per_host
+        workload = user_files.load_workload(self.workload, self.data)
         if user_files.is_workload(self.workload):
-            workload = user_files.workload(self.workload, data)
             user_files.try_out(workload, self.workload, workers, self.seeds[0])
         else:
-            workload = workloads.load(self.workload, data=data)
             workload.batches(workers - 1, workers, self.seeds[0])
 
 
