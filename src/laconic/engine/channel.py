@@ -143,7 +143,9 @@ class ChannelSet:
         # rest
         spans = tensors if update.uses_lr else [[t for group in tensors for t in group]]
         found = []
-        for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=update.whole):
+        for bucket in bucketize(
+            spans, multiple, most_bytes=most_bytes, whole=update.scope == "tensors"
+        ):
             bucket.number, number = number, number + 1
             each = bucket.length // replica.size
             part = slice(replica.rank * each, (replica.rank + 1) * each)

@@ -225,7 +225,7 @@ class GradientRunner:
             seed = self._session.settings.seed
             self._now = Clock(step + 1, math.nan, step, 0, *present, seed=seed)
             self._overlap.use(len(self.channels))
-        now = replace(self._now, bucket=len(self._pending))
+        now = self._now
         exchange = channel.exchange
         if "residual" in channel.exchange_state and ends(self.round.when, now.step):
             exchange = LastMean(exchange, channel.owned)
@@ -243,7 +243,7 @@ class GradientRunner:
         message = flat
         if self._elastic:
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
-            if exchange.slots and not exchange.keeps_message:
+            if exchange.slots:
                 message = flat.clone()
         try:
             arrival = await exchange.run(

@@ -299,7 +299,7 @@ class ParameterRunner:
 
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
-        if self.round.update.pulls:
+        if self.round.update.in_every_step:
             self._on_every_tensor(self.round.update.after_step, step)
 
     def _on_every_tensor(self, method: EveryStep | None, step: int) -> None:

@@ -168,7 +168,7 @@ class QuorumRounds:
                 exchange, bucket = _exchange(channel), channel.bucket
                 clock = running.clock(bucket, step)
                 x = running.round.update.send(bucket.pack(bucket.empty()), channel.state, clock)
-                message = exchange.message(x, channel.exchange_state, clock)
+                message = exchange.message(x, channel.exchange_state)
                 messages.append(message)
                 room.append(exchange.room(message, x))
                 if not kind.known and kind.exchange.needs_bases:
@@ -400,12 +400,11 @@ class Merger:
         clock = Clock(
             *(first.step, first.rates[at], closing.number - 1, 0, self._workers, 0),
             seed=self._seed,
-            bucket=channel.bucket.number,
             arrived=len(arrived),
         )
         names = owned_names(update, channel.state)
         result = combined(update, mean, channel.state, names, clock)
-        return exchange.publish(result, self.results[at], clock)
+        return exchange.publish(result, self.results[at])
 
     def all_hold(self, number: int) -> None:
         """Record that all workers continue from the result of round ``number``."""

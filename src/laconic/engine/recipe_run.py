@@ -274,7 +274,7 @@ class RecipeRun:
     def _prepare(self, running: ParameterRunner) -> None:
         """Quiesce the other rounds where ``running`` asks for it, and announce it."""
         step = self.session.step
-        if running.round.update.quiesces_others:
+        if running.round.quiesces_others:
             for other in self.rounds:
                 if other is not running:
                     other.quiesce(step, averaged=running.round.exchange.agrees)

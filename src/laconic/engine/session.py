@@ -81,7 +81,7 @@ class Policy(Protocol):
     def start(self, session: Session) -> None:
         """Called once, when the ranks have met, and before any round: it may change `recipe`."""
 
-    def after_step(self, step: int) -> bool:
+    def after_step(self) -> bool:
         """Return whether `recipe` has changed. Every rank calls it after the same steps."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links.calls import Call
+from laconic.links.calls import SAME_CALLS, Call
 from laconic.links.link import Link, Parts, Quiet, arrivals, at_once, hops
 from laconic.tensors import mean_in_rank_order
 
@@ -155,8 +155,7 @@ class Stage:
             stuck = "; ".join(f"ranks {sorted(c.received)} in {c.call}" for c in waiting)
             ended = ""
             if self.left:
-                same = "do all workers take the same number of steps?"
-                ended = f"; ranks {sorted(self.left)} have ended: {same}"
+                ended = f"; ranks {sorted(self.left)} have ended. {SAME_CALLS}"
             late = "; ".join(why for each in self.syncers.values() if (why := str(each)))
             reasons = "; ".join(part for part in (stuck, late) if part) + ended
             self.fail(f"the workers wait for each other in vain: {reasons}", self.left)
@@ -200,7 +199,7 @@ class Stage:
         if collective.call != call:
             self.fail(
                 f"ranks disagree on what comes next: rank {rank} calls {call} where ranks "
-                f"{sorted(collective.received)} call {collective.call}"
+                f"{sorted(collective.received)} call {collective.call}. {SAME_CALLS}"
             )
             raise self.error()
         collective.received[rank] = x

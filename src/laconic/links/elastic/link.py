@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links.calls import FINISH, Call, CallPosition
+from laconic.links.calls import FINISH, SAME_CALLS, Call, CallPosition
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
 from laconic.links.elastic.reception import Reception
@@ -371,7 +371,4 @@ def _end_all() -> None:
 
 
 def _different(call: Call) -> str:
-    return (
-        f"the workers make different calls: this one is in {call}. Every worker must take the same "
-        "optimizer steps and make the same laconic calls"
-    )
+    return f"the workers make different calls: this one is in {call}. {SAME_CALLS}"
