@@ -88,7 +88,7 @@ def replay(space: Space, runs: list[Trial]) -> Evaluate:
 
     def train(setting: Setting, report: Report) -> Run:
         trial = known[tuple((name, setting[name]) for name in space.grids)]
-        planned = Schedule(here.recipe(space.text(setting)), None, STEPS, VALIDATIONS, {})
+        planned = Schedule(here.recipe(space.text(setting)), None, STEPS, VALIDATIONS)
         for step in range(1, STEPS + 1):
             if planned.is_check(step) and planned.check(step, 0.0):
                 report(step, STEPS, trial.curve[VALIDATIONS * step // STEPS])

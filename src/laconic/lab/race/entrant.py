@@ -31,6 +31,10 @@ class Entrant(Protocol):
     """The model to compute the training loss with."""
 
     @property
+    def rounds(self) -> Recipe:
+        """The recipe in force, or of another library one that communicates at the same steps."""
+
+    @property
     def recorder(self) -> Recorder | None:
         """Records what this rank does when, or None if that is unknown."""
 
@@ -52,9 +56,6 @@ class Entrant(Protocol):
         Before the first sample, it is that of the initial parameters. NaN if unknown. Call it on
         every rank, while the training clock is stopped.
         """
-
-    def seek(self, step: int) -> None:
-        """Continue as if ``step`` steps had been taken."""
 
     def consensus(self) -> AbstractContextManager[object]:
         """Return a context in which the bare model is the consensus model."""
@@ -137,8 +138,9 @@ class RecipeEntrant:
         self._link.mean(mean)
         return self.sync.mean(float((self._sample - mean).square().mean().sqrt()))
 
-    def seek(self, step: int) -> None:
-        self.sync.step = step
+    @property
+    def rounds(self) -> Recipe:
+        return self.sync.recipe
 
     def waiting(self) -> float:
         return self.sync.stats().seconds_waiting
@@ -172,7 +174,7 @@ class RivalEntrant:
         self._bare = model
         self._attached = rival.attach(model, optimizer)
         self.model = self._attached.model
-        self.seek = self._attached.seek
+        self.rounds = rival.rounds
         self.close = self._attached.close
 
     recorder = None
