@@ -53,7 +53,7 @@ SAYS: list[tuple[Result, list[str]]] = [
       "; without a network, outer_step", "no recipe is ahead of them: communication has not paid"]),
     (raced("auto", "alone", **ALL),
      ["auto() did not finish.", "Hosts that never communicate did not finish"]),
-    (raced("auto", "ddp", alone=2.5, ddp=2.9, auto=2.2), ["no recipe finished"]),
+    (raced("auto", "ddp", alone=2.5, ddp=2.9, auto=2.2), ["no recipe is ahead of them"]),
 ]  # fmt: skip
 
 

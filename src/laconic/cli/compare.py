@@ -19,7 +19,7 @@ DEFAULT = (
     "ddp()",
     "local_sgd(12)",
     "slowmo(local_sgd(12), period=24, momentum=0.2)",
-    "diloco(48, momentum=0.3)",
+    "auto()",
 )
 """The recipes to compare by default."""
 

@@ -10,8 +10,9 @@ from inspect import getdoc
 
 from laconic.algorithms.auto import auto
 from laconic.algorithms.recipes import RECIPES
+from laconic.lab.race.comparison import groups
 from laconic.lab.race.plots import STYLE, pictures, timeline
-from laconic.lab.race.result import Result, grouped
+from laconic.lab.race.result import Result
 from laconic.lab.race.table import Cell, caption, cells, heading
 from laconic.lab.race.verdict import question, sentences
 from laconic.lab.race.wording import network, task
@@ -32,7 +33,7 @@ def page(result: Result) -> str:
         "pictures": _figures(pictures(result)),
         "table": _table(result),
         "notes": _paragraphs(caption(result)[len(about) :]),
-        "timelines": _figures(timeline(runs[0]) for runs in grouped(result.rows)),
+        "timelines": _figures(timeline(group.first) for group in groups(result)),
         "recipes": _definitions(explained(result)),
         "machine": _definitions({**result.machine, **result.versions}),
         "command": escape(result.command),
@@ -78,9 +79,9 @@ def _table(result: Result) -> str:
     headers, lines = cells(result)
     head = "".join(f'<th scope="col">{escape(h)}</th>' for h in headers)
     body = []
-    for row, line in lines:
-        faint = ' class="baseline"' if row.reference else ""
-        name = f'<th scope="row">{escape(heading(row))}</th>'
+    for group, line in lines:
+        faint = ' class="baseline"' if group.first.reference else ""
+        name = f'<th scope="row">{escape(heading(group.first))}</th>'
         body.append(f"<tr{faint}>{name}{''.join(map(_cell, line))}</tr>")
     head = f'<thead><tr><th scope="col">recipe</th>{head}</tr></thead>'
     return f"<table>{head}<tbody>{''.join(body)}</tbody></table>"

@@ -262,8 +262,8 @@ def race(spec: Spec) -> None:
         assert spec.seconds is not None, "Settings.check requires seconds"
         curve = train_by_time(run, spec.seconds, validations)
     else:
-        steps = spec.steps or max(int((spec.seconds or 0.0) / pace), 1)
-        curve = train(run, plan.Schedule(run.entrant.rounds, spec.seconds, steps, validations))
+        guess = spec.steps or max(int((spec.seconds or 0.0) / pace), 1)
+        curve = train(run, plan.Schedule(run.entrant.rounds, spec.seconds, guess, validations))
     parameters = sum(p.numel() for p in run.model.parameters())
     recorder = run.entrant.recorder
     if recorder is not None:
