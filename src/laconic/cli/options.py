@@ -47,7 +47,7 @@ VOCABULARY = """
 --backward-share SHARE  share of the step time spent in the backward pass
 --spread SHARE  standard deviation of step times over their mean
 
---workload WORKLOAD  digits, text, text-small, text-few, or your own, such as my.py:make
+--workload WORKLOAD  digits, text, text-few, or your own, such as my.py:make
 --data FILE  training data of the text workload or your own
 --rules FILE  file with your own recipes, such as my_rules.py
 --free RECIPE  a recipe on a free network: what the others can reach; repeatable

@@ -169,7 +169,7 @@ class Settings:
         workers = self.hosts * self.per_host
         if user_files.is_workload(self.workload):
             workload = user_files.workload(self.workload, data)
-            user_files.try_out(workload, self.workload, workers, self.seeds[0])
+            user_files.try_out(workload, workers, self.seeds[0])
         else:
             workload = workloads.load(self.workload, data=data)
             workload.batches(workers - 1, workers, self.seeds[0])
