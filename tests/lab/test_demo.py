@@ -99,7 +99,7 @@ def test_the_command_ends_with_a_picture_and_three_sentences(
     assert len(read(tmp_path).rows) == 7
     assert main(["demo", "--seconds", "1", "--out", str(tmp_path)]) == 1
     assert "failed: worker 2 did not answer" in capsys.readouterr().err
-    assert seen[0].bandwidth == 100e6 and len(EXPLAINED) * (seen[0].seconds or 0) <= 180
+    assert seen[0].network.bandwidth == 100e6 and len(EXPLAINED) * (seen[0].seconds or 0) <= 180
 
 
 def test_a_kill_is_watched_and_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,7 @@ def test_the_table_shows_figures_notes_networks_peers_and_spreads() -> None:
     order = [LOCAL, DDP, DIVERGED, FAILED, SILENT]
     assert names == [row.recipe for row in order], "the best first, those for reference last"
     words = " ".join(text.split())
-    assert "4 hosts × 1 process, 100 Mbit/s, emulated" in words
+    assert "4 hosts, 100 Mbit/s each, emulated" in words
     assert "diverged: the loss is not finite at step 20" in words
     assert "sgp(): failed: worker 2 did not answer" in words and "Traceback" not in words
     peer = row(

@@ -21,7 +21,7 @@ from laconic.units import (
 )
 
 if TYPE_CHECKING:
-    from laconic.lab.emulation.impairments import Impairments
+    from laconic.lab.emulation.network import Network
 
 VOCABULARY = """
 --workers COUNT  number of workers
@@ -209,7 +209,7 @@ def single(name: str) -> str:
 
 
 NETWORK = "--bandwidth --latency --jitter --loss"
-"""Of emulated hosts, with values for single ones; see `impairments_of`."""
+"""Of emulated hosts, with values for single ones; see `network_of`."""
 BETWEEN = (
     "HOST= gives one host another value, such as --latency 2=50ms. Between two hosts, the mean of "
     "their latencies, jitters and losses counts."
@@ -257,16 +257,13 @@ def given(arguments: argparse.Namespace, options: str) -> list[str]:
     return [o for o, name in names.items() if {name, single(name)} & {*arguments.given}]
 
 
-def impairments_of(arguments: argparse.Namespace) -> Impairments:
-    """Return the latency, jitter and loss of an emulated network."""
-    from laconic.lab.emulation.impairments import Impairments
+def network_of(arguments: argparse.Namespace) -> Network:
+    """Return the network that the options in `NETWORK` describe, with its hosts."""
+    from laconic.lab.emulation.network import QUANTITIES, Network
 
-    return Impairments(
-        arguments.latency,
-        arguments.jitter,
-        arguments.loss,
-        arguments.latency_host,
-        arguments.jitter_host,
-        arguments.loss_host,
-        arguments.seed,
+    return Network(
+        arguments.hosts,
+        **{name: getattr(arguments, name) for name in QUANTITIES},
+        single={name: getattr(arguments, single(name)) for name in QUANTITIES},
+        seed=arguments.seed,
     )

@@ -82,10 +82,11 @@ class Task:
         training.step()
         buffers, changing = watch.sizes()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        network = self.race.network
         shapes = tuple(tuple(p.shape) for p in parameters)
         return Facts(
-            self.workers, shapes, itemsize_of(parameters), self.compute, self.race.bandwidth,
-            self.race.impairments.latency / 2, overlapping=False,
+            self.workers, shapes, itemsize_of(parameters), self.compute,
+            network.bandwidth or math.inf, network.latency / 2, overlapping=False,
             muon=takes_muon(optimizer, shapes), buffers=buffers, changing=changing,
         )  # fmt: skip
 

@@ -27,8 +27,8 @@ from laconic.lab.doctor.finding import Finding, check
 from laconic.lab.emulation.cluster import (
     Cluster,
     ForwardError,
-    Impairments,
     NamespacesUnavailable,
+    Network,
 )
 from laconic.links import frames
 from laconic.links.addresses import address_of, address_toward
@@ -334,12 +334,12 @@ def lab() -> list[Finding]:
     found = found if missing else []
     allow = remedy if "pyroute2" in missing else ALLOW_NAMESPACES
     plain = "laconic lab and compare work without --latency, --jitter and --loss"
-    for impairments, text, remedy in (
-        (None, "hosts with limited bandwidth can be emulated", allow),
-        (Impairments(latency=0.01), "packets of emulated hosts can be delayed and lost", plain),
+    for network, text, remedy in (
+        (Network(1), "hosts with limited bandwidth can be emulated", allow),
+        (Network(1, latency=0.01), "packets of emulated hosts can be delayed and lost", plain),
     ):
         try:
-            Cluster(1, impairments=impairments).close()
+            Cluster(network).close()
             found.append(Finding("ok", "lab", text))
         except NamespacesUnavailable as error:
             return [*found, Finding("warning", "lab", str(error), allow)]

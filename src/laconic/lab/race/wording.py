@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from textwrap import shorten
 
-from laconic.lab.emulation.impairments import described
+from laconic.lab.emulation.network import Network
 from laconic.lab.race.comparison import losses
 from laconic.lab.race.result import SECONDS, STEPS, Result, Row, number
 from laconic.units import format_rate
@@ -39,36 +39,19 @@ def bandwidth(result: Result) -> str:
 
 def network(result: Result) -> str:
     """Describe the network: hosts, rates, impairments, and whether it is emulated or throttled."""
-    parts = []
-    hosts, per_host = number(result, "hosts"), number(result, "per_host")
-    if hosts is not None:
-        plural = "es" * (per_host != 1)
-        processes = f" × {per_host:.0f} process{plural}" if per_host is not None else ""
-        parts.append(f"{hosts:.0f} host{'s' * (hosts != 1)}{processes}")
+    settings, per_host = result.settings, number(result, "per_host") or 1
+    parts = [str(Network.of(settings))] if "hosts" in settings else []
+    parts.append(f"{per_host:.0f} processes per host" if per_host > 1 else "")
     size = number(result, "group_size")
     parts.append(f"groups of {size:.0f}" if size else "")
-    parts.append(bandwidth(result))
-    for host, bits in _by_host(result, "host_bandwidth"):
-        parts.append(f"host {host}: {format_rate(bits)}")
-    for host, factor in _by_host(result, "slow_hosts"):
-        parts.append(f"host {host} computes {short(factor)} times as long")
-    for name in ("latency", "jitter", "loss"):
-        value = number(result, name)
-        parts.append(described(name, value) if value else "")
-        for host, single in _by_host(result, f"host_{name}"):
-            parts.append(f"host {host}: {described(name, single)}")
+    slow = settings.get("slow_hosts")
+    for host, factor in slow.items() if isinstance(slow, dict) else ():
+        parts.append(f"host{host} computes {short(factor)} times as long")
     if result.settings.get("network") == "throttled":
         parts.append("throttled link: this system does not allow network namespaces")
     elif result.settings.get("network") == "emulated":
         parts.append("emulated with network namespaces")
     return ", ".join(part for part in parts if part)
-
-
-def _by_host(result: Result, key: str) -> list[tuple[str, float]]:
-    """Return a setting of single hosts, by host."""
-    values = result.settings.get(key)
-    items = values.items() if isinstance(values, dict) else ()
-    return sorted(items, key=lambda item: int(item[0]))
 
 
 def task(result: Result) -> str:
