@@ -150,7 +150,8 @@ def try_networks(hosts: int, networks: Sequence[Network]) -> None:
     """Raise ``OSError`` if one of the networks cannot be emulated here."""
     # Other libraries need emulated hosts, also in a race without a network.
     for network in networks or (Network(1e8),):
-        Cluster(network.of(hosts)).close()
+        with Cluster(network.of(hosts)):
+            pass
 
 
 def part(everything: runner.Settings, job: Job) -> runner.Settings:

@@ -18,7 +18,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from laconic.lab.emulation.forward import Counts, ForwardError, counts
@@ -29,11 +28,11 @@ from laconic.lab.emulation.jobs import (
     Output,
     Processes,
     close_all,
-    open_logs,
     read_all,
     signals_deferred,
     tail,
     terminate_as_exit,
+    unnamed_file,
 )
 from laconic.lab.emulation.join import host_entry
 from laconic.lab.emulation.namespaces import Entry, Plan
@@ -283,19 +282,17 @@ def launch(
     *,
     per_host: int = 1,
     env: Mapping[str, str] | None = None,
-    log_dir: str | Path | None = None,
 ) -> Job:
     """Start `argv` `per_host` times on every host, as torchrun would on a real cluster.
 
     The environment is this process's, overridden by `env`, overridden by the variables that
     torchrun sets (RANK and so on) and the network interface to use. OMP_NUM_THREADS defaults to 1.
-    Output goes to `log_dir`/rank{r}.out and .err, or to unnamed files that `Job.stdout` and
-    `Job.stderr` read. Raises ValueError for a `per_host` below 1.
+    `Job.stdout` and `Job.stderr` read its output. Raises ValueError for a `per_host` below 1.
     """
     if per_host < 1:
         raise ValueError(f"per_host must be at least 1, not {per_host}")
     hosts = [host for host in range(len(cluster.addresses)) for _ in range(per_host)]
-    logs = [open_logs(log_dir, rank) for rank in range(len(hosts))]
+    logs = [(unnamed_file(), unnamed_file()) for _ in hosts]
     job = Job(cluster._processes, hosts, logs)
     shared = job_environment(cluster, env or {})
     try:

@@ -6,10 +6,7 @@ import re
 from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
-from inspect import getdoc
 
-from laconic.algorithms.auto import auto
-from laconic.algorithms.recipes import RECIPES
 from laconic.lab.race.comparison import groups
 from laconic.lab.race.plots import STYLE, pictures, timeline
 from laconic.lab.race.result import Result
@@ -17,9 +14,6 @@ from laconic.lab.race.table import Cell, caption, cells, heading
 from laconic.lab.race.verdict import question, sentences
 from laconic.lab.race.wording import network, task
 from laconic.version import __version__
-
-DESCRIBED = {**RECIPES, "auto": auto}
-"""What the report explains, by name."""
 
 
 def page(result: Result) -> str:
@@ -34,7 +28,6 @@ def page(result: Result) -> str:
         "table": _table(result),
         "notes": _paragraphs(caption(result)[len(about) :]),
         "timelines": _figures(timeline(group.first) for group in groups(result)),
-        "recipes": _definitions(explained(result)),
         "machine": _definitions({**result.machine, **result.versions}),
         "command": escape(result.command),
         "version": escape(__version__),
@@ -56,23 +49,6 @@ def _definitions(values: dict[str, str]) -> str:
         f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
         for key, value in values.items()
     )
-
-
-def explained(result: Result) -> dict[str, str]:
-    """Return what each of laconic's recipes in the race does, by its name."""
-    found = {}
-    for row in result.rows:
-        names = dict.fromkeys(re.findall(r"\w+(?=\()", row.recipe))
-        known = [name for name in names if name in DESCRIBED]
-        if known and not (row.reference or row.peer):
-            found[row.recipe] = " ".join(_first_sentence(name, len(known) > 1) for name in known)
-    return found
-
-
-def _first_sentence(name: str, named: bool) -> str:
-    """Return the first sentence of the recipe's documentation, after its name if asked."""
-    text = " ".join((getdoc(DESCRIBED[name]) or "").split("\n\n")[0].split()).replace("`", "")
-    return f"{name}: {text}" if named else text
 
 
 def _table(result: Result) -> str:

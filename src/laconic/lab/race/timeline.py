@@ -17,7 +17,6 @@ from laconic.lab.race.result import Span
 from laconic.links import Link
 from laconic.links.cost import Cost
 from laconic.links.quorum.port import Port
-from laconic.links.quorum.wrapped import WrappedPort
 from laconic.links.wrapped import Wrapped
 
 MAX_SPANS = 400
@@ -135,21 +134,4 @@ class RecordedLink(Wrapped):
         return RecordedLink(link, self._recorder)
 
     def around_port(self, port: Port) -> Port:
-        return RecordedPort(port, self.rank, self._recorder)
-
-
-class RecordedPort(WrappedPort):
-    """``port`` of worker ``rank``, whose rounds are reported to a recorder.
-
-    What rank 0 sends while it computes is not among its spans.
-    """
-
-    def __init__(self, port: Port, rank: int, recorder: Recorder) -> None:
-        super().__init__(port, rank)
-        self._recorder = recorder
-
-    def watched(self) -> AbstractContextManager[None]:
-        return self._recorder.sending()
-
-    def book(self, step: int, sent: Cost, received: int, seconds: float) -> None:
-        """Do nothing: the ledger counts bytes."""
+        return port  # rounds with a quorum are not recorded
