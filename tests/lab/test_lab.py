@@ -258,7 +258,7 @@ def test_faults_happen_and_are_told(
         ("--hang 1@0.1s..0.3s", "sleep 1; exit 3",
          ["stopped", "continued", "failed after its fault: exit code 3", "started again"]),
     ):  # fmt: skip
-        options = [*option.split(), "--restart", "0.1s", "--out", str(out)]
+        options = [*option.split(), "--repair", "0.1s", "--out", str(out)]
         assert lab(*options, script=script.replace("END", ends)) == 0
         said = capfd.readouterr()
         summary = said.err.partition("laconic: faults:\n")[2]

@@ -40,7 +40,7 @@ HORIZON_SECONDS = 24 * 3600.0
 
 
 PROGRAMS = "--per-host --out"
-FAULTS = "--kill --kill-every --hang --cut --restart"
+FAULTS = "--kill --kill-every --hang --cut --repair"
 
 
 def add(parser: Any) -> None:
@@ -59,7 +59,8 @@ def add(parser: Any) -> None:
         "faults",
         "With any of them the lab runs a coordinator, and LACONIC_COORDINATOR names it to the "
         "program. The summary shows how many steps of an elastic program counted, and who was "
-        "present. TIME counts from the start; HOST may be coordinator.",
+        "present. TIME counts from the start; HOST may be coordinator. Without --repair, killed "
+        "programs do not come back, except after 5s with --kill-every.",
     )
     declare(faults, FAULTS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name in given(arguments, f"{PROGRAMS} {FAULTS}"):
             raise ValueError(f"{name} has no effect with --shell: leave it out")
         return shell(arguments, network)
-    restart = arguments.restart
+    restart = arguments.repair
     if restart is None and arguments.kill_every is not None:
         restart = RESTART_SECONDS
     settings = program.Settings(
@@ -116,8 +117,8 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
         plan = faults.Plan((*found, *kills.faults))
     plan.check(hosts)
     if arguments.kill_every is None and not found:
-        if arguments.restart is not None:
-            raise ValueError("--restart needs --kill, --kill-every, --hang or --cut")
+        if arguments.repair is not None:
+            raise ValueError("--repair needs --kill, --kill-every, --hang or --cut")
         return None
     return plan
 

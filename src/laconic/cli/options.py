@@ -63,7 +63,7 @@ VOCABULARY = """
 --price PRICE  price of a worker per hour
 --egress PRICE  price of a GB that leaves a site
 --mtbf TIME  mean time between two failures of a worker, such as 30d
---repair TIME  time until a failed machine is back
+--repair TIME  time until a failed machine, or a killed program, is back
 --checkpoint STEPS  steps between checkpoints, from which a run starts again (else it is elastic)
 --cluster FILE  the cluster in YAML or JSON; see --example
 --example  print such a file, and nothing else
@@ -73,7 +73,6 @@ VOCABULARY = """
 --kill-every TIME  kill a random host's program again and again, with this mean time in between
 --hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
 --cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
---restart TIME  start a killed program again after this time (5s with --kill-every)
 --shell HOST  open a shell on a host of the newest running lab, or of a new one
 --elastic  instead, kill one of four workers during a training, and replace it
 
