@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, workers_differ
 from laconic.attach import init
-from laconic.elastic import COORDINATOR_VARIABLE
+from laconic.elastic import COORDINATOR_VARIABLE, Elastic
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, LinkError
 from laconic.links.rank_sets import refused_by_all
@@ -34,18 +35,41 @@ def refuse_on_all(options: Mapping[str, Any], problems: Mapping[str, object]) ->
         refuse(problems)
 
 
+def is_elastic(options: Mapping[str, Any]) -> bool:
+    """Whether `attach` with these ``options`` joins a run whose workers come and go."""
+    return options.get("elastic") is not None or bool(os.environ.get(COORDINATOR_VARIABLE))
+
+
+def with_others(options: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` for `attach` in an elastic run, in which newcomers also receive the state of
+    ``others``."""
+    elastic = options.get("elastic") or Elastic()
+    refuse(
+        {f"elastic must be a laconic.Elastic, not {elastic!r}": not isinstance(elastic, Elastic)}
+    )
+    return {**options, "elastic": replace(elastic, others={**others, **(elastic.others or {})})}
+
+
 def check_processes(options: Mapping[str, Any], advice: str) -> None:
     """Raise ``ValueError`` if the trainer has not connected the processes that torchrun has
-    started; ``advice``: what to set. Makes a process group where there is one process alone."""
+    started; ``advice``: what to set. Makes a process group where there is one process alone, unless
+    workers come and go."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if is_elastic(options):
+        refuse(
+            {
+                f"{started} processes were started together, and workers that come and go are "
+                "started one by one: use a torchrun for each, with --nproc-per-node=1": (
+                    started != "1"
+                )
+            }
+        )
+        return
     refuse_on_all(
         options,
         {
-            "workers cannot come and go in a trainer's loop: leave `elastic` and "
-            f"{COORDINATOR_VARIABLE} out": options.get("elastic") is not None
-            or os.environ.get(COORDINATOR_VARIABLE),
-            f"{os.environ.get('WORLD_SIZE')} processes were started, and the trainer has not "
-            f"connected them: {advice}": not dist.is_initialized()
-            and os.environ.get("WORLD_SIZE", "1") != "1",
+            f"{started} processes were started, and the trainer has not connected them: "
+            f"{advice}": not dist.is_initialized() and started != "1"
         },
     )
     init()

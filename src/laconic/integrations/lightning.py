@@ -65,7 +65,13 @@ class LaconicStrategy(DDPStrategy):
     With recipes that communicate more than gradients, Lightning's message about SIGTERM, which
     rank 0 sends before every batch, is left out: each rank handles the signals that it receives.
 
-    Raises ``ValueError`` for options that are for DistributedDataParallel.
+    With ``elastic`` among the options, workers come and go. Each is a Trainer with one device and a
+    ``default_root_dir`` of its own, and data from an `ElasticSampler` among the ``others`` of
+    `laconic.Elastic`, where the schedules need not be. Training ends after ``max_steps``. A
+    newcomer begins at the step, and with the state, of the others; it reads no checkpoint.
+
+    Raises ``ValueError`` for options that are for DistributedDataParallel, and for settings of the
+    Trainer that contradict workers that come and go.
     """
 
     def __init__(
@@ -92,6 +98,8 @@ class LaconicStrategy(DDPStrategy):
         self._folders: dict[str, Path] = {}
         """By the name of a checkpoint's file on this rank: the folder with the ranks' state."""
         self._logged = 0
+        self._joined_late = False
+        """Whether this worker has joined an elastic run that had begun."""
 
     # -- setting up ----
 
@@ -110,12 +118,25 @@ class LaconicStrategy(DDPStrategy):
         common.check_processes(options, "pass devices= and num_nodes= to the Trainer")
         scaler = getattr(self.precision_plugin, "scaler", None)
         module, optimizers = self._attached_to()
+        loop, elastic = trainer.fit_loop.epoch_loop, common.is_elastic(options)
+        if elastic:
+            refuse(_elastic_problems(trainer))
+            schedules = enumerate(config.scheduler for config in self.lr_scheduler_configs)
+            options = common.with_others(options, {f"scheduler {k}": each for k, each in schedules})
+            # else it may end training with exit code 0, before this worker has left the run
+            trainer._signal_connector._sigterm_notifier_fn = lambda *_: None
         self.sync = attach(module, optimizers, self.recipe, scaler=scaler, **options)
-        loop = trainer.fit_loop.epoch_loop
+        self._joined_late = elastic and self.sync.step > 0
+        self._follow(trainer)
         if hasattr(loop, "_broadcast_sigterm_tensor") and not common.averages_gradients(
             self.recipe
         ):
             loop._broadcast_sigterm_tensor = lambda: None
+
+    def _follow(self, trainer: Any) -> None:
+        """In an elastic run that had begun, count the steps that others have taken."""
+        if self._joined_late and self.sync is not None:
+            _skip(trainer, self.sync.step - trainer.global_step)
 
     def _attached_to(self) -> tuple[nn.Module, Any]:
         """The module, and its optimizer or the list of several."""
@@ -134,12 +155,17 @@ class LaconicStrategy(DDPStrategy):
     ) -> Any:
         """As the base class, but the closure, which computes the gradients, is called before the
         optimizer's step and not within it."""
-        plugin = self.precision_plugin
+        sync, plugin = self.sync, self.precision_plugin
+        before = 0 if sync is None else sync.step
         if getattr(plugin, "scaler", None) is not None or isinstance(optimizer, LBFGS):
-            return super().optimizer_step(optimizer, closure, model, **options)
-        result = closure()
-        plugin._after_closure(model or self.lightning_module, optimizer)
-        optimizer.step(**options)
+            result = super().optimizer_step(optimizer, closure, model, **options)
+        else:
+            result = closure()
+            plugin._after_closure(model or self.lightning_module, optimizer)
+            optimizer.step(**options)
+        module = self.lightning_module
+        if sync is not None and module is not None:  # a newcomer's first step ends with the others'
+            _skip(module.trainer, sync.step - before - 1)
         return result
 
     @contextmanager
@@ -149,11 +175,13 @@ class LaconicStrategy(DDPStrategy):
             yield
 
     def on_train_start(self) -> None:
-        """Continue with the random state of a checkpoint from the middle of an epoch: making the
-        data loader's iterator has drawn from it once more. After the end of an epoch, a run that
-        was not interrupted makes another iterator, too."""
+        """Begin at the step of the other workers. Or continue with the random state of a checkpoint
+        from the middle of an epoch: making the data loader's iterator has drawn from it once more.
+        After the end of an epoch, a run that was not interrupted makes another iterator, too."""
         state, self._random_state = self._random_state, None
         module = self.lightning_module
+        if module is not None:
+            self._follow(module.trainer)
         if state is None or module is None or not module.trainer.fit_loop.restarted_mid_epoch:
             return
         load_random_state(state)
@@ -259,7 +287,7 @@ class LaconicStrategy(DDPStrategy):
         """As the base class, and load every rank's state."""
         super().load_optimizer_state_dict(checkpoint)
         loaded, self._loaded_from = self._loaded_from, None
-        if self.sync is not None and loaded is not None:
+        if self.sync is not None and loaded is not None and not self._joined_late:
             folder, others = _folder(loaded, resolve=True), self._others()
             loading = partial(load, folder, *self._attached_to(), self.sync, others=others)
             common.load_state(loading, folder)
@@ -275,6 +303,44 @@ class LaconicStrategy(DDPStrategy):
     def _others(self) -> dict[str, Any]:
         scaler = getattr(self.precision_plugin, "scaler", None)
         return {} if scaler is None else {"scaler": scaler}
+
+
+def _elastic_problems(trainer: Any) -> dict[str, object]:
+    """Messages about settings that contradict workers that come and go, and whether they do."""
+    connector = trainer._accelerator_connector
+    return {
+        "workers come and go, so an epoch has no fixed number of steps: set max_steps": (
+            trainer.max_steps <= 0
+        ),
+        "workers come and go, so the Trainer cannot share out the samples: pass "
+        "use_distributed_sampler=False, and a DataLoader with a laconic.ElasticSampler": (
+            connector.use_distributed_sampler
+        ),
+        "workers come and go, and validate after the same steps: pass "
+        "check_val_every_n_epoch=None with val_check_interval=STEPS, or limit_val_batches=0": (
+            trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches
+        ),
+        "workers come and go, and each is a Trainer of its own: pass devices=1 and num_nodes=1": (
+            trainer.world_size > 1
+        ),
+    }
+
+
+def _skip(trainer: Any, steps: int) -> None:
+    """Have ``trainer`` count ``steps`` that other workers have taken."""
+    if steps <= 0:
+        return
+    loop = trainer.fit_loop.epoch_loop
+    batches = steps * trainer.accumulate_grad_batches
+    counts = [
+        (loop.automatic_optimization.optim_progress.optimizer.step.total, steps),
+        (loop.manual_optimization.optim_step_progress.total, steps),
+        (loop.batch_progress.total, batches),
+    ]
+    for total, count in counts:
+        total.ready += count
+        total.completed += count
+    loop._batches_that_stepped += steps
 
 
 def _folder(checkpoint: Any, resolve: bool = False) -> Path:

@@ -33,6 +33,7 @@ from laconic.checkpoint import load, save
 from laconic.engine.synchronizer import Synchronizer
 from laconic.integrations import common
 from laconic.integrations.common import FOLDER, refuse
+from laconic.sampler import ElasticSampler
 
 logger = logging.get_logger(__name__)
 OF_DDP = (
@@ -59,6 +60,11 @@ class LaconicMixin:
     With recipes that communicate more than gradients, ``average_tokens_across_devices`` is switched
     off, because it sends a message in every step.
 
+    With ``elastic`` among the options, workers come and go. Each is a process alone, which saves
+    its checkpoints in an ``output_dir`` of its own. The samples are dealt by an `ElasticSampler`,
+    so training ends after ``max_steps``. A newcomer receives the model, the optimizer, the schedule
+    and the step. A checkpoint to resume from is read when the run begins, and not by newcomers.
+
     Raises ``ValueError`` for settings that contradict this: DeepSpeed, FSDP, several GPUs in one
     process, ``auto_find_batch_size``, ``enable_jit_checkpoint``.
     """
@@ -74,6 +80,7 @@ class LaconicMixin:
         self.attach_options = dict(attach_options or {})
         self.sync: Synchronizer | None = None
         self._resumed_from: str | None = None
+        self._sampler: ElasticSampler | None = None
         super().__init__(*arguments, **more)
         # first: other callbacks see the model attached at the beginning, and the consensus at the
         # end
@@ -96,6 +103,8 @@ class LaconicMixin:
         accelerator.prepare_model = without_wrapper
         common.defer_averaging(accelerator, lambda _: self.sync)
         arguments = self.args  # type: ignore[attr-defined]
+        if common.is_elastic(self.attach_options):
+            arguments.ignore_data_skip = True  # the sampler has its own state
         if not common.averages_gradients(self.recipe) and arguments.average_tokens_across_devices:
             arguments.average_tokens_across_devices = False
             logger.info(
@@ -108,12 +117,27 @@ class LaconicMixin:
         options = {"timeout": float(arguments.ddp_timeout), **self.attach_options}
         common.check_processes(options, "for CPUs, pass TrainingArguments(use_cpu=True)")
         model, optimizer, accelerator = self._plain()
+        elastic = common.is_elastic(options)
+        if elastic:
+            options = common.with_others(options, self._others())
         self.sync = attach(model, optimizer, self.recipe, scaler=accelerator.scaler, **options)
         resumed, self._resumed_from = self._resumed_from, None
-        if resumed is not None:
-            folder = Path(resumed) / FOLDER
-            loading = partial(load, folder, model, optimizer, self.sync, others=self._others())
-            common.load_state(loading, folder)
+        if elastic and not self.sync.step:  # the run begins: a worker may have no checkpoint
+            self._load(Path(resumed or arguments.output_dir) / FOLDER, missing_ok=True)
+        elif resumed is not None and not elastic:
+            self._load(Path(resumed) / FOLDER)
+        if elastic:  # which may have begun without this worker
+            state = self.state  # type: ignore[attr-defined]
+            state.global_step = self._globalstep_last_logged = self.sync.step
+            self._initial_global_step = self.sync.step
+
+    def _load(self, folder: Path, **options: bool) -> None:
+        """Load the state that `save` has stored in ``folder``."""
+        model, optimizer, _ = self._plain()
+        loading = partial(
+            load, folder, model, optimizer, self.sync, others=self._others(), **options
+        )
+        common.load_state(loading, folder)
 
     def finish(self) -> None:
         """Leave the consensus model on every rank: called when training ends."""
@@ -145,8 +169,8 @@ class LaconicMixin:
 
     def _others(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler  # type: ignore[attr-defined]
-        found = {"scheduler": self.lr_scheduler}  # type: ignore[attr-defined]
-        return found if scaler is None else {**found, "scaler": scaler}
+        found = {"scheduler": self.lr_scheduler, "data": self._sampler, "scaler": scaler}  # type: ignore[attr-defined]
+        return {name: each for name, each in found.items() if each is not None}
 
     # -- the trainer's methods ----
 
@@ -161,6 +185,28 @@ class LaconicMixin:
             raise
         finally:
             _forget_preparation(self.model)  # type: ignore[attr-defined]
+
+    def get_train_dataloader(self) -> Any:
+        """As the trainer's. Where workers come and go, Accelerate does not prepare it: what that
+        reads ahead would be lost with a worker."""
+        if not common.is_elastic(self.attach_options):
+            return super().get_train_dataloader()  # type: ignore[misc]
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        prepare = accelerator.prepare
+        accelerator.prepare = lambda loader: loader
+        try:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        finally:
+            accelerator.prepare = prepare
+
+    def _get_train_sampler(self, *arguments: Any) -> Any:
+        if not common.is_elastic(self.attach_options):
+            return super()._get_train_sampler(*arguments)  # type: ignore[misc]
+        given = self.args  # type: ignore[attr-defined]
+        seed = given.seed if given.data_seed is None else given.data_seed
+        data, shuffle = self.train_dataset, _strategy(given) == "random"  # type: ignore[attr-defined]
+        self._sampler = ElasticSampler(data, seed=seed, shuffle=shuffle)
+        return self._sampler
 
     def evaluation_loop(self, *arguments: Any, **more: Any) -> Any:
         """As the trainer's, with the consensus weights."""
@@ -215,6 +261,10 @@ class _Rounds(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._trainer.attach()
 
+    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        if self._trainer.sync is not None and common.is_elastic(self._trainer.attach_options):
+            state.global_step = self._trainer.sync.step  # a newcomer's first step skips some
+
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._trainer.finish()
 
@@ -222,6 +272,33 @@ class _Rounds(TrainerCallback):
 def _forget_preparation(model: nn.Module) -> None:
     """Have the next trainer or accelerator prepare ``model`` anew, with a wrapper of its own."""
     vars(model).pop("_is_accelerate_prepared", None)
+
+
+def _elastic_problems(trainer: Any) -> dict[str, object]:
+    """Messages about settings that contradict workers that come and go, and whether they do."""
+    arguments = trainer.args
+    if not common.is_elastic(trainer.attach_options):
+        return {}
+    grouped = getattr(arguments, "group_by_length", False)
+    strategy = "group_by_length" if grouped else _strategy(arguments)
+    return {
+        "workers come and go, so an epoch has no fixed number of steps: set max_steps": (
+            arguments.max_steps <= 0
+        ),
+        "workers come and go, so samples are dealt one by one: set train_sampling_strategy to "
+        f"'random' or 'sequential', not {strategy!r}": strategy not in ("random", "sequential"),
+        "a newcomer cannot evaluate before its first step: leave eval_on_start out": (
+            arguments.eval_on_start
+        ),
+        "a newcomer does not have the best model: leave load_best_model_at_end out": (
+            arguments.load_best_model_at_end
+        ),
+    }
+
+
+def _strategy(arguments: Any) -> str:
+    """How samples are chosen; older versions know only one order."""
+    return str(getattr(arguments, "train_sampling_strategy", "random"))
 
 
 def _check(trainer: Any) -> None:
@@ -244,6 +321,7 @@ def _check(trainer: Any) -> None:
             "process per GPU with torchrun": arguments.n_gpu > 1,
             "auto_find_batch_size may start training again on some ranks and not on others: set "
             "per_device_train_batch_size": arguments.auto_find_batch_size,
+            **_elastic_problems(trainer),
             "enable_jit_checkpoint saves at another step on each rank: leave it out, and save "
             "every `save_steps`": getattr(arguments, "enable_jit_checkpoint", False),
             f"laconic does not support the Trainer's mode {arguments.parallel_mode.value!r}: start "
