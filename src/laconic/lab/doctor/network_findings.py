@@ -138,7 +138,11 @@ def congestion_findings(report: NetworkReport) -> list[Finding]:
         return []
     listed = _by_value(by_name)
     text = f"with round trips of {format_seconds(trip)}, laconic's connections use {listed}"
-    named = {host.rank for host in report.hosts if host.settings[congestion.VARIABLE] != "none"}
+    named = {
+        host.rank
+        for host in report.hosts
+        if host.settings.get(congestion.VARIABLE, "none") != "none"
+    }
     others = [r for name, ranks in by_name.items() if name != congestion.LONG for r in ranks]
     slow = trip >= congestion.LONG_SECONDS and not named.issuperset(others)
     loss = f"{text}: a lost packet slows them down for long"
