@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from laconic.engine.elastic_runs import Joined, asked_for
 from laconic.engine.ending import watch
 from laconic.engine.joint_optimizer import as_one, check_steps, members
 from laconic.engine.model_checks import check_devices, check_tensors, check_unwrapped
-from laconic.engine.session import Buffers, Settings
+from laconic.engine.session import Buffers, Sets, Settings
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check_int
 from laconic.links import Link, job_secret, rendezvous, slurm, tls
@@ -53,9 +53,6 @@ from laconic.tensors import is_sharded, reshard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Sets = Mapping[str, Link]
-"""The links by set of ranks."""
 
 
 def init() -> None:
@@ -316,4 +313,4 @@ def _build(
     if settings.elastic is None:
         with on_all_ranks(sets["world"].gather):
             settings.arrange(recipe)
-    return Driver(model, optimizer, recipe, sets, next(model.parameters()).device, settings)
+    return Driver(model, optimizer, recipe, sets, settings)

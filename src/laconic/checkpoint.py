@@ -141,7 +141,7 @@ def _meeting(
     problem = None
     try:
         training = TrainingState.of(*given)
-        training.sync.check_own_weights()
+        training.sync.driver.session.refuse_in_consensus("laconic.save or load")
         check_bool("missing_ok", missing_ok)
         if not isinstance(path, (str, os.PathLike)):
             raise ValueError(f"path must be the path of a directory, not {path!r}")

@@ -152,7 +152,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         settings = Settings(
             "average" if broadcast_buffers else "keep", lambda recipe: recipe, hooked=False
         )
-        self._driver = Driver(module, None, recipe, sets, device, settings)
+        self._driver = Driver(module, None, recipe, sets, settings)
         self._sync = Synchronizer(self._driver)
         weakref.finalize(self, self._sync.detach).atexit = False
         self._binding = Binding(module, self._sync, device)

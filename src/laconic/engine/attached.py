@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.engine.consensus import Switcher
+from laconic.engine.consensus import ScalerAlignment
 from laconic.engine.joint_optimizer import members
 from laconic.engine.synchronizer import Synchronizer
 from laconic.links import Link
@@ -90,8 +90,8 @@ class _Watched(torch.amp.GradScaler):
     of the own class."""
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        for switcher in self._switchers():
-            switcher.scaler_steps()
+        for alignment in self._alignments():
+            alignment.in_use = True
         sync = synchronizer_of(optimizer)
         before = None if sync is None else sync.step
         result = super().step(optimizer, *args, **kwargs)
@@ -101,11 +101,12 @@ class _Watched(torch.amp.GradScaler):
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         super().update(*args, **kwargs)
-        for switcher in self._switchers():
-            switcher.scaler_updated()
+        for alignment in self._alignments():
+            alignment.in_use = False
+            alignment.align()
 
-    def _switchers(self) -> list[Switcher]:
-        return [s.driver.switcher for s in _attached() if s.driver.switcher.scaler is self]
+    def _alignments(self) -> list[ScalerAlignment]:
+        return [a for s in _attached() if (a := s.driver.alignment).scaler is self]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, type(self).__bases__[1:], *super().__reduce_ex__(protocol)[2:]

@@ -5,8 +5,8 @@ memory. The channels of a parameter round: which tensors it is about.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -55,46 +55,12 @@ class Channel:
     @contextmanager
     def states(self) -> Iterator[tuple[State, State]]:
         """Both states on the bucket's device, where they may be changed."""
-        with ExitStack() as stack:
-            kept = self.state, self.exchange_state
-            state, exchange_state = (
-                stack.enter_context(s.on_device()) if isinstance(s, HostState) else s for s in kept
-            )
+        first, second = (
+            s.on_device() if isinstance(s, HostState) else nullcontext(s)
+            for s in (self.state, self.exchange_state)
+        )
+        with first as state, second as exchange_state:
             yield state, exchange_state
-
-
-def open_channels(
-    groups: Sequence[Sequence[Tensor | Segment]],
-    update: Update,
-    exchange: Exchange,
-    link: Link,
-    replica: Link,
-    number: int = 0,
-    *,
-    elastic: bool = False,
-) -> list[Channel]:
-    """Cut ``groups`` of tensors into buckets, and give each a channel without state.
-
-    ``link``: to the other workers; ``replica``: to the other ranks of this worker, which share its
-    messages. ``number``: of the first bucket. ``elastic``: nothing may depend on the number of
-    workers.
-    """
-    workers = 1 if elastic else link.size
-    owners = exchange.owners(workers) or workers
-    multiple = exchange.multiple(workers) * replica.size
-    # each owner gets a slice from every other worker: with fewer owners buckets are smaller
-    most_bytes = BUCKET_BYTES * owners // workers if owners < workers else None
-    # buckets span groups, since a few biases by themselves would need as many messages as the rest
-    spans = groups if update.uses_lr else [[t for group in groups for t in group]]
-    found = []
-    for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=update.whole):
-        bucket.number, number = number, number + 1
-        each = bucket.length // replica.size
-        part = slice(replica.rank * each, (replica.rank + 1) * each)
-        within = exchange.region(link, each)
-        region = slice(part.start + within.start, part.start + within.stop)
-        found.append(Channel(bucket, exchange, part, region))
-    return found
 
 
 def by_tensor(channel: Channel, update: Update) -> Iterator[tuple[Tensor, State]]:
@@ -143,16 +109,11 @@ class ChannelSet:
         """The parameters that were taken in together: those share buckets."""
 
     @property
-    def stateful(self) -> bool:
-        """Whether the update keeps state for the present tensors."""
-        return any(channel.state for channel in self.all)
-
-    @property
     def vary(self) -> bool:
         """Whether the tensors may come and go: they are not parameters, and no state belongs to
         them."""
         fixed = self._round.part is parameters or isinstance(self._round.part, Fragment)
-        return not fixed and not self.stateful and not any(c.exchange_state for c in self.all)
+        return not fixed and not any(c.state or c.exchange_state for c in self.all)
 
     def add(self, params: Sequence[Tensor]) -> None:
         """Open channels for ``params``, which join x with the same values on all workers: x0."""
@@ -179,9 +140,26 @@ class ChannelSet:
             )
 
     def cut(self, tensors: Tensors, number: int = 0) -> list[Channel]:
-        """See `open_channels`."""
-        at = self._round.update, self._round.exchange, self._link, self._replica
-        return open_channels(tensors, *at, number, elastic=self._session.elastic is not None)
+        """Cut ``tensors`` into buckets, and give each a channel without state. ``number``: of the
+        first bucket. In an elastic run nothing may depend on the number of workers."""
+        update, exchange, replica = self._round.update, self._round.exchange, self._replica
+        workers = 1 if self._session.elastic is not None else self._link.size
+        owners = exchange.owners(workers) or workers
+        multiple = exchange.multiple(workers) * replica.size
+        # each owner gets a slice from every other worker: with fewer owners buckets are smaller
+        most_bytes = BUCKET_BYTES * owners // workers if owners < workers else None
+        # buckets span groups, since a few biases by themselves would need as many messages as the
+        # rest
+        spans = tensors if update.uses_lr else [[t for group in tensors for t in group]]
+        found = []
+        for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=update.whole):
+            bucket.number, number = number, number + 1
+            each = bucket.length // replica.size
+            part = slice(replica.rank * each, (replica.rank + 1) * each)
+            within = exchange.region(self._link, each)
+            region = slice(part.start + within.start, part.start + within.stop)
+            found.append(Channel(bucket, exchange, part, region))
+        return found
 
     def varying(self) -> Sequence[dict[str, Tensor]]:
         """The present tensors, by group and name, of a round whose tensors vary."""
@@ -222,12 +200,7 @@ class ChannelSet:
         new = self.cut(tensors, len(self.all))
         self.all += new
         for channel in new:
-            state = self._initial_state(channel)
-            used = self._round.update.in_every_step
-            channel.state = state if used else self._kept(channel, state)
-        for channel in new:
-            state = self._initial_exchange_state(channel)
-            channel.exchange_state = self._kept(channel, state)
+            self._make_states(channel)
 
     def _kept(self, channel: Channel, state: State) -> State:
         """``state``, in host memory if it belongs there."""
@@ -235,31 +208,25 @@ class ChannelSet:
         offload = self._session.settings.offload and self._session.device.type != "cpu"
         return HostState(state, device) if offload else state
 
-    def _initial_state(self, channel: Channel) -> State:
-        """The update's state on its part of x0. Each state tensor gets a copy of its own."""
-        update, bucket = self._round.update, channel.bucket
-        x = bucket.pack(self._session.memory(bucket))
-        dtype = state_dtype(bucket.dtype)
-        owned = update.init(x[channel.region].to(dtype, copy=True))
-        if missing := sorted(owned.keys() - update.slots.keys()):
+    def _make_states(self, channel: Channel) -> None:
+        """Make the states of the update and the exchange from x0. Each tensor of the update's gets
+        a copy of its own."""
+        update, exchange, bucket = self._round.update, channel.exchange, channel.bucket
+        x, dtype = bucket.pack(self._session.memory(bucket)), state_dtype(bucket.dtype)
+        state = update.init(x.to(dtype, copy=True))
+        if missing := sorted(state.keys() - update.slots.keys()):
             raise ValueError(
                 f"{type(update).__name__}.init makes state {missing} that its slots do not list: "
                 'say where each lives, "owner", "everywhere", "private" or "pooled"'
             )
         for name, slot in update.slots.items():
             check_choice(f"{type(update).__name__}.slots[{name!r}]", slot, get_args(Slot))
-        if all(t.dim() == 0 or is_owned(update, name, t) for name, t in owned.items()):
-            return owned
-        whole = update.init(x.to(dtype, copy=True))
-        return {name: owned[name] if is_owned(update, name, t) else t for name, t in whole.items()}
-
-    def _initial_exchange_state(self, channel: Channel) -> State:
-        """The exchange's state on the part of x0 that this rank carries."""
-        if not channel.exchange.slots:
-            return {}
-        bucket = channel.bucket
-        x = bucket.pack(self._session.memory(bucket))[channel.part]
-        return channel.exchange.init(x.to(state_dtype(bucket.dtype), copy=True), channel.owned)
+        own = channel.region
+        state = {k: t[own].clone() if is_owned(update, k, t) else t for k, t in state.items()}
+        channel.state = state if update.in_every_step else self._kept(channel, state)
+        if exchange.slots:
+            carried = exchange.init(x[channel.part].to(dtype, copy=True), channel.owned)
+            channel.exchange_state = self._kept(channel, carried)
 
 
 class HostState(UserDict[str, Tensor]):
@@ -324,38 +291,26 @@ class HostState(UserDict[str, Tensor]):
         self._copied[name] = self._kind.current_stream(self._device).record_event()
 
 
-class _OnDevice(MutableMapping[str, Tensor]):
+class _OnDevice(UserDict[str, Tensor]):
     """A `HostState` on its device. A tensor is copied when it is first used."""
 
     def __init__(self, host: HostState) -> None:
         self._host = host
-        self._used: dict[str, Tensor] = {}
-        self._names = dict.fromkeys(host)
+        self._used: set[str] = set()
+        self.data = dict(host.data)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._used:
-            if name not in self._names:
-                raise KeyError(name)
-            self._used[name] = self._host.to_device(name)
-        return self._used[name]
+            self[name] = self._host.to_device(name)
+        return self.data[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._used[name] = value
-        self._names[name] = None
-
-    def __delitem__(self, name: str) -> None:
-        del self._names[name]
-        self._used.pop(name, None)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._names))
-
-    def __len__(self) -> int:
-        return len(self._names)
+        self.data[name] = value
+        self._used.add(name)
 
     def copy_back(self) -> None:
         """Queue copies to host memory of all that was used, since kernels may have changed it."""
-        for name in [name for name in self._host if name not in self._names]:
+        for name in self._host.data.keys() - self.data.keys():
             del self._host[name]
-        for name, value in self._used.items():
-            self._host.from_device(name, value)
+        for name in self._used & self.data.keys():
+            self._host.from_device(name, self.data[name])

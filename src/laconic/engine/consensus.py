@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.compile import check_groups
 from laconic.algorithms.exchanges import Mean
-from laconic.algorithms.parse import as_recipe
-from laconic.algorithms.round import Recipe, Round, workers_differ
+from laconic.algorithms.round import Recipe, Round
 from laconic.algorithms.schedules import every
 from laconic.algorithms.updates import Average
 from laconic.engine.joint_optimizer import forget, members
@@ -33,35 +31,32 @@ from laconic.tensors import copies, local, reshard, restore, sums, with_mean
 
 @torch.no_grad()
 def write_consensus(run: RecipeRun, *, mean: bool = True, state: bool = False) -> None:
-    """Write the consensus into the model.
+    """Have every round come to rest, and write the consensus into the model. All ranks call it.
 
-    ``mean``: the mean over workers of x after `ParameterRunner.write_finished`; otherwise anchors
-    where rounds keep them, and the mean over workers of the rest. What no round is about, and x
-    where workers should not differ, is compared: see `_make_equal`. ``state``: average the
-    optimizer's state, too, where workers differ. That of optimizers with modes always is, since it
-    holds the weights of the other mode.
+    ``mean``: the mean over workers of x then; otherwise anchors where rounds keep them, and the
+    mean over workers of the rest. What no round is about, and x where workers should not differ, is
+    compared: see `_make_equal`. ``state``: average the optimizer's state, too, where workers
+    differ. That of optimizers with modes always is, since it holds the weights of the other mode.
     """
     optimizer = run.session.optimizer
-    training = in_training(optimizer)
-    _write_own(run, mean)
-    for each in training:
-        each.eval()
-    _write_mean(run, mean)
-    if workers_differ(run.recipe) and (state or modal(optimizer)):
-        run.average_optimizer_state(Round(every(1), Average(), Mean(), optimizer_state))
-    for each in training:
-        each.train()
+    _write_own(run, mean, rest=True)
+    with evaluation(optimizer):
+        _write_mean(run, mean)
+        if run.differ and (state or modal(optimizer)):
+            r = Round(every(1), Average(), Mean(), optimizer_state)
+            ParameterRunner(r, run.session, run.scores).start(run.session.step)
 
 
-def _write_own(run: RecipeRun, mean: bool) -> None:
-    """Write what this worker contributes."""
+def _write_own(run: RecipeRun, mean: bool, *, rest: bool) -> None:
+    """Write what this worker contributes. ``rest``: the rounds go on from there; otherwise they do
+    not change."""
     session = run.session
     reshard(session.model)
     run.undo_before_step()
     for running in run.rounds:
-        running.write_finished(session.step)
+        (running.finish if rest else running.write_finished)(session.step)
     if run.quorum is not None:
-        run.quorum.catch_up(keep=False)
+        run.quorum.catch_up(keep=rest)
     for running in _anchored(run, mean):
         running.write_anchor(session.step)
 
@@ -78,7 +73,7 @@ def _write_mean(
         for channel in running.channels
         for segment in channel.bucket.segments
     }
-    if workers_differ(run.recipe):
+    if run.differ:
         groups = [[p for p in group if id(p) not in covered] for group in session.groups()]
         session.write_mean(groups, session.workers)
     _make_equal(run, saved)
@@ -92,7 +87,7 @@ def _make_equal(run: RecipeRun, saved: list[tuple[Tensor, list[Tensor]]] | None)
     buffers = {id(b) for b in session.model.buffers()}
     kept = buffers if session.settings.buffers == "keep" else set()
     alone = session.links["replica"].size == 1  # else a worker's ranks may have drifted apart
-    if workers_differ(run.recipe) and alone:
+    if run.differ and alone:
         kept = kept.union(map(id, session.params()))
     rest = {name: t for name, t in session.state().items() if id(t) not in kept}
     differing = list(session.differing(rest).values())
@@ -133,7 +128,7 @@ def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
     try:
         with training_weights(session.optimizer):
             with torch.no_grad():
-                _write_own(run, mean)
+                _write_own(run, mean, rest=False)
             with evaluation(session.optimizer, session.params()):
                 with torch.no_grad():
                     _write_mean(run, mean, saved)
@@ -199,85 +194,62 @@ def successor(
     return new, undo
 
 
-class Switcher:
-    """Moves one synchronizer from recipe to recipe. ``scaler``: the GradScaler, None without
-    one."""
+def switched(run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
+    """Return a run of ``recipe`` that goes on from ``run``'s consensus; see `Synchronizer.switch`.
+    ``begun``: the call of all ranks has."""
+    session = run.session
+    run.take_in()
+    if not begun:
+        session.call("switch()")
+    with training_weights(session.optimizer):
+        write_consensus(run, state=True)
+    if run.differ:
+        _align_optimizer_state(session)
+    run.rebase()  # its rounds go on if the ranks do not agree
+    new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
+    check_alike(new, module=False, chosen=True)  # so what `successor` raises, all ranks raise
+    return successor(run, recipe, run.unsent())[0]
+
+
+def _align_optimizer_state(session: Session) -> None:
+    """Complete the mean of the workers' optimizer states. Its numbers become rank 0's: ranks
+    that skipped steps did not count them. State that some ranks lack, because a parameter had
+    no gradient there, is dropped on all."""
+    states, params = session.bound.state, session.params()
+    present = session.gather(torch.tensor([float(bool(states.get(p))) for p in params]))
+    numbers: list[tuple[dict[str, Any], str]] = []
+    for p, everywhere in zip(params, present.amin(0).tolist(), strict=True):
+        if not everywhere:
+            forget(session.bound, p)
+            continue
+        state = states[p]
+        numbers += [(state, name) for name in sorted(state) if _is_number(state[name])]
+    if not numbers:
+        return
+    values = session.from_rank_0([float(state[name]) for state, name in numbers])
+    for (state, name), value in zip(numbers, values, strict=True):
+        if isinstance(state[name], Tensor):
+            state[name].fill_(value)
+        else:
+            state[name] = type(state[name])(value)
+
+
+class ScalerAlignment:
+    """Gives all ranks rank 0's GradScaler after a switch from workers that differed, each with
+    overflows of its own: gradients that are averaged must be scaled alike. ``due``: whether that is
+    to be done. ``in_use``: whether the scaler has stepped and was not updated yet, so that its
+    scale is in use: alignment waits for the update, between two steps."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
-        self._scalers_differ = False
-        self.scaler = session.settings.scaler
-        self._scaling = False
-        """Whether the scaler has stepped and was not updated yet, so that its scale is in use."""
+        self._session, self.scaler = session, session.settings.scaler
+        self.due = self.in_use = False
 
-    def checked(self, recipe: Recipe | str) -> Recipe:
-        """``recipe``. Raises ``ValueError`` if the run cannot switch to it."""
-        session, given = self._session, as_recipe(recipe)
-        if not isinstance(given, tuple):
-            raise ValueError(f"sync.switch() takes a recipe, and {given!r} is for attach()")
-        session.refuse_in_consensus("sync.switch()")
-        check_groups(given, "group" in session.links)
-        session.settings.arrange(given)
-        return given
-
-    def switch(self, run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
-        """Return a run of ``recipe`` that goes on from ``run``'s consensus; see
-        `Synchronizer.switch`. ``begun``: the call of all ranks has."""
-        session = self._session
-        run.take_in()
-        if not begun:
-            session.call("switch()")
-        with training_weights(session.optimizer):
-            run.finish()
-            write_consensus(run, state=True)
-        if workers_differ(run.recipe):
-            self._align_optimizer_state()
-            self._scalers_differ = True
-        run.rebase()  # its rounds go on if the ranks do not agree
-        new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
-        check_alike(new, module=False, chosen=True)  # so what `successor` raises, all ranks raise
-        return successor(run, recipe, run.unsent())[0]
-
-    def _align_optimizer_state(self) -> None:
-        """Complete the mean of the workers' optimizer states. Its numbers become rank 0's: ranks
-        that skipped steps did not count them. State that some ranks lack, because a parameter had
-        no gradient there, is dropped on all."""
-        session = self._session
-        states, params = session.bound.state, session.params()
-        present = session.gather(torch.tensor([float(bool(states.get(p))) for p in params]))
-        numbers: list[tuple[dict[str, Any], str]] = []
-        for p, everywhere in zip(params, present.amin(0).tolist(), strict=True):
-            if not everywhere:
-                forget(session.bound, p)
-                continue
-            state = states[p]
-            numbers += [(state, name) for name in sorted(state) if _is_number(state[name])]
-        if not numbers:
-            return
-        values = session.from_rank_0([float(state[name]) for state, name in numbers])
-        for (state, name), value in zip(numbers, values, strict=True):
-            if isinstance(state[name], Tensor):
-                state[name].fill_(value)
-            else:
-                state[name] = type(state[name])(value)
-
-    def scaler_steps(self) -> None:
-        """The scaler is about to step."""
-        self._scaling = True
-
-    def scaler_updated(self) -> None:
-        """The scaler was updated."""
-        self._scaling = False
-        self.align_scaler()
-
-    def align_scaler(self) -> None:
-        """Give all ranks rank 0's GradScaler after a switch from workers that differed, each with
-        overflows of its own: gradients that are averaged must be scaled alike. If its scale is in
-        use, that waits until it is updated, between two steps."""
+    def align(self) -> None:
+        """Do it, if it is due."""
         session, scaler = self._session, self.scaler
-        if scaler is None or self._scaling or not self._scalers_differ:
+        if scaler is None or self.in_use or not self.due:
             return
-        self._scalers_differ = False
+        self.due = False
         session.call("switch()")
         state = scaler.state_dict()
         scale, tracker = session.from_rank_0([state["scale"], float(state["_growth_tracker"])])
@@ -334,23 +306,20 @@ def training_weights(optimizer: Optimizer | None) -> Iterator[None]:
 
 
 @contextmanager
-def evaluation(optimizer: Optimizer | None, params: Sequence[Tensor]) -> Iterator[None]:
+def evaluation(optimizer: Optimizer | None, params: Sequence[Tensor] = ()) -> Iterator[None]:
     """A context in which optimizers with modes are in eval mode, and ``params`` may be overwritten.
     Afterward modes and states are those of before, whatever is called inside, and ``params`` are so
     up to rounding."""
     every, training = modal(optimizer), in_training(optimizer)
-    if not every:
-        yield
-        return
     for each in training:
         each.eval()
-    evaluated = [local(p).clone() for p in params]
+    evaluated = [local(p).clone() for p in params] if every else []
     try:
         yield
     finally:
         for each in every:
             each.eval()
-        for p, values in zip(params, evaluated, strict=True):
+        for p, values in zip(params, evaluated, strict=False):
             local(p).copy_(values)  # some keep the weights of the other mode in their state
         for each in training:
             each.train()

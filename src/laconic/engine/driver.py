@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from laconic.algorithms.compile import check_groups
+from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
-from laconic.engine.consensus import Switcher, training_weights
+from laconic.engine.consensus import ScalerAlignment, switched, training_weights
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
 from laconic.engine.joint_optimizer import (
@@ -27,11 +28,10 @@ from laconic.engine.joint_optimizer import (
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.saved_state import Saved, States
-from laconic.engine.session import Session, Settings
+from laconic.engine.session import Session, Sets, Settings
 from laconic.errors import check_bool
 from laconic.links.calls import FINISH
 from laconic.links.comm_thread import EXIT_SECONDS
-from laconic.links.link import Link
 
 OWN_CLOSURE = (
     "the optimizer's step() makes a closure and passes it to its parent's step(): laconic has "
@@ -66,18 +66,15 @@ class Driver:
         model: nn.Module,
         optimizer: Optimizer | None,
         recipe: Recipe,
-        sets: Mapping[str, Link],
-        device: torch.device,
+        sets: Sets,
         settings: Settings,
     ) -> None:
-        self.session = session = Session(
-            model, sets, device, settings, lambda: self.run.before_call()
-        )
+        self.session = session = Session(model, sets, settings, lambda: self.run.before_call())
         self.hooked = settings.hooked
         """Whether the optimizer's hooks run what follows a step; otherwise `advance` does."""
         self.facade: object = None
         """The `Synchronizer`, which the optimizer's hooks keep alive by this reference."""
-        self.switcher = Switcher(session)
+        self.alignment = ScalerAlignment(session)
         self._handles: list[StepHooks] = []
         self.rounds_done = 0
         self.events = Events()
@@ -87,6 +84,7 @@ class Driver:
         """Ends the watch for steps of other optimizers."""
         if optimizer is not None:
             session.bind(optimizer)
+        self.ending = Ending(session.comm)
         drift = DriftCheck(session)
         self.run = RecipeRun(session, settings.arrange(recipe), drift)
         try:
@@ -96,7 +94,6 @@ class Driver:
                 if session.policy.recipe != recipe:
                     self.run = RecipeRun(session, settings.arrange(session.policy.recipe), drift)
                     check_alike(self.run, chosen=True)
-            self.ending = Ending(self.run.recipe, session.comm)
             session.share(session.state())
             session.note_order()
             self.run.start_gradient_rounds({})
@@ -175,42 +172,44 @@ class Driver:
 
     @torch.no_grad()
     def _after_step(self, *_: object, skipped: bool = False) -> None:
-        self._begin_skipped()
-        rounds = self.session.rounds_of(self.session.step + 1)
-        with rounds if self.run.quorum is None else nullcontext():  # a quorum is waited for again
-            self._count()
-            if self.run.scores is not None:
-                self.run.scores.after_step()
-            self.run.pull()
-            self._communicate()
-            if self.session.settings.buffers == "broadcast":
-                self.session.share_buffers()
-        self.run.drift.after_step()
-        self.session.recorder.after_step(skipped=skipped)
-        policy, elastic = self.session.policy, self.session.elastic
+        session, run = self.session, self.run
+        if run.quorum is None:  # a quorum is waited for again
+            session.interrupted = f"the rounds after step {session.step + 1}"
+        self._count()
+        if run.scores is not None:
+            run.scores.after_step()
+        run.pull()
+        start = time.thread_time()
+        self.rounds_done += run.communicate()
+        session.round_seconds += time.thread_time() - start
+        self.ending.missing = run.differ and not run.leaves_equal(session.step)
+        if session.settings.buffers == "broadcast":
+            session.share_buffers()
+        session.interrupted = None
+        run.drift.after_step()
+        session.recorder.after_step(skipped=skipped)
+        policy, elastic = session.policy, session.elastic
         follows = elastic is not None and elastic.replaying  # its donor decides
-        if policy is not None and not follows and policy.after_step(self.session.step):
+        if policy is not None and not follows and policy.after_step(session.step):
             self._switch(policy.recipe)
         self.events.tell("step ended")
-
-    def _begin_skipped(self) -> None:
-        """Begin the step, if the optimizer has skipped it."""
-        if not self.session.in_step:
-            self.begin_step(closure=False)
-            if self.run.scores is not None:
-                self.run.scores.skip_step()
 
     def advance(self) -> None:
         """Do what follows an optimizer step, for a front end without hooks. Skipped steps count,
         too. After an overflow, a GradScaler skips a step, perhaps on this rank alone. If ranks
         disagreed on the step number, they would wait for messages that never come."""
-        self._after_step(skipped=not self.session.in_step)
+        skipped = not self.session.in_step
+        if skipped:
+            self.begin_step(closure=False)
+            if self.run.scores is not None:
+                self.run.scores.skip_step()
+        self._after_step(skipped=skipped)
 
     def skip(self, optimizer: Optimizer) -> None:
         """A GradScaler has called ``optimizer``, perhaps one of several, and no step was counted:
         count it if that completes a step."""
         bound = self.session.optimizer
-        if not isinstance(bound, JointOptimizer) or bound.skip(optimizer):
+        if not isinstance(bound, JointOptimizer) or bound.done(optimizer):
             self.advance()
 
     def _count(self) -> None:
@@ -222,7 +221,7 @@ class Driver:
                 raise ValueError(NOT_AVERAGED)
             run.check_gradients()
             run.refresh()
-        self.ending.step = session.step = session.step + 1
+        session.step += 1
         session.in_step = False
         session.status("computing")
         session.world.check_peers()
@@ -230,14 +229,6 @@ class Driver:
             session.check_first_step()
         for gradients in run.gradients:
             gradients.after_step()
-
-    def _communicate(self) -> None:
-        """Run the rounds that are due after this step."""
-        start = time.thread_time()
-        self.rounds_done += self.run.communicate()
-        if self.run.leaves_equal(self.session.step):
-            self.ending.complete = self.session.step
-        self.session.round_seconds += time.thread_time() - start
 
     # -- the recipe ----
 
@@ -255,14 +246,13 @@ class Driver:
             session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
             check_bool("mean", mean)
         with training_weights(session.optimizer):
-            run.finish()
             consensus.write_consensus(run, mean=mean)
         if session.elastic is not None:
             session.gather_json(None)  # after that all have it, and any may end
         if not mean:
             run.rebase()
         self.events.tell("finish", mean)
-        self.ending.complete = session.step
+        self.ending.missing = False
         session.recorder.event("finish")
         session.status("finished")
 
@@ -274,16 +264,22 @@ class Driver:
         if session.elastic is not None:
             raise ValueError(ELASTIC_SWITCH)
         with session.checked("switch()"):
-            given = self.switcher.checked(recipe)
+            given = as_recipe(recipe)
+            if not isinstance(given, tuple):
+                raise ValueError(f"sync.switch() takes a recipe, and {given!r} is for attach()")
+            session.refuse_in_consensus("sync.switch()")
+            check_groups(given, "group" in session.links)
+            session.settings.arrange(given)
         self._switch(given, begun=True)
-        self.switcher.align_scaler()
-        session.end_policy()
+        self.alignment.align()
+        session.policy = None
 
     def _switch(self, recipe: Recipe, *, begun: bool = False) -> None:
-        before, self.run = self.run, self.switcher.switch(self.run, recipe, begun=begun)
+        before, self.run = self.run, switched(self.run, recipe, begun=begun)
+        self.alignment.due |= before.differ
         before.close()
-        self.ending.follow(self.run.recipe)
         session = self.session
+        self.ending.missing = False
         session.recorder.event("switch", recipe=self.run.text(chosen=True))
         session.status("computing")
         self.events.tell("switch")
@@ -292,7 +288,7 @@ class Driver:
 
     def detach(self) -> None:
         """See `Synchronizer.detach`."""
-        self.ending.complete = self.ending.step  # the user keeps this worker's own model
+        self.ending.missing = False  # the user keeps this worker's own model
         self._end_watch()
         for handle in self._handles:
             handle.remove()
@@ -328,7 +324,7 @@ class Driver:
         """See `Synchronizer.state_dict`."""
         self.session.check_complete()
         saved = loading.state_dict(self.run)
-        self.ending.complete = self.ending.step
+        self.ending.missing = False
         return saved
 
     @torch.no_grad()
@@ -357,5 +353,4 @@ class Driver:
         self.run = loaded.run
         loaded.complete(self.session)
         self.session.in_step = loaded.in_step
-        self.ending.follow(self.run.recipe)
-        self.ending.restart(loaded.step)
+        self.ending.missing = False

@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections.abc import Sequence
 
-from laconic.algorithms.round import Recipe, workers_differ
 from laconic.links import forks
 from laconic.links.comm_thread import CommThread
 from laconic.links.simulation import at_end
@@ -26,32 +25,19 @@ class Ending:
     """What the end of a program needs to know of one synchronizer. Refers to nothing that holds the
     model, and so can outlive it.
 
-    ``step``: the optimizer steps taken. ``complete``: after which of them the program last had the
-    consensus, or the state to save, or the rounds left all workers with the same parameters. No
-    `Synchronizer.finish` is missing after that step.
+    ``missing``: whether `Synchronizer.finish` is: the ranks hold different models that nobody has
+    averaged or saved since the last step.
     """
 
-    def __init__(self, recipe: Recipe, comm: CommThread) -> None:
-        self.step = self.complete = 0
+    def __init__(self, comm: CommThread) -> None:
+        self.missing = False
         self._comm = weakref.ref(comm)
-        self.follow(recipe)
-
-    def follow(self, recipe: Recipe) -> None:
-        """``recipe`` is in force from now on; all workers begin it with the same model."""
-        self._differ = workers_differ(recipe)
-        self.complete = self.step
-
-    def restart(self, step: int) -> None:
-        """A state was loaded, which had been saved after ``step``."""
-        self.step = self.complete = step
 
     @property
     def unfinished(self) -> bool:
-        """Whether the ranks hold different models that nobody has averaged or saved since the last
-        step. False after an error of the link."""
+        """Whether `finish` is missing. False after an error of the link."""
         comm = self._comm()
-        alive = comm is None or not comm.failed
-        return self.step != self.complete and self._differ and alive
+        return self.missing and (comm is None or not comm.failed)
 
 
 _endings: list[Ending] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -40,6 +41,35 @@ def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Te
                 yield name, segment, values
 
 
+@dataclass
+class GradientChannel(Channel):
+    """A channel whose bucket holds gradients. ``samples``: the positions of `_SAMPLES` elements of
+    each segment. ``memory``: for the gradients, while they are averaged. ``missing``: the ids
+    of the parameters whose gradients have not arrived."""
+
+    samples: Tensor = field(default_factory=lambda: torch.empty(0))
+    memory: FlatGradients | None = None
+    missing: set[int] = field(default_factory=set)
+
+    @property
+    def params(self) -> set[int]:
+        """The ids of the parameters that it has gradients of."""
+        return {id(segment.tensor) for segment in self.bucket.segments}
+
+    @property
+    def flat(self) -> FlatGradients:
+        """The memory."""
+        self.memory = self.memory or FlatGradients(self.bucket)
+        return self.memory
+
+    def nonzero(self) -> set[int]:
+        """The ids of parameters whose gradients are not all zeros. Any nonzero sample proves that.
+        Int4 rounds many to zero, so one sample is not enough."""
+        found = self.flat.whole[self.samples].any(1).tolist()
+        pieces = zip(self.bucket.segments, self.flat.pieces, found, strict=True)
+        return {id(segment.tensor) for segment, piece, some in pieces if some or bool(piece.any())}
+
+
 class GradientChannels:
     """The channels of ``exchange`` over ``link`` for the gradients of ``params``, in the reverse
     order of these. ``elastic``: nothing may depend on the number of workers. ``scale``: the loss
@@ -65,24 +95,22 @@ class GradientChannels:
             whole=exchange.whole,
         )
         self.all = [self._open(bucket, unsent or {}) for bucket in buckets]
-        self.samples = [sample_positions(bucket) for bucket in buckets]
-        members = [{id(s.tensor) for s in bucket.segments} for bucket in buckets]
-        self.counts = [len(m) for m in members]
-        """By bucket, of how many parameters it has gradients."""
-        self.buckets_of: dict[int, list[int]] = {}
+        self.of_param: dict[int, list[GradientChannel]] = {}
         """By the id of a parameter."""
-        for index, member in enumerate(members):
-            for key in member:
-                self.buckets_of.setdefault(key, []).append(index)
-        self.largest = 0.0
+        for channel in self.all:
+            for key in channel.params:
+                self.of_param.setdefault(key, []).append(channel)
+        far = self.all if link.overlapping is not None else []
+        sizes = [(c.bucket.length, c.bucket.dtype.itemsize, link.size) for c in far]
+        costs = [c.exchange.cost(*size) for c, size in zip(far, sizes, strict=True)]
+        self.largest = max((c.bytes / max(c.messages, 1) for c in costs), default=0.0)
         """The most bytes that a bucket sends at once; 0 where buckets do not overlap."""
-        if link.overlapping is not None:
-            self.largest = max(map(self._message_bytes, self.all), default=0.0)
 
-    def _open(self, bucket: Bucket, unsent: Mapping[tuple[str, int], Tensor]) -> Channel:
+    def _open(self, bucket: Bucket, unsent: Mapping[tuple[str, int], Tensor]) -> GradientChannel:
         exchange = self._exchange.shaped(bucket.shapes)
         region = exchange.region(self._link, bucket.length)
-        channel = Channel(bucket, exchange, slice(0, bucket.length), region)
+        channel = GradientChannel(bucket, exchange, slice(0, bucket.length), region)
+        channel.samples = _sample_positions(bucket)
         if not exchange.slots:
             return channel
         zeros = torch.zeros(bucket.length, dtype=state_dtype(bucket.dtype), device=bucket.device)
@@ -92,13 +120,6 @@ class GradientChannels:
                 whole = unsent[name, id(segment.tensor)]
                 values.copy_(whole[segment.start : segment.stop] * self._scale_of(name))
         return channel
-
-    def _message_bytes(self, channel: Channel) -> float:
-        """What this rank sends at once for a bucket."""
-        bucket = channel.bucket
-        size = bucket.length, bucket.dtype.itemsize, self._link.size
-        cost = channel.exchange.cost(*size)
-        return cost.bytes / max(cost.messages, 1)
 
     def left_over(self) -> dict[tuple[str, int], Tensor]:
         """The exchange's state by name and parameter, for the round after this one, without the
@@ -120,16 +141,13 @@ class GradientChannels:
         if scale != self.scale:
             for channel in self.all:
                 for name, values in channel.exchange_state.items():
-                    if self._is_gradient(name):
+                    if self._exchange.slots[name] != "everywhere":
                         values.mul_(scale / self.scale)
             self.scale = scale
 
     def _scale_of(self, name: str) -> float:
         """The loss scale of this state tensor: 1 if it is no gradient."""
-        return self.scale if self._is_gradient(name) else 1.0
-
-    def _is_gradient(self, name: str) -> bool:
-        return self._exchange.slots[name] != "everywhere"
+        return 1.0 if self._exchange.slots[name] == "everywhere" else self.scale
 
 
 _SAMPLES = 8
@@ -202,19 +220,10 @@ def _elements(gradient: Tensor, segment: Segment) -> Tensor:
     return local(gradient).reshape(-1)[segment.start : segment.stop]
 
 
-def sample_positions(bucket: Bucket) -> Tensor:
-    """The positions of `_SAMPLES` elements of each segment. Any nonzero one proves that there is a
-    gradient. Int4 rounds many to zero, so one sample is not enough."""
+def _sample_positions(bucket: Bucket) -> Tensor:
     starts = [0, *accumulate(bucket.sizes[:-1])]
     rows = [
         [start + size * k // _SAMPLES for k in range(_SAMPLES)]
         for start, size in zip(starts, bucket.sizes, strict=True)
     ]
     return torch.tensor(rows, device=bucket.device)
-
-
-def nonzero(bucket: Bucket, flat: FlatGradients, samples: Tensor) -> set[int]:
-    """The ids of parameters whose gradients are not all zeros. ``samples``: `sample_positions`."""
-    found = flat.whole[samples].any(1).tolist()
-    pieces = zip(bucket.segments, flat.pieces, found, strict=True)
-    return {id(segment.tensor) for segment, piece, some in pieces if some or bool(piece.any())}

@@ -29,11 +29,11 @@ from laconic.algorithms.schedules import ends
 from laconic.algorithms.update import Clock, State
 from laconic.buckets import RESHAPED
 from laconic.device import Stream, not_compiled, refuse_capture
-from laconic.engine.channel import Channel
-from laconic.engine.gradient_channels import FlatGradients, GradientChannels, nonzero
-from laconic.engine.overlap import Overlapping, Result, turns_at_once
+from laconic.engine.gradient_channels import GradientChannel, GradientChannels
+from laconic.engine.overlap import Overlapping, turns_at_once
 from laconic.engine.session import Session
 from laconic.errors import LinkError, NotFiniteError
+from laconic.links.comm_thread import Pending
 from laconic.links.link import AsyncLink
 from laconic.tensors import local
 
@@ -77,17 +77,12 @@ class GradientRunner:
         self._announce = announce
         self.set = GradientChannels(r.exchange, link, self._elastic)
         self._unsent = unsent
-        self._trainable: list[int] = []
         self._params: list[Tensor] = []
         self._sizes: list[tuple[int, torch.dtype]] = []
         self._hooks: dict[int, RemovableHandle] = {}
-        self._flats: list[FlatGradients] = []
-        self._pending: list[Result[None]] = []
+        self._pending: list[Pending[None]] = []
         """By bucket sent."""
         self._overlap = Overlapping(link, session.comm)
-        self._missing: list[int] = []
-        """By bucket, how many parameters' gradients have not arrived."""
-        self._arrived: set[int] = set()
         self._task: int | None = None
         self._stream: Stream | None = None
         """That of the latest gradient, on an accelerator."""
@@ -97,7 +92,7 @@ class GradientRunner:
         self.refresh()
 
     @property
-    def channels(self) -> list[Channel]:
+    def channels(self) -> list[GradientChannel]:
         """One for each bucket."""
         return self.set.all
 
@@ -107,14 +102,10 @@ class GradientRunner:
         before = {id(p) for p in self._params}
         given = self._session.differentiated()
         chosen = [p for p in given if p.requires_grad or (keep and id(p) in before)]
-        trainable = [id(p) for p in chosen]
-        if trainable == self._trainable:
-            if self._sizes != [(p.numel(), p.dtype) for p in self._params]:
-                raise ValueError(RESHAPED)
-            return False
         params = [p for p in chosen if local(p).numel()]
         if [id(p) for p in params] == [id(p) for p in self._params]:
-            self._trainable = trainable
+            if self._sizes != [(p.numel(), p.dtype) for p in params]:
+                raise ValueError(RESHAPED)
             return False
         if not self.broken:
             self._discard()
@@ -124,11 +115,9 @@ class GradientRunner:
         # what may fail is done: change this object
         self._params, self.set, self._unsent = params, channels, {}
         self._sizes = [(p.numel(), p.dtype) for p in params]
-        self._flats = []
-        for key in before - set(trainable):
+        for key in before - {id(p) for p in params}:
             self._hooks.pop(key).remove()
         self.listen()
-        self._trainable = trainable
         return any(id(p) not in before for p in params)
 
     def listen(self) -> None:
@@ -159,12 +148,6 @@ class GradientRunner:
         """Whether this step averages gradients."""
         return self._session.newcomer is None and self.round.when(self._session.step + 1)
 
-    def _clock(self) -> Clock:
-        step, link = self._session.step, self._link
-        # in an elastic run a unit looks who takes part when it begins
-        present = (1, 0) if self._elastic else (link.size, link.rank)
-        return Clock(step + 1, math.nan, step, 0, *present, seed=self._session.settings.seed)
-
     # -- during backward ----
 
     def _begin(self, task: int) -> None:
@@ -187,10 +170,8 @@ class GradientRunner:
         self.refresh(keep=True)
         self.set.rescale(1.0 if self._scaler is None else self._scaler.get_scale())
         self._task, self._stream = task, None
-        self._missing = list(self.set.counts)
-        self._arrived = set()
-        if not self._flats:
-            self._flats = [FlatGradients(channel.bucket) for channel in self.channels]
+        for channel in self.channels:
+            channel.missing = channel.params
 
     def _discard(self) -> None:
         """Wait for the buckets of a backward pass that raised after it had sent all of them, since
@@ -209,18 +190,18 @@ class GradientRunner:
         if self._task != task:
             self._begin(task)
             Variable._execution_engine.queue_callback(self._end)
-        if id(p) in self._arrived:
+        channels = self.set.of_param.get(id(p))
+        if channels is None:  # it left the optimizer: `_begin` has noticed
+            return
+        if id(p) not in channels[0].missing:
             raise RuntimeError(
                 "a parameter's gradient arrived twice in one backward pass, and may have been sent "
                 f"before: {REENTRANT}"
             )
-        if id(p) not in self.set.buckets_of:  # it left the optimizer: `_begin` has noticed
-            return
-        self._arrived.add(id(p))
         self._follow_stream()
-        for index in self.set.buckets_of[id(p)]:
-            self._missing[index] -= 1
-        while len(self._pending) < len(self.channels) and not self._missing[len(self._pending)]:
+        for channel in channels:
+            channel.missing.remove(id(p))
+        while (sent := len(self._pending)) < len(self.channels) and not self.channels[sent].missing:
             self._send()
 
     def _follow_stream(self) -> None:
@@ -234,17 +215,21 @@ class GradientRunner:
     @torch.no_grad()
     def _send(self) -> None:
         """Send the next bucket, in order."""
-        channel, flat = self.channels[len(self._pending)], self._flats[len(self._pending)]
+        channel = self.channels[len(self._pending)]
         self._follow_stream()
-        flat.gather()
+        channel.flat.gather()
         if not self._pending:
-            self._label, self._now = self._announce(), self._clock()
+            self._label, step, link = self._announce(), self._session.step, self._link
+            # in an elastic run a unit looks who takes part when it begins
+            present = (1, 0) if self._elastic else (link.size, link.rank)
+            seed = self._session.settings.seed
+            self._now = Clock(step + 1, math.nan, step, 0, *present, seed=seed)
             self._overlap.use(len(self.channels))
         now = replace(self._now, bucket=len(self._pending))
         exchange = channel.exchange
         if "residual" in channel.exchange_state and ends(self.round.when, now.step):
             exchange = LastMean(exchange, channel.owned)
-        average = partial(self._average, exchange, flat.whole, channel.exchange_state, now)
+        average = partial(self._average, exchange, channel.flat.whole, channel.exchange_state, now)
         turns = turns_at_once(self.set.largest)
         self._pending.append(self._overlap.begin(average, self._label, turns=turns))
         if len(self._pending) == len(self.channels):
@@ -309,29 +294,26 @@ class GradientRunner:
         """Prepare for the next step; free the memory if that step averages nothing."""
         self._averaged = self.withheld = False
         if not self.round.when(self._session.step + 1):
-            self._flats = []
+            for channel in self.channels:
+                channel.memory = None
 
     @torch.no_grad()
     def _write(self) -> None:
         """Write the means to ``.grad``. If no rank had a gradient for a parameter it stays None, so
         that the optimizer skips it, as it would in one process."""
         unused = self._unused()
-        for flat in self._flats:
-            flat.scatter(unused)
+        for channel in self.channels:
+            channel.flat.scatter(unused)
 
     def _unused(self) -> set[int]:
         """The ids of parameters without a gradient on any rank. All ranks see the same means, so
         they agree which are all zeros. Only for these, which are rare, do they exchange who had a
         gradient, and for frozen ones, which may have a residual."""
-        found: set[int] = set()
-        for channel, flat, samples in zip(
-            self.channels, self._flats, self.set.samples, strict=True
-        ):
-            found |= nonzero(channel.bucket, flat, samples)
+        found = set[int]().union(*(channel.nonzero() for channel in self.channels))
         doubtful = [p for p in self._params if id(p) not in found or not p.requires_grad]
         if not doubtful:
             return set()
         had = torch.tensor([float(p.grad is not None) for p in doubtful])
-        had = had.to(self._flats[0].whole.device)
+        had = had.to(self.channels[0].bucket.device)
         self._comm.call(partial(self._link.mean, had), self._label)
         return {id(p) for p, share in zip(doubtful, had.tolist(), strict=True) if share == 0}

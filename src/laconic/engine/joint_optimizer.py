@@ -24,34 +24,19 @@ class JointOptimizer(Optimizer):
     """``optimizers`` as one, for the engine. The user's loop still calls each of them.
 
     A step is taken when each has stepped once, or was skipped, in any order. ``param_groups`` are
-    those of the optimizers one after the other; groups added after `keep_order` come last.
+    those of the optimizers one after the other.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         # not super().__init__, which would copy the groups
         self.optimizers = tuple(optimizers)
-        self._groups: list[tuple[int, int]] = []
-        """The group's optimizer, and its place there, by group."""
         self._done: set[int] = set()
-        """The optimizers that have stepped, or were skipped, in this step."""
+        """The ids of the optimizers that have stepped, or were skipped, in this step."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """All groups, in the order in which they were added."""
-        return [self.optimizers[number].param_groups[k] for number, k in self._order()]
-
-    def keep_order(self) -> None:
-        """Groups added from now on come after those of now. Every rank must call it at the same
-        place."""
-        self._groups = self._order()
-
-    def _order(self) -> list[tuple[int, int]]:
-        sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
-        order = [(number, k) for number, k in self._groups if k < sizes[number]]  # some may be gone
-        for number, size in enumerate(sizes):
-            known = sum(owner == number for owner, _ in self._groups)
-            order += [(number, k) for k in range(known, size)]
-        return order
+        """All groups."""
+        return [group for each in self.optimizers for group in each.param_groups]
 
     @property
     def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
@@ -71,26 +56,24 @@ class JointOptimizer(Optimizer):
         """Forget which optimizers have stepped: a state was loaded."""
         self._done.clear()
 
-    def skip(self, optimizer: Optimizer) -> bool:
-        """Record that the step of ``optimizer`` was skipped, unless it was taken. Returns whether
-        that completes the step of all, whose hook is not called."""
-        return self._complete(self._number(optimizer))
+    def done(self, optimizer: Optimizer) -> bool:
+        """Record that ``optimizer`` has stepped, or that its step was skipped. Returns whether that
+        completes the step of all."""
+        self._done.add(id(optimizer))
+        complete = len(self._done) == len(self.optimizers)
+        if complete:
+            self._done.clear()
+        return complete
 
-    def before(
-        self,
-        hook: Hook,
-        optimizer: Optimizer,
-        positional: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> None:
+    def before(self, hook: Hook, optimizer: Optimizer, args: tuple[Any, ...], options: Any) -> None:
         """Call ``hook`` before ``optimizer`` steps."""
-        if self._number(optimizer) in self._done:
-            missing = [o for k, o in enumerate(self.optimizers) if k not in self._done]
+        if id(optimizer) in self._done:
+            missing = [o for o in self.optimizers if id(o) not in self._done]
             raise ValueError(
                 f"{type(optimizer).__name__} stepped twice before {class_names(missing)} did: in "
                 "each training step call step() once on each optimizer given to laconic.attach"
             )
-        if any(callable(value) for value in (*positional[1:], options.get("closure"))):
+        if any(callable(value) for value in (*args[1:], options.get("closure"))):
             raise ValueError(
                 "closures work with one optimizer only: call backward() before the optimizers step"
             )
@@ -98,18 +81,8 @@ class JointOptimizer(Optimizer):
 
     def after(self, hook: Hook, optimizer: Optimizer, *_: Any) -> None:
         """Call ``hook`` if all have stepped when ``optimizer`` has."""
-        if self._complete(self._number(optimizer)):
+        if self.done(optimizer):
             hook(self, (self,), {})
-
-    def _complete(self, number: int) -> bool:
-        self._done.add(number)
-        complete = len(self._done) == len(self.optimizers)
-        if complete:
-            self._done.clear()
-        return complete
-
-    def _number(self, optimizer: Optimizer) -> int:
-        return next(k for k, own in enumerate(self.optimizers) if own is optimizer)
 
 
 def listen(optimizer: Optimizer, before: Hook, after: Hook) -> list[StepHooks]:

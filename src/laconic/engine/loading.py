@@ -336,8 +336,8 @@ def _at_rest(
         return {**saved, "flights": []}, {}
     if not saved["flights"] and update.quiesce is None:
         return saved, {}
-    step, over, replica = part["step"], places[running.round.over], places["replica"]
-    former = running.fresh(saved["joined"], idle_link(*over), idle_link(*replica))
+    step, links = part["step"], {name: idle_link(*place) for name, place in places.items()}
+    former = running.fresh(saved["joined"], links)
     load_round(former, [saved], None)()
     if part["in_step"]:
         former.undo_before_step(step + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -15,15 +15,30 @@ from torch import Tensor
 from laconic.algorithms.exchange import Arrival
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores, of_worker
-from laconic.algorithms.update import Clock, State, Tensors, returned
+from laconic.algorithms.update import Clock, State, Tensors, Update, returned
 from laconic.buckets import Bucket
 from laconic.engine.channel import Channel, is_owned
-from laconic.engine.overlap import Result
 from laconic.engine.session import Session
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import CommThread, Pending
-from laconic.links.link import AsyncLink, Link
+from laconic.links.link import AsyncLink, Job, Link
 from laconic.tensors import is_sharded, state_dtype
+
+
+def owned_names(update: Update, state: State) -> list[str]:
+    """Of the state tensors that `Update.combine` gets: numbers, and what belongs to the owner."""
+    return [k for k, t in state.items() if not t.dim() or is_owned(update, k, t)]
+
+
+def combined(
+    update: Update, mean: Tensor, state: State, names: Sequence[str], clock: Clock
+) -> Tensor:
+    """The outer step on ``mean``: `Update.combine`, which may change the tensors ``names`` of
+    ``state``."""
+    owned = {name: state[name] for name in names}
+    result = update.combine(mean.to(state_dtype(mean.dtype)), owned, clock)
+    state.update(owned)  # an outer optimizer makes its state in its first step
+    return returned(update, "combine", result, owned)
 
 
 class Messenger:
@@ -42,64 +57,47 @@ class Messenger:
         """What the update and the exchange know at ``step``, after ``executed`` rounds.
         ``present``: how many workers there are, and the rank of this one."""
         update = self._round.update
-        lr = self.learning_rate(bucket)
+        lr = math.nan
+        if update.uses_lr:  # the index of the group changes if the program removes one before it
+            p, groups = bucket.segments[0].tensor, self._session.bound.param_groups
+            own = (group for group in groups if any(each is p for each in group["params"]))
+            lr = float((next(own, None) or groups[bucket.group])["lr"])  # p may be no parameter
         seed, delay = self._session.settings.seed, self._round.delay
         clock = Clock(step, lr, executed, delay, *present, seed=seed, bucket=bucket.number)
         if update.whole:
-            clock = replace(clock, tensors=self._tensors(bucket))
+            sharded = any(is_sharded(s.tensor) for s in bucket.segments)
+            at = self._session.links["shards"], self._session.comm
+            tensors = ShardedTensors(bucket, *at) if sharded else Tensors(bucket.shapes)
+            clock = replace(clock, tensors=tensors)
         out_degree = self._round.exchange.out_degree
         if out_degree is not None:
             clock = replace(clock, out_degree=out_degree(clock))
         return clock
 
-    def learning_rate(self, bucket: Bucket) -> float:
-        """That of the bucket's parameter group, whose index changes if the program removes one
-        before it; NaN where the update does not use it."""
-        update, optimizer = self._round.update, self._session.bound
-        if not update.uses_lr:
-            return math.nan
-        p = bucket.segments[0].tensor
-        groups = optimizer.param_groups
-        own = (group for group in groups if any(each is p for each in group["params"]))
-        group = next(own, None) or groups[bucket.group]  # p may be no parameter
-        return float(group["lr"])
-
-    def _tensors(self, bucket: Bucket) -> Tensors:
-        if any(is_sharded(s.tensor) for s in bucket.segments):
-            return ShardedTensors(bucket, self._session.links["shards"], self._session.comm)
-        return Tensors(bucket.shapes)
-
-    def stamped(self, clock: Clock, state: State) -> Clock:
-        """``clock`` with what travels with the message just made: its weight, and the score."""
-        weight = self._round.update.weight
-        if weight is not None:
-            clock = replace(clock, weight=float(state[weight]))
-        window = self._round.exchange.score_window
-        if window and self._scores is not None:
-            clock = replace(clock, score=self._scores.now(window))
-        return clock
-
     def message(
         self, channel: Channel, clock: Clock, memory: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Make the message from x, which is copied into ``memory``. Returns y with it, if a delayed
-        `Update.fold` will need it."""
-        update = self._round.update
+    ) -> tuple[Callable[[AsyncLink], Job[Arrival]], Tensor | None]:
+        """Make the message from x, which is copied into ``memory``. Returns what carries it over
+        the collectives of a link, and y, if a delayed `Update.fold` will need it."""
+        update, sent = self._round.update, None
         y = channel.bucket.pack(memory)
         with channel.states() as (state, _):
             message = returned(update, "send", update.send(y, state, clock), state)
-        if not (self._round.delay and update.keeps_sent):
-            return message, None
-        if message is y:
-            if update.sends_changes:
+        if self._round.delay and update.keeps_sent:
+            if message is y and update.sends_changes:
                 raise ValueError(
                     f"{type(update).__name__}.send overwrites x, which its `fold` needs "
                     "(keeps_sent): return a new tensor"
                 )
-            message = y.clone()
-        return message, y
+            message, sent = message.clone() if message is y else message, y
+        if update.weight is not None:
+            clock = replace(clock, weight=float(channel.state[update.weight]))
+        window = self._round.exchange.score_window
+        if window and self._scores is not None:
+            clock = replace(clock, score=self._scores.now(window))
+        return partial(self._carry, channel, message, clock), sent
 
-    async def carry(
+    async def _carry(
         self, channel: Channel, message: Tensor, clock: Clock, link: AsyncLink
     ) -> Arrival:
         """Exchange the message with the other workers, over the collectives of their ``link``, with
@@ -113,15 +111,7 @@ class Messenger:
                 message = message.clone()
         slice_clock = replace(clock, tensors=Tensors()) if update.whole else clock
 
-        names = [k for k, t in channel.state.items() if not t.dim() or is_owned(update, k, t)]
-
-        def combine(mean: Tensor) -> Tensor:
-            owned = {name: state[name] for name in names}
-            result = update.combine(mean.to(state_dtype(mean.dtype)), owned, slice_clock)
-            result = returned(update, "combine", result, owned)
-            state.update(owned)  # an outer optimizer makes its state in its first step
-            return result
-
+        names = owned_names(update, channel.state)
         replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]
         if channel.exchange.score_window and replica.size > 1:
@@ -130,6 +120,7 @@ class Messenger:
         error: NotFiniteError | None = None
         try:
             with channel.states() as (state, exchange_state):
+                combine = partial(combined, update, state=state, names=names, clock=slice_clock)
                 result = await channel.exchange.run(link, part, combine, clock, exchange_state)
             if elastic:
                 result = result._replace(present=(clock.workers, clock.worker))
@@ -192,26 +183,27 @@ class InFlightBucket(NamedTuple):
 
     channel: Channel
     sent: Tensor | None
-    pending: Result[Arrival]
+    pending: Pending[Arrival]
 
 
 @dataclass
 class InFlightRound:
-    """One delayed round in flight, to be folded after step ``due``. ``executed``: how many were
+    """One round in flight, to be folded after step ``due``. ``executed``: how many were
     started before it. ``copies``: what was sent of tensors that come and go, by group and name.
     ``checked``: raises if a message was not finite. ``apart``: how workers differed before it.
     """
 
     due: int
     executed: int
-    sent: Pending[list[InFlightBucket]]
+    sent: Pending[list[InFlightBucket]] | Pending[Iterator[InFlightBucket]]
     copies: Sequence[dict[str, Tensor]] = ()
     checked: Pending[None] = field(default_factory=lambda: Pending.of(None))
     apart: Pending[Difference | None] = field(default_factory=lambda: Pending.of(None))
 
     @property
-    def buckets(self) -> list[InFlightBucket]:
-        """Wait until it is known which buckets there are, and return them."""
+    def buckets(self) -> Iterable[InFlightBucket]:
+        """Wait until it is known which buckets there are, and return them. Those of a round without
+        a delay are sent one after the other, while the caller iterates over them, once."""
         self.checked.wait()
         return self.sent.wait()
 

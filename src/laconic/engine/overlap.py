@@ -6,11 +6,8 @@ same ones in the same order, whatever arrives first, so messages need no tags.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic
 
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import CommThread, Pending, coroutine
@@ -36,20 +33,15 @@ def turns_at_once(largest: float) -> int:
     return 1 if largest <= SMALL_BYTES else 2
 
 
-@dataclass(frozen=True)
-class UnderWay(Generic[T]):
-    """The result of a job that runs among others."""
+class UnderWay(Pending[T]):
+    """The result of a job that runs among others. ``complete()`` runs them until it is there."""
 
-    wait: Callable[[], T]
-    """Wait for the result and return it; raises what the job raised."""
+    def __init__(self, complete: Callable[[], T]) -> None:
+        super().__init__(None)
+        self._complete = complete
 
-    def wait_quietly(self) -> None:
-        """As `Pending.wait_quietly`."""
-        with contextlib.suppress(Exception):
-            self.wait()
-
-
-Result = Pending[T] | UnderWay[T]
+    def wait(self) -> T:
+        return self._complete()
 
 
 class Overlapping:
@@ -73,7 +65,7 @@ class Overlapping:
 
     def begin(
         self, work: Callable[[AsyncLink], Job[T]], label: str, *, now: bool = False, turns: int = 1
-    ) -> Result[T]:
+    ) -> Pending[T]:
         """Run ``work`` with the link's collectives; if ``now``, its result is waited for next.
         Where buckets overlap, it goes on when others begin, each time ``turns`` times, when they
         are waited for, and when `complete` is called; all of that in the same order on all ranks.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock, EveryStep, State, returned
@@ -22,12 +21,12 @@ from laconic.engine.comparison import held_by_all
 from laconic.engine.joint_optimizer import forget
 from laconic.engine.messages import InFlightBucket, InFlightRound, Messenger
 from laconic.engine.overlap import AHEAD, Overlapping
-from laconic.engine.session import Session
+from laconic.engine.session import Session, Sets
 from laconic.errors import after_step
 from laconic.links.comm_thread import Pending, coroutine, run_here
-from laconic.links.link import Link, one_by_one
+from laconic.links.link import one_by_one
 from laconic.links.simulated import single_link
-from laconic.parts import Fragment, module_buffers, parameters
+from laconic.parts import Fragment, module_buffers
 from laconic.tensors import overwrite
 
 X = -1
@@ -35,26 +34,22 @@ X = -1
 
 
 class ParameterRunner:
-    """Runs ``round`` over ``link``: `start` sends, `fold_due` folds.
+    """Runs ``round`` over its set of ``links``: `start` sends, `fold_due` folds.
 
-    ``replica``: the link inside this worker; None: the session's.
+    ``links``: by set of ranks; None: the session's.
     ``executed``: how many rounds were started. ``in_flight``: those to be folded later.
     """
 
     def __init__(
-        self,
-        round: Round,
-        link: Link,
-        session: Session,
-        scores: Scores | None,
-        replica: Link | None = None,
+        self, round: Round, session: Session, scores: Scores | None, links: Sets | None = None
     ) -> None:
+        self._links = links = links or session.links
         self.round = round
-        self.link = link
+        self.link = link = links[round.over]
         # A set that crosses workers consists of the same rank of each: the ranks of a worker share
         # what the worker sends. In any other set each rank sends its own.
         crosses = round.over in ("workers", "group")
-        self._replica = replica or session.links["replica"] if crosses else single_link()
+        self._replica = links["replica"] if crosses else single_link()
         self._session, self._scores = session, scores
         self.set = ChannelSet(round, link, self._replica, session)
         self._messenger = Messenger(round, link, self._replica, session, scores)
@@ -90,27 +85,16 @@ class ParameterRunner:
         empty = isinstance(self.round.part, Fragment) and not self.channels
         return not empty and (across or self._replica.size > 1)
 
-    @property
-    def equalizes(self) -> bool:
-        """Whether all workers have the same parameters right after it."""
-        r = self.round
-        agrees = r.exchange.agrees and not isinstance(r.exchange, QuorumMean)  # some may miss it
-        everyone = agrees and r.over in ("world", "workers")
-        return everyone and r.update.replaces and r.part is parameters and not r.delay
-
     def label(self, step: int) -> str:
         """What messages to the user call it."""
         return f"{self.round.name} {after_step(step)}"
 
     def fresh(
-        self,
-        positions: Sequence[Sequence[int]],
-        link: Link | None = None,
-        replica: Link | None = None,
+        self, positions: Sequence[Sequence[int]], links: Sets | None = None
     ) -> ParameterRunner:
         """A new runner, as if parameters had joined at these `ChannelSet.positions`; perhaps on the
-        rank of another run: over ``link``, in a worker of the ranks of ``replica``."""
-        made = ParameterRunner(self.round, link or self.link, self._session, self._scores, replica)
+        rank of another run, over its ``links``."""
+        made = ParameterRunner(self.round, self._session, self._scores, links or self._links)
         held = [p for group in self._session.held() for p in group]
         for batch in positions:
             made.set.add([held[k] for k in batch])
@@ -128,16 +112,9 @@ class ParameterRunner:
     # -- one round ----
 
     def start(self, step: int) -> None:
-        """Send this round's messages after ``step``. Without a delay, also fold the answers."""
-        if self.set.vary and not (self.round.delay and self._can_select_later):
-            job = partial(self._to_send, self.set.varying())
-            self.set.replace(self._session.comm.call(job, self.label(step)))
-        if self.round.delay:
-            self.in_flight.append(self._launch(step))
-        else:
-            for bucket in self._sent_now(step):
-                self._fold_bucket(bucket, step, self.executed)
-            self._session.nonfinite.check(self.exchange, self.label(step)).wait()
+        """Run the round after ``step``: its messages are sent, and folded unless it has a delay."""
+        self.in_flight.append(self._launch(step))
+        self.fold_due(step)
         self.complete()
 
     def complete(self) -> None:
@@ -173,10 +150,25 @@ class ParameterRunner:
         stateless = not exchange.slots and not update.slots
         return stateless and not (update.uses_lr or exchange.score_window)
 
-    def _sent_now(self, step: int) -> Iterator[InFlightBucket]:
-        """Send one bucket when the one before it is folded. Where they overlap, some are under
-        way."""
-        ahead = AHEAD if self._overlap.use(len(self.channels)) else 0
+    def _launch(self, step: int) -> InFlightRound:
+        """Begin to send this round's messages."""
+        delay, label = self.round.delay, self.label(step)
+        if self.set.vary:
+            if delay and self._can_select_later:
+                return self._launch_varying(step)
+            job = partial(self._to_send, self.set.varying())
+            self.set.replace(self._session.comm.call(job, label))
+        together = self._overlap.use(len(self.channels))
+        if not delay:
+            sent = self._sent_in_turn(step, AHEAD if together else 0)
+            return InFlightRound(step, self.executed, Pending.of(sent))
+        each = [self._send(c, step, c.bucket.empty()) for c in self.channels]
+        self._overlap.complete(label)
+        checked = self._session.nonfinite.check(self.exchange, label)
+        return InFlightRound(step + delay, self.executed, Pending.of(each), checked=checked)
+
+    def _sent_in_turn(self, step: int, ahead: int) -> Iterator[InFlightBucket]:
+        """Send a bucket when all but ``ahead`` of those before it are folded: they share memory."""
         sent: deque[InFlightBucket] = deque()
         for number, channel in enumerate(self.channels):
             memory = self._session.memory(channel.bucket, number % (ahead + 1))
@@ -184,25 +176,12 @@ class ParameterRunner:
             if len(sent) > ahead:
                 yield sent.popleft()
         yield from sent
-
-    def _launch(self, step: int) -> InFlightRound:
-        """Send a delayed round's messages."""
-        if self.set.vary and self._can_select_later:
-            return self._launch_varying(step)
-        self._overlap.use(len(self.channels))
-        sent = [self._send(c, step, c.bucket.empty()) for c in self.channels]
-        self._overlap.complete(self.label(step))
-        checked = self._session.nonfinite.check(self.exchange, self.label(step))
-        at = step + self.round.delay, self.executed
-        return InFlightRound(*at, Pending.of(sent), checked=checked)
+        self._session.nonfinite.check(self.exchange, self.label(step)).wait()
 
     def _send(self, channel: Channel, step: int, memory: Tensor) -> InFlightBucket:
         """Send a bucket's message, made in ``memory`` from x."""
-        bucket = channel.bucket
-        clock = self.clock(bucket, step)
-        message, sent = self._messenger.message(channel, clock, memory)
-        clock = self._messenger.stamped(clock, channel.state)
-        job = partial(self._messenger.carry, channel, message, clock)
+        clock = self.clock(channel.bucket, step)
+        job, sent = self._messenger.message(channel, clock, memory)
         if self.exchange.communicates or self._replica.size > 1:
             pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
         else:  # not in the communication thread: a newcomer's donor has no record of it
@@ -219,8 +198,8 @@ class ParameterRunner:
             for channel in self.set.cut(self._to_send(copies)):
                 at_work = self.link.size, self.link.rank
                 clock = messenger.clock(channel.bucket, step, executed, at_work)
-                message, sent = messenger.message(channel, clock, channel.bucket.empty())
-                arrival = await messenger.carry(channel, message, clock, one_by_one(self.link))
+                carry, sent = messenger.message(channel, clock, channel.bucket.empty())
+                arrival = await carry(one_by_one(self.link))
                 found.append(InFlightBucket(channel, sent, Pending.of(arrival)))
             return found
 
@@ -239,32 +218,24 @@ class ParameterRunner:
 
     def _fold(self, flight: InFlightRound, step: int, *, write: bool = True) -> None:
         """Fold what ``flight`` brings. Without ``write`` x stays."""
+        update = self.round.update
         buckets, copied = flight.buckets, self.set.copied(flight.copies) if write else []
         for tensor, copy in copied:
             overwrite(copy, tensor)
-        for bucket in buckets:
-            self._fold_bucket(bucket, step, flight.executed, write=write)
+        for channel, y, pending in buckets:
+            bucket, arrival = channel.bucket, pending.wait()
+            self.present = arrival.present or self.present
+            x = arrival.flat.clone() if self._keeps else arrival.flat
+            if self.round.delay or not update.replaces:
+                at = self.clock(bucket, step)
+                clock = replace(at, executed=flight.executed, weight=arrival.weight)
+                received, x = x, bucket.pack(self._session.memory(bucket, X))
+                with channel.states() as (state, _):
+                    x = returned(update, "fold", update.fold(x, received, y, state, clock), state)
+            if write:
+                bucket.unpack(x)
         for tensor, copy in copied:
             overwrite(tensor, copy)
-
-    def _fold_bucket(
-        self, sent: InFlightBucket, step: int, executed: int, *, write: bool = True
-    ) -> None:
-        """Fold one bucket of a round before which ``executed`` were started: see `_fold`."""
-        channel, y, pending = sent
-        bucket, update = channel.bucket, self.round.update
-        arrival = pending.wait()
-        self.present = arrival.present or self.present
-        x = arrival.flat.clone() if self._keeps else arrival.flat
-        if self.round.delay or not update.replaces:
-            at = self.clock(bucket, step)
-            workers = self.present[0]
-            clock = replace(at, executed=executed, weight=arrival.weight, workers=workers)
-            received, x = x, bucket.pack(self._session.memory(bucket, X))
-            with channel.states() as (state, _):
-                x = returned(update, "fold", update.fold(x, received, y, state, clock), state)
-        if write:
-            bucket.unpack(x)
 
     def quiesce(self, step: int, averaged: bool) -> None:
         """Fold everything in flight, and have the update quiesce: an outer step of another round
@@ -378,23 +349,13 @@ class ParameterRunner:
         slots = {self.exchange.slots[k] for c in self.channels for k in c.exchange_state}
         return self.exchange.agrees and "everywhere" in slots and not self.executed
 
-    def start_here(self, step: int) -> None:
-        """Make messages relative to the x of now: the first worker's, since processors differ."""
+    def rebase(self, step: int | None = None) -> None:
+        """Make messages relative to x, which all workers have now. With ``step`` it becomes the
+        first worker's before, since processors differ."""
         for channel in self.channels:
             x = channel.bucket.pack(self._session.memory(channel.bucket))[channel.part]
-            self._session.comm.call(partial(self.link.broadcast, x), self.label(step))
-            _rebase(channel, x)
-
-    def rebase(self) -> None:
-        """x is the anchor on all workers now."""
-        if self.round.update.anchor and self.exchange.agrees:
-            for channel in self.channels:
-                bucket = channel.bucket
-                _rebase(channel, bucket.pack(self._session.memory(bucket))[channel.part])
-
-
-def _rebase(channel: Channel, x: Tensor) -> None:
-    rebase = channel.exchange.rebase
-    if rebase is not None:
-        with channel.states() as (_, exchange_state):
-            rebase(x, exchange_state)
+            if step is not None:
+                self._session.comm.call(partial(self.link.broadcast, x), self.label(step))
+            if self.exchange.rebase is not None:
+                with channel.states() as (_, exchange_state):
+                    self.exchange.rebase(x, exchange_state)

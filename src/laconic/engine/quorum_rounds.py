@@ -15,7 +15,8 @@ from torch import Tensor
 from laconic.algorithms.exchanges.quorum import Contribution, QuorumMean
 from laconic.algorithms.schedules import Every, own_pace
 from laconic.algorithms.update import Clock
-from laconic.engine.channel import Channel, is_owned
+from laconic.engine.channel import Channel
+from laconic.engine.messages import combined, owned_names
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.errors import NotFiniteError
@@ -55,7 +56,7 @@ class Kind:
     ``since``: the step after which it received that result, at the time ``began``. ``pace``: the
     number of steps until it arrives again; 0: as the schedule says. ``known``: whether rank 0 has
     what this worker started from, bit for bit. ``sent``: the round that it takes part in and whose
-    result it has not taken over, because something interrupted the wait.
+    result it has not taken over, because something interrupted the wait. ``merger``: on rank 0.
     """
 
     runners: list[ParameterRunner]
@@ -66,6 +67,7 @@ class Kind:
     pace: int = 0
     known: bool = True
     sent: Sent | None = None
+    merger: Merger | None = None
 
     @property
     def exchange(self) -> QuorumMean:
@@ -91,6 +93,24 @@ class Kind:
         return self.schedule(step)
 
 
+def appointments(
+    exchange: QuorumMean,
+    period: int,
+    workers: int,
+    speeds: Mapping[int, Speed],
+    roster: Sequence[int],
+) -> Sequence[Appointment]:
+    """Return when each worker of ``roster`` takes part again: see `Paces`."""
+    if exchange.pace == "equal":
+        return [Appointment(0)] * len(roster)
+    fastest = max((s.steps for s in speeds.values()), default=0.0)
+    usual = median_low([s.sending for s in speeds.values()] or [0.0])
+    known = [speeds.get(rank, Speed(fastest, usual)) for rank in roster]
+    skip = exchange.workers is not None and exchange.workers < workers
+    pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
+    return [Appointment(*pace(s.steps, sending=s.sending - usual)) for s in known]
+
+
 class QuorumRounds:
     """The rounds of a recipe that close with a quorum. All ranks must make one at the same time."""
 
@@ -101,7 +121,6 @@ class QuorumRounds:
         self.kinds = _kinds(rounds)
         like = [[_exchange(c).like(c.bucket.empty()) for c in k.channels] for k in self.kinds]
         self._syncer: Syncer | None = None
-        self._merger: Merger | None = None
         self.port: Port = session.comm.call(
             partial(open_port, self._link, like, session.step, self._make_syncer),
             "opening rounds with a quorum",
@@ -112,25 +131,19 @@ class QuorumRounds:
                 kind.pace = kind.schedule.offset or kind.schedule.period
 
     def _make_syncer(self, recorded: Sequence[Closing] | None) -> Syncer:
-        n = self._link.size
-        self._merger = Merger(self.kinds, n, self._session.settings.seed)
+        n, seed = self._link.size, self._session.settings.seed
+        mergers = [Merger(kind, n, seed) for kind in self.kinds]
+        for kind, merger in zip(self.kinds, mergers, strict=True):
+            kind.merger = merger
         rules = [Rules(k.exchange.workers or n, k.exchange.grace) for k in self.kinds]
-        self._syncer = Syncer(n, rules, self._merger, self._paces, recorded)
+        self._syncer = Syncer(n, rules, lambda c, d: mergers[c.kind](c, d), self._paces, recorded)
         return self._syncer
 
     def _paces(
         self, kind: int, speeds: Mapping[int, Speed], roster: Sequence[int]
     ) -> Sequence[Appointment]:
-        exchange, n = self.kinds[kind].exchange, self._link.size
-        if exchange.pace == "equal":
-            return [Appointment(0)] * len(roster)
-        fastest = max((s.steps for s in speeds.values()), default=0.0)
-        usual = median_low([s.sending for s in speeds.values()] or [0.0])
-        period, unknown = self.kinds[kind].schedule.period, Speed(fastest, usual)
-        known = [speeds.get(rank, unknown) for rank in roster]
-        skip = exchange.workers is not None and exchange.workers < n
-        pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
-        return [Appointment(*pace(s.steps, sending=s.sending - usual)) for s in known]
+        period = self.kinds[kind].schedule.period
+        return appointments(self.kinds[kind].exchange, period, self._link.size, speeds, roster)
 
     # -- one round ----
 
@@ -223,8 +236,8 @@ class QuorumRounds:
                     continue  # running statistics are means: nothing is added to them
                 base = channel.exchange_state["base"]
                 a = torch.empty_like(base)
-                if self._merger is not None:
-                    a.copy_(self._merger.results[index][at])
+                if kind.merger is not None:
+                    a.copy_(kind.merger.results[at])
                 session.comm.call(partial(session.world.broadcast, a), "catching up")
                 if kind.base < number:
                     x = channel.bucket.pack(channel.bucket.empty())
@@ -233,8 +246,8 @@ class QuorumRounds:
                         base.copy_(a)
             if keep:
                 kind.base = number
-                if self._merger is not None:
-                    self._merger.all_hold(index, number)
+                if kind.merger is not None:
+                    kind.merger.all_hold(number)
 
     def rebase(self) -> None:
         """Every worker has replaced what it started from."""
@@ -251,8 +264,13 @@ class QuorumRounds:
             for k in self.kinds
         ]
         syncer = None
-        if self._syncer is not None and self._merger is not None:
-            syncer = {**self._syncer.state(), "bases": self._merger.state()}
+        if self._syncer is not None:
+            mergers = [kind.merger for kind in self.kinds if kind.merger is not None]
+            bases = {
+                "held": [list(m.held) for m in mergers],
+                "results": [[t.clone() for t in m.results] for m in mergers],
+            }
+            syncer = {**self._syncer.state(), "bases": bases}
         return {"kinds": numbers, "syncer": syncer}
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
@@ -263,9 +281,13 @@ class QuorumRounds:
             kind.base, kind.since, kind.pace = saved["base"], saved["since"], saved["pace"]
             kind.began = worked - saved["taken"]
             kind.known, kind.sent = False, None
-        if self._syncer is not None and self._merger is not None and state["syncer"] is not None:
+        if self._syncer is not None and state["syncer"] is not None:
             self._syncer.load(state["syncer"])
-            self._merger.load(state["syncer"]["bases"])
+            bases = state["syncer"]["bases"]
+            each = zip(self.kinds, bases["held"], bases["results"], strict=True)
+            for kind, held, results in each:
+                if kind.merger is not None:
+                    kind.merger.load(held, results)
 
     def abandon(self) -> None:
         """Tell the others that this worker has failed."""
@@ -278,60 +300,56 @@ class QuorumRounds:
 
 
 class Merger:
-    """Takes the outer steps on rank 0, when a round closes. ``results``: what workers receive as
-    the results of the latest round of each kind, by channel."""
+    """Takes the outer steps of one ``kind`` of round on rank 0, when a round closes. ``results``:
+    what workers receive as the results of the latest one, by channel. ``held``: by rank, the number
+    of the round from whose result this worker has started."""
 
-    def __init__(self, kinds: Sequence[Kind], workers: int, seed: int) -> None:
-        self._kinds, self._workers, self._seed = kinds, workers, seed
-        self.results = [
-            [_exchange(c).start(c.exchange_state, c.bucket.dtype) for c in k.channels]
-            for k in kinds
-        ]
-        self._earlier: list[dict[int, list[Tensor]]] = [{0: r} for r in self.results]
-        """By kind and round number: the results from which some worker has started."""
-        self._codes: list[dict[int, list[Tensor | None]]] = [{} for _ in kinds]
-        """By kind and round number: the codes of what the round has changed, by channel."""
-        self._held = [[0] * workers for _ in kinds]
-        """By kind and rank: the number of the round from whose result this worker has started."""
+    def __init__(self, kind: Kind, workers: int, seed: int) -> None:
+        self._kind, self._workers, self._seed = kind, workers, seed
+        self.results = [_exchange(c).start(c.exchange_state, c.bucket.dtype) for c in kind.channels]
+        self.held = [0] * workers
+        self._earlier = {0: self.results}
+        """By round number: the results from which some worker has started."""
+        self._codes: dict[int, list[Tensor | None]] = {}
+        """By round number: the codes of what the round has changed, by channel."""
 
     @torch.no_grad()
     def __call__(
         self, closing: Closing, deliveries: Mapping[int, Delivery]
     ) -> dict[int, list[Result]]:
-        """Take the outer step of each round of the kind that closes. Return what each worker of the
-        roster receives, by channel."""
-        kind, held = self._kinds[closing.kind], self._held[closing.kind]
+        """Take the outer step of each round that closes. Return what each worker of the roster
+        receives, by channel."""
         for rank, delivery in deliveries.items():
-            if delivery.announcement.base != held[rank]:
+            if delivery.announcement.base != self.held[rank]:
                 raise ValueError(
                     f"rank {rank} continues from round {delivery.announcement.base}, but rank 0 "
-                    f"expects round {held[rank]}: load states that all ranks saved in one call of "
-                    "laconic.save, or while no rank was in optimizer.step()"
+                    f"expects round {self.held[rank]}: load states that all ranks saved in one "
+                    "call of laconic.save, or while no rank was in optimizer.step()"
                 )
         published: list[tuple[Tensor, Tensor | None]] = []
-        for running in kind.runners:
+        for running in self._kind.runners:
             for channel in running.channels:
                 at = len(published)
                 published.append(self._merge(running, channel, at, closing, deliveries))
-        self.results[closing.kind] = [result for result, _ in published]
-        self._earlier[closing.kind][closing.number] = self.results[closing.kind]
-        self._codes[closing.kind][closing.number] = [code for _, code in published]
+        self.results = [result for result, _ in published]
+        self._earlier[closing.number] = self.results
+        self._codes[closing.number] = [code for _, code in published]
         known = {rank: deliveries[rank].announcement.known for rank in closing.roster}
         answers = {rank: self._answer(closing, rank, known[rank]) for rank in closing.roster}
         for rank in closing.roster:
-            held[rank] = closing.number
-        self._forget(closing.kind)
+            self.held[rank] = closing.number
+        self._forget()
         return answers
 
     def _answer(self, closing: Closing, rank: int, known: bool) -> list[Result]:
         """What worker ``rank`` receives: the codes of the rounds since its last one, if they can be
         added to what it started from, and are shorter than the whole result."""
-        kind, since = closing.kind, self._held[closing.kind][rank]
+        since = self.held[rank]
         near = known and closing.number - since <= MOST_CODES
         missed = range(since + 1, closing.number + 1) if near else range(0)
-        rounds = [self._codes[kind].get(number) for number in missed]
+        rounds = [self._codes.get(number) for number in missed]
         answer: list[Result] = []
-        for at, whole in enumerate(self.results[kind]):
+        for at, whole in enumerate(self.results):
             codes = [code for r in rounds if r is not None and (code := r[at]) is not None]
             assert len(codes) in (0, len(missed)), "the codes of as many rounds are kept"
             size = sum(code.nbytes for code in codes)
@@ -346,20 +364,21 @@ class Merger:
         closing: Closing,
         deliveries: Mapping[int, Delivery],
     ) -> tuple[Tensor, Tensor | None]:
-        """The outer step on one channel, number ``at`` of its kind: see `QuorumMean.publish`."""
-        kind, exchange = self._kinds[closing.kind], _exchange(channel)
-        update, state = running.round.update, channel.state
+        """The outer step on channel number ``at``: see `QuorumMean.publish`."""
+        exchange, update = _exchange(channel), running.round.update
         failed = [r for r in closing.roster if exchange.failed(deliveries[r].tensors[at])]
         if failed:
             raise NotFiniteError(f"ranks {failed} had NaN or infinite values to send")
         arrived = []
         for rank in closing.roster:
             tensors, bases = deliveries[rank].tensors, deliveries[rank].bases
-            base, begun = None, self._held[closing.kind][rank]
-            if kind.exchange.needs_bases and begun != closing.number - 1:
-                base = (bases or self._earlier[closing.kind][begun])[at]
+            base, begun = None, self.held[rank]
+            if self._kind.exchange.needs_bases and begun != closing.number - 1:
+                base = (bases or self._earlier[begun])[at]
             arrived.append(Contribution(tensors[at], base))
-        anchor = self._anchor(running, channel)
+        anchor = None  # the result of the previous round, to which late workers' steps are applied
+        if exchange.anchored and update.anchor is not None:
+            anchor = channel.state[update.anchor].to(state_dtype(channel.bucket.dtype))
         mean = exchange.mean(arrived, anchor, self._workers)
         first = deliveries[closing.roster[0]].announcement
         clock = Clock(
@@ -368,43 +387,25 @@ class Merger:
             bucket=channel.bucket.number,
             arrived=len(arrived),
         )
-        owned = {k: t for k, t in state.items() if not t.dim() or is_owned(update, k, t)}
-        result = update.combine(mean, owned, clock)
-        state.update(owned)  # an outer optimizer makes its state in its first step
-        return exchange.publish(result, self.results[closing.kind][at], clock)
+        names = owned_names(update, channel.state)
+        result = combined(update, mean, channel.state, names, clock)
+        return exchange.publish(result, self.results[at], clock)
 
-    def _anchor(self, running: ParameterRunner, channel: Channel) -> Tensor | None:
-        """The result of the previous round, to which late workers' steps are applied."""
-        name = running.round.update.anchor
-        if not _exchange(channel).anchored or name is None:
-            return None
-        return channel.state[name].to(state_dtype(channel.bucket.dtype))
+    def all_hold(self, number: int) -> None:
+        """Record that all workers continue from the result of round ``number``."""
+        self.held = [number] * self._workers
+        self._forget()
 
-    def all_hold(self, kind: int, number: int) -> None:
-        """Record that all workers continue from the result of round ``number`` of this kind."""
-        self._held[kind] = [number] * self._workers
-        self._forget(kind)
+    def _forget(self) -> None:
+        needed = {*self.held} if self._kind.exchange.needs_bases else ()
+        self._earlier = {n: r for n, r in self._earlier.items() if n in needed}
+        first = max(min(self.held), max(self._codes, default=0) - MOST_CODES) + 1
+        self._codes = {n: c for n, c in self._codes.items() if n >= first}
 
-    def _forget(self, kind: int) -> None:
-        needed = {*self._held[kind]} if self._kinds[kind].exchange.needs_bases else ()
-        earlier, codes = self._earlier[kind], self._codes[kind]
-        self._earlier[kind] = {n: r for n, r in earlier.items() if n in needed}
-        first = max(min(self._held[kind]), max(codes, default=0) - MOST_CODES) + 1
-        self._codes[kind] = {n: c for n, c in codes.items() if n >= first}
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs. Late workers send their bases themselves."""
-        return {
-            "held": [list(held) for held in self._held],
-            "results": [[t.clone() for t in results] for results in self.results],
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self._held = [list(held) for held in state["held"]]
-        self.results = [[t.clone() for t in results] for results in state["results"]]
-        self._earlier = [{} for _ in self._kinds]
-        self._codes = [{} for _ in self._kinds]
+    def load(self, held: Sequence[int], results: Sequence[Tensor]) -> None:
+        """Continue a saved run. Late workers send their bases themselves."""
+        self.held, self.results = list(held), [t.clone() for t in results]
+        self._earlier, self._codes = {}, {}
 
 
 def _exchange(channel: Channel) -> QuorumMean:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,23 +15,22 @@ from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import (
     GradientRound,
     Recipe,
-    Round,
     describe,
     gradient_rounds,
     recipe_text,
     workers_differ,
 )
+from laconic.algorithms.schedules import any_of
 from laconic.algorithms.scores import Scores
 from laconic.engine.drift import DriftCheck
 from laconic.engine.gradient_rounds import GradientRunner
-from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.model_checks import check_tensors, shared_memory
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.quorum_rounds import QuorumRounds
 from laconic.engine.session import Session
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.link import Link
-from laconic.parts import is_of_optimizer, module_buffers
+from laconic.parts import module_buffers, parameters
 from laconic.tensors import describe as describe_tensor
 from laconic.tensors import is_sharded
 
@@ -53,7 +52,8 @@ class RecipeRun:
         self.scores = Scores(session.params, window) if window else None
         self.rounds: list[ParameterRunner] = []
         self.gradients: list[GradientRunner] = []
-        self._differ = workers_differ(recipe)
+        self.differ = workers_differ(recipe)
+        """Whether workers may hold different models after a step."""
         self.quorum: QuorumRounds | None = None
         self._announced = -1
         """The step in which a round was announced last."""
@@ -63,10 +63,8 @@ class RecipeRun:
     def start(self) -> None:
         """Make the parameter rounds, and their state, from the present x."""
         session = self.session
-        if isinstance(session.optimizer, JointOptimizer):
-            session.optimizer.keep_order()
         session.scratch.clear()  # of the recipe before this one
-        self.rounds = [self._runner(r) for r in self._planned]
+        self.rounds = [ParameterRunner(r, session, self.scores) for r in self._planned]
         for running in self.rounds:
             running.set.add(session.params())
         if any(isinstance(r.exchange, QuorumMean) for r in self._planned):
@@ -85,12 +83,9 @@ class RecipeRun:
             session.note_first_gradients()
         label = f"{r.name} of step {step}"
         session.status(label)
-        digest = 0 if self._differ else self.drift.digest()
+        digest = 0 if self.differ else self.drift.digest()
         self._announce(session.links[r.over], GRADIENTS, step, digest)
         return label
-
-    def _runner(self, r: Round) -> ParameterRunner:
-        return ParameterRunner(r, self.session.links[r.over], self.session, self.scores)
 
     def take_in(self) -> None:
         """Take parameters that were added to the optimizer, or thawed, into x, with rank 0's
@@ -109,34 +104,20 @@ class RecipeRun:
         check_alike(self)
         session.broadcast(new)
         session.join(new)
-        if isinstance(session.optimizer, JointOptimizer):
-            session.optimizer.keep_order()
         for running in self.rounds:
             running.set.add(new)
         session.note_order()
-
-    def average_optimizer_state(self, r: Round) -> None:
-        """Run ``r``, a round on the optimizer's state that this recipe does not have, once."""
-        self._runner(r).start(self.session.step)
 
     def detach(self) -> None:
         """Remove the gradient rounds' hooks."""
         for gradients in self.gradients:
             gradients.detach()
 
-    def finish(self) -> None:
-        """Have every round come to rest where the mean of x over workers counts next. All ranks
-        must call it."""
-        self.undo_before_step()
-        for running in self.rounds:
-            running.finish(self.session.step)
-        if self.quorum is not None:
-            self.quorum.catch_up(keep=True)
-
     def rebase(self) -> None:
         """x is the anchor on all workers now. All ranks must call it."""
         for running in self.rounds:
-            running.rebase()
+            if running.round.update.anchor and running.exchange.agrees:
+                running.rebase()
         if self.quorum is not None:
             self.quorum.rebase()
 
@@ -235,16 +216,14 @@ class RecipeRun:
         """Where a model is sharded, raise if another shard's gradients were not finite. All ranks
         call it at the same place, whatever parameters they have."""
         step = self.session.step + 1
-        for gradients in self._due(step):
-            label = f"{gradients.round.name} of step {step}"
-            self.session.nonfinite.check(gradients.exchange, label).wait()
+        for gradients in self.gradients:
+            if gradients.round.when(step):
+                label = f"{gradients.round.name} of step {step}"
+                self.session.nonfinite.check(gradients.exchange, label).wait()
 
     def averages_gradients(self, step: int) -> bool:
         """Whether gradients are averaged in that step."""
-        return any(True for _ in self._due(step))
-
-    def _due(self, step: int) -> Iterator[GradientRunner]:
-        return (g for g in self.gradients if g.round.when(step))
+        return any(gradients.round.when(step) for gradients in self.gradients)
 
     def refresh(self, *, keep: bool = False) -> None:
         """Follow parameters that were added, frozen or thawed; see `GradientRunner.refresh`."""
@@ -275,14 +254,17 @@ class RecipeRun:
             for running in self.rounds:
                 if running.starts_relative:
                     self._announce_round(running)
-                    running.start_here(step)
+                    running.rebase(step)
         return ran
 
     def leaves_equal(self, step: int) -> bool:
         """Whether all workers have the same parameters after the rounds of ``step``."""
-        due = [r for r in self.rounds if r.round.when(step) and not is_of_optimizer(r.round.part)]
-        last = next((r for r in reversed(due) if r.round.part is not module_buffers), None)
-        return last is not None and last.equalizes and not any(r.delay for r in self.recipe)
+        due = [r for r in self._planned if r.part is parameters and r.when(step)]
+        if not due or any(r.delay for r in self._planned):
+            return False
+        last = due[-1]
+        everyone = last.over in ("world", "workers") and not isinstance(last.exchange, QuorumMean)
+        return everyone and last.exchange.agrees and last.update.replaces
 
     def _prepare(self, running: ParameterRunner) -> None:
         """Quiesce the other rounds where ``running`` asks for it, and announce it."""
@@ -307,15 +289,12 @@ class RecipeRun:
     def _averaging_ends(self) -> bool:
         """Whether gradients were averaged over all workers in every step so far, and are not in the
         next one: workers differ from then on."""
-
-        def averaged(step: int) -> bool:
-            over_all = ("world", "workers")
-            return any(g.round.over in over_all and g.round.when(step) for g in self.gradients)
-
-        step = self.session.step
-        if averaged(step + 1) or not averaged(step):
+        over_all = [g.round.when for g in self.gradients if g.round.over in ("world", "workers")]
+        if not over_all:
             return False
-        return all(averaged(s) for s in range(1, step))
+        averaged, step = any_of(*over_all), self.session.step
+        ends = averaged(step) and not averaged(step + 1)
+        return ends and all(averaged(s) for s in range(1, step))
 
 
 def _described(tensor: Tensor) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import platform
 import queue
@@ -120,7 +119,6 @@ class Recorder:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._due = math.inf
         self._steps = self._skipped = 0
         self._failure: BaseException | None = None
         self._writers: list[_Writer] = []
@@ -153,22 +151,19 @@ class Recorder:
             weakref.finalize(self, writer.put, None).atexit = False
             self._writers.append(writer)
             writer.put({**_timestamped("start"), **about, "every": sink.every})
-        self._plan()
         _open.add(self)
 
     def after_step(self, *, skipped: bool = False) -> None:
         """Count a step that was taken, or that a GradScaler skipped."""
         self._steps += 1
         self._skipped += skipped
-        if time.perf_counter() < self._due:
-            return
-        self._warn_of_problems()
         now = time.perf_counter()
-        with self._lock:
-            for writer in self._writers:
-                if now >= writer.time + writer.sink.every:
+        due = [w for w in self._writers if now >= w.time + w.sink.every]
+        if due:
+            self._warn_of_problems()
+            with self._lock:
+                for writer in due:
                     self._write(writer, "steps")
-            self._plan()
 
     def event(self, event: str, **more: Any) -> None:
         """Write a record immediately."""
@@ -189,21 +184,17 @@ class Recorder:
         for writer in self._writers:
             writer.close()
         self._warn_of_problems()
-        self._writers, self._due = [], math.inf
+        self._writers = []
         _open.discard(self)
 
     def _link_failed(self, error: LinkError) -> None:
         self._failure = error
         self.event("error", error=f"LinkError: {self._ledger.call}: {error}")
 
-    def _plan(self) -> None:
-        self._due = min((w.time + w.sink.every for w in self._writers), default=math.inf)
-
     def _warn_of_problems(self) -> None:
         """Warn once about each sink that accepts no more records, and remove it."""
         broken = [writer for writer in self._writers if writer.problem]
         self._writers = [writer for writer in self._writers if writer not in broken]
-        self._plan()
         for writer in broken:
             text = f"metrics stopped, training continues: {writer.sink}: {writer.problem}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)

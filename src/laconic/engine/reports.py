@@ -102,38 +102,34 @@ class Reports:
             self._step += 1
             if complete is not None:
                 self._send(complete)
-            while self._sending and self._sending[0].complete():
-                self._receive()
+            self._receive()
 
     def leave(self) -> None:
         """This worker leaves by itself. All rounds that were begun are complete."""
         with self._lock:
-            self._receive_all()
+            self._receive(everything=True)
         self._record("left")
 
     def finish(self, *, mean: bool) -> None:
         """`Synchronizer.finish` is complete. With ``mean``, all steps are in the consensus."""
         with self._lock:
-            self._receive_all()
             if mean:
                 self._send(lambda: True)
-                self._receive()
+            self._receive(everything=True)
         self._record("finished")
 
     def _send(self, complete: Callable[[], bool]) -> None:
         drawn = [s.progress().drawn for s in self._samplers]
         self._sending.append(_Sending(self._step, drawn, complete))
 
-    def _receive(self) -> None:
-        """Others have received what the oldest round sends."""
-        oldest = self._sending.popleft()
-        self._sent = oldest.step
-        for sampler, count in zip(self._samplers, oldest.drawn, strict=True):
-            sampler.mark(count)
-
-    def _receive_all(self) -> None:
-        while self._sending:
-            self._receive()
+    def _receive(self, *, everything: bool = False) -> None:
+        """Record what others have received: of ``everything`` that rounds send, or of those that
+        are complete."""
+        while self._sending and (everything or self._sending[0].complete()):
+            oldest = self._sending.popleft()
+            self._sent = oldest.step
+            for sampler, count in zip(self._samplers, oldest.drawn, strict=True):
+                sampler.mark(count)
 
     def _record(self, presence: str, **more: Any) -> None:
         steps = [self._step, self._sent]

@@ -34,6 +34,8 @@ from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
 from laconic.tensors import as_bytes, is_sharded, local, parts, read_only, reshard
 
+Sets = Mapping[str, Link]
+"""The links by set of ranks."""
 PROBLEM = 2**64 - 1
 """The `Call.digest` of a rank that cannot make the call. Digests of values are smaller."""
 
@@ -126,26 +128,20 @@ class Settings:
 class Session:
     """The model, its optimizer and the ranks that train it.
 
-    ``sets``: the links by name of their set of ranks. ``step``: optimizer steps taken so far.
+    ``step``: optimizer steps taken so far.
     ``before_call()`` prepares what runs for a call of all workers; it returns whether they have
     taken different numbers of steps.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        sets: Mapping[str, Link],
-        device: torch.device,
-        settings: Settings,
-        before_call: Callable[[], bool],
+        self, model: nn.Module, sets: Sets, settings: Settings, before_call: Callable[[], bool]
     ) -> None:
         self.model = model
         self.optimizer: Optimizer | None = None
-        self.device = device
+        self.device = device = next(model.parameters()).device
         self.settings = settings
         self.policy = settings.policy
         """What changes the recipe; None once the user has switched."""
-        self._past_choices: list[Choice] = []
         self._before_call = before_call
         self.ledger = Ledger()
         self.links = {name: Metered(link, self.ledger, name) for name, link in sets.items()}
@@ -176,7 +172,8 @@ class Session:
         self.holds_consensus: bool | None = None
         """The ``mean`` of the consensus that the model holds; None: it holds the worker's x."""
         self.interrupted: str | None = None
-        """The rounds that are at work, or that an exception has ended: see `rounds_of`."""
+        """The rounds that are at work, or that an exception, such as one that a signal handler
+        raises, has ended: then `check_complete` raises."""
         self._order: list[Tensor] = []
         self._x: dict[int, Tensor] = {}
         """The optimizer's parameters that have joined x, by id."""
@@ -422,15 +419,6 @@ class Session:
         self.call("first step")
         check_first_gradients(self.gather(own))
 
-    @contextmanager
-    def rounds_of(self, step: int) -> Iterator[None]:
-        """A context for what follows ``step``. An exception that ends it, such as one that a signal
-        handler raises, interrupts the rounds: then `check_complete` raises."""
-        before = self.interrupted
-        self.interrupted = before or f"the rounds after step {step}"
-        yield
-        self.interrupted = before
-
     def restart(self, step: int) -> None:
         """Go on after ``step``: a state was loaded."""
         self.step, self.interrupted = step, None
@@ -444,23 +432,12 @@ class Session:
             )
 
     def refuse_in_consensus(self, call: str) -> None:
-        """Raise where a call would change weights that leaving `consensus` puts back."""
+        """Raise where a call needs, or would change, the worker's own weights."""
         if self.holds_consensus is not None:
             raise ValueError(
-                f"{call} inside sync.consensus(): its result would be discarded when the worker's "
-                "own weights come back. Call it after the `with` block"
+                f"{call} inside sync.consensus(), where the model holds the consensus weights, and "
+                "not this worker's own: call it after the `with` block"
             )
-
-    # -- for policies ----
-
-    @property
-    def choices(self) -> list[Choice]:
-        """See `Synchronizer.choices`."""
-        return list(self._past_choices if self.policy is None else self.policy.choices)
-
-    def end_policy(self) -> None:
-        """The user chooses the recipe from now on."""
-        self._past_choices, self.policy = self.choices, None
 
 
 def _moved_outside(p: Tensor, own: Collection[int]) -> bool:

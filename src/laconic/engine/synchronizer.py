@@ -89,7 +89,7 @@ class Synchronizer:
                 where the recipe keeps such a model; it lacks the steps taken since.
         """
         with consensus.consensus(self.driver.run, mean=mean) as model:
-            self.driver.ending.complete = self.driver.ending.step
+            self.driver.ending.missing = False
             yield model
 
     def consensus_state_dict(self) -> dict[str, Any]:
@@ -134,7 +134,8 @@ class Synchronizer:
     @property
     def choices(self) -> list[Choice]:
         """What `laconic.auto` has chosen so far, after which step, and why."""
-        return self._session.choices
+        policy = self._session.settings.policy
+        return [] if policy is None else list(policy.choices)
 
     # -- ending ----
 
@@ -202,14 +203,6 @@ class Synchronizer:
         the one that this rank goes on with; only what `finish` averages is replaced by the
         consensus."""
         self.driver.load_on_all(parts, load_model)
-
-    def check_own_weights(self) -> None:
-        """Raise ``ValueError`` unless the model holds this worker's own weights."""
-        if self._session.holds_consensus is not None:
-            raise ValueError(
-                "inside sync.consensus(), the model holds the consensus weights, not this worker's "
-                "own: save and load outside that block"
-            )
 
     @contextmanager
     def gathering(
@@ -365,8 +358,10 @@ class Synchronizer:
         with torch.inference_mode(False), torch.no_grad():
             with session.checked("average()"):
                 averaged = list(tensors)
-                if not all(isinstance(t, Tensor) for t in averaged):
-                    raise ValueError(f"sync.average() needs tensors, not {averaged!r}")
+                if not all(isinstance(t, Tensor) and t.is_floating_point() for t in averaged):
+                    raise ValueError(
+                        f"sync.average() needs tensors of a floating-point dtype, not {averaged!r}"
+                    )
             said = session.gather_json([[str(t.dtype), *t.shape] for t in averaged])
             other = next((rank for rank, about in enumerate(said) if about != said[0]), None)
             if other is not None:
@@ -374,8 +369,6 @@ class Synchronizer:
                     "sync.average() needs tensors of the same shapes and dtypes on all ranks, and "
                     f"those of rank {other} are not as rank 0's"
                 )
-            if not all(t.is_floating_point() for t in averaged):
-                raise ValueError("sync.average() needs tensors of a floating-point dtype")
             session.write_mean([averaged], session.workers)
         session.status("computing")
 

@@ -357,7 +357,7 @@ def _parameters(r: AnyRound, facts: Facts) -> Load:
         n *= facts.ranks
     length = elements(r, facts, n, share) // share  # each rank of a worker carries one part
     amount = _shaped(r, facts).cost(length, facts.itemsize, n)
-    names = ("peers" if r.exchange.out_degree is not None else r.over, "workers")
+    names = (r.over, "workers")
     size = length * share * facts.itemsize
     buckets = -(-size // BUCKET_BYTES)
     if r.update.weight is not None:  # 8 bytes, to each peer with each bucket

@@ -103,7 +103,7 @@ class Rounds:
         if k not in self.communicating or facts.workers == 1:
             return Price()
         load = load_of(r, facts)
-        net = facts.net("peers" if r.exchange.out_degree is not None else r.over, "workers")
+        net = facts.net(r.over, "workers")
         sending = min(8 * load.sent / net.rate, load.network)
         size = elements(r, facts, facts.workers) * facts.itemsize
         messages = self._messages(r, facts, load)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import laconic
-from laconic.advisor.worker import Training, workload_of
+from laconic.advisor.worker import Training
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.errors import check_int
-from laconic.lab.race import plan, runner
+from laconic.lab.race import plan, runner, user_files
 from laconic.lab.race.workloads import Workload
 from laconic.links.simulated import current_link
 from laconic.policy.candidates import takes_muon
@@ -65,7 +65,7 @@ class Task:
     @cached_property
     def workload(self) -> Workload:
         """The workload, loaded once."""
-        return workload_of(self.race.workload, self.race.data)
+        return user_files.load_workload(self.race.workload, self.race.data)
 
     def recipe(self, text: str) -> Recipe:
         """Parse ``text``."""

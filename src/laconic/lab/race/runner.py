@@ -23,7 +23,7 @@ from laconic.errors import check_float, check_int
 from laconic.lab.emulation.cluster import Cluster, Loopback, emulate, launch
 from laconic.lab.emulation.jobs import Job, Outcome
 from laconic.lab.emulation.network import Network, check_host
-from laconic.lab.race import rivals, user_files, workloads
+from laconic.lab.race import rivals, user_files
 from laconic.lab.race import timeline as timelines
 from laconic.lab.race.notes import advice, quorum_notes
 from laconic.lab.race.result import (
@@ -156,12 +156,10 @@ class Settings:
                 )
 
     def _check_workload(self) -> None:
-        data = None if self.data is None else Path(self.data)
+        workload = user_files.load_workload(self.workload, self.data)
         if user_files.is_workload(self.workload):
-            workload = user_files.workload(self.workload, data)
             user_files.try_out(workload, self.workers, self.seeds[0])
         else:
-            workload = workloads.load(self.workload, data=data)
             workload.batches(self.workers - 1, self.workers, self.seeds[0])
 
 

@@ -21,6 +21,7 @@ import torch
 
 from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.round import Recipe, is_recipe
+from laconic.lab.race import workloads
 from laconic.lab.race.workloads import Workload
 
 _loaded: dict[str, Path] = {}
@@ -88,6 +89,12 @@ PROTOCOL = {
 def is_workload(text: str) -> bool:
     """Return whether ``text`` names a function in a user's file, not a built-in workload."""
     return text.endswith(".py") or ".py:" in text
+
+
+def load_workload(name: str, data: str | None) -> Workload:
+    """Return the workload called ``name``, ours or a user's."""
+    make = workload if is_workload(name) else workloads.load
+    return make(name, data=None if data is None else Path(data))
 
 
 def workload(text: str, data: Path | None) -> Workload:

@@ -26,7 +26,7 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.attach import init
 from laconic.errors import LinkError, NotFiniteError
-from laconic.lab.race import plan, rivals, user_files, workloads
+from laconic.lab.race import plan, rivals, user_files
 from laconic.lab.race.entrant import Entrant, RecipeEntrant, RivalEntrant
 from laconic.lab.race.rivals import Rival
 from laconic.lab.race.workloads import Batch, Workload, lr_factor
@@ -244,9 +244,7 @@ def emit(rank: int, **event: Any) -> None:
 def race(spec: Spec) -> None:
     """Train according to ``spec`` and print the results, as means over the ranks."""
     init()
-    data = None if spec.data is None else Path(spec.data)
-    load = user_files.workload if user_files.is_workload(spec.workload) else workloads.load
-    workload = load(spec.workload, data=data)
+    workload = user_files.load_workload(spec.workload, spec.data)
     entry: Recipe | Auto | Rival = ()
     if spec.peer:
         entry = rivals.find(spec.recipe)
