@@ -32,7 +32,7 @@ from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Units
 from laconic.links.health import LinkRecord
-from laconic.links.link import Parts, Quiet, Sent, arrivals, hops
+from laconic.links.link import Parts, Quiet, Sent, arrivals, at_once, hops
 from laconic.links.wrapped import Around
 
 T = TypeVar("T")
