@@ -88,7 +88,7 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
     """Return what to tune, and on what. Raises ``ValueError`` for bad options."""
     from laconic.advisor.tune.runs import Task
     from laconic.advisor.tune.space import parse_values, space_of
-    from laconic.lab.emulation.impairments import Impairments
+    from laconic.lab.emulation.network import Network
     from laconic.lab.race.runner import Settings
 
     check_int("seed", arguments.seed, 0)
@@ -100,11 +100,9 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
     settings = Settings(
         recipes=(),
         rules=arguments.rules,
-        hosts=1,
+        network=Network(1, arguments.bandwidth, arguments.latency),
         per_host=arguments.workers,
         group_size=arguments.group_size,
-        bandwidth=arguments.bandwidth,
-        impairments=Impairments(latency=arguments.latency),
         workload=arguments.workload,
         data=arguments.data,
         seconds=None,
@@ -165,10 +163,10 @@ def _show(space: Space, trials: list[Trial], task: Task) -> None:
 
     if not any(trial.status == "ok" for trial in trials):
         return
-    latency = format_seconds(task.race.impairments.latency)
+    latency = format_seconds(task.race.network.latency)
     print(
         f"{space.recipe}\n{task.race.workload}, {task.workers} simulated workers, times predicted, "
-        f"{format_rate(task.race.bandwidth)}, {latency} round trip\n"
+        f"{format_rate(task.race.network.bandwidth or math.inf)}, {latency} round trip\n"
     )
     print(*report.table(space, trials), "", sep="\n")
     print(report.summary(space, trials, task.race.group_size))

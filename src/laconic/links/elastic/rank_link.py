@@ -32,7 +32,7 @@ from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Units
 from laconic.links.health import LinkRecord
-from laconic.links.link import Parts, Quiet, Sent, arrivals, hops
+from laconic.links.link import Parts, Quiet, Sent, arrivals, at_once, hops
 from laconic.links.wrapped import Around
 
 T = TypeVar("T")
@@ -404,19 +404,11 @@ class RankLink(Quiet):
         assert found is not None, "this rank is not done"
         return found
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        n = self.size
-        rows = range(n) if x.numel() % n == 0 else [0]
-        if parts is not None:
-            parts.fill_all(rows)
+    def mean(self, x: Tensor) -> None:
         (mean,) = _all(self._rows(MEAN, x, 1, 1))
         x.copy_(mean.view(x.shape))
-        if parts is not None:
-            parts.use_all(rows)
 
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         raise ValueError("a worker of an elastic run owns no part of the outer state: use mean")
 
     def all_gather(
@@ -428,22 +420,17 @@ class RankLink(Quiet):
     ) -> None:
         n = self.size
         assert owners in (None, n), "all workers own a slice"
-        if parts is not None:
-            parts.fill_all([self.rank])
-        rows = _all(self._rows(ALL_GATHER, mine.to(out.dtype), 1, n))
-        for row, into in zip(rows, out.view(n, -1), strict=True):
-            into.copy_(row)
-        if parts is not None:
-            parts.use_all(range(n))
+        with at_once(parts, [self.rank], range(n)):
+            rows = _all(self._rows(ALL_GATHER, mine.to(out.dtype), 1, n))
+            for row, into in zip(rows, out.view(n, -1), strict=True):
+                into.copy_(row)
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         n = self.size
-        if parts is not None:
-            parts.fill_all(hops(self.rank, n))
-        for row, into in zip(_all(self._rows(ALL_TO_ALL, x, n, n)), out.view(n, -1), strict=True):
-            into.copy_(row)
-        if parts is not None:
-            parts.use_all(arrivals(self.rank, n))
+        with at_once(parts, hops(self.rank, n), arrivals(self.rank, n)):
+            rows = _all(self._rows(ALL_TO_ALL, x, n, n))
+            for row, into in zip(rows, out.view(n, -1), strict=True):
+                into.copy_(row)
 
     def gather(self, x: Tensor) -> Tensor:
         if self._thread != threading.get_ident():  # before there is a communication thread
@@ -469,11 +456,11 @@ class WorldLink(Around):
         self._inside = link.inside.link
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # type: ignore[override]
         return self.link.rank * self._inside.size + self._inside.rank
 
     @property
-    def size(self) -> int:
+    def size(self) -> int:  # type: ignore[override]
         return self.link.size * self._inside.size
 
     def gather(self, x: Tensor) -> Tensor:
@@ -485,8 +472,7 @@ class WorldLink(Around):
         self.link.broadcast(x, worker)
         self._inside.broadcast(x, rank)
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        assert parts is None, "nothing is coded"
+    def mean(self, x: Tensor) -> None:
         self.link.mean(x)
         self._inside.mean(x)
 
