@@ -139,6 +139,9 @@ class AsyncLink(Protocol):
         """As `Link.gather`."""
 
 
+COLLECTIVES = ["mean", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "swap", "gather"]
+
+
 class _OneByOne:
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -153,7 +156,12 @@ class _OneByOne:
 
 def one_by_one(link: Link) -> AsyncLink:
     """The collectives of ``link``, which never pause: each is complete once it is awaited."""
-    return link.awaited if isinstance(link, Blocking) else cast("AsyncLink", _OneByOne(link))
+    kind = type(link)
+    if isinstance(link, Blocking) and all(
+        getattr(kind, name) is getattr(Blocking, name) for name in COLLECTIVES
+    ):
+        return link.awaited
+    return cast("AsyncLink", _OneByOne(link))  # also where a subclass has its own of some
 
 
 class Link(Protocol):
