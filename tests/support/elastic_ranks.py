@@ -169,6 +169,12 @@ class RanksRun(Run):
         self.workers.append(self.ranks[-1][0])
         return self.workers[-1]
 
+    def ready(self) -> list[Process]:
+        """Wait until all ranks have begun: before, SIGTERM ends a rank."""
+        for process in (p for ranks in self.ranks for p in ranks):
+            process.wait_for("ready")
+        return self.workers
+
     def __enter__(self) -> RanksRun:
         return self
 
