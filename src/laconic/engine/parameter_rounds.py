@@ -16,7 +16,7 @@ from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock, EveryStep, State, returned
 from laconic.buckets import Bucket, bucketize
-from laconic.engine.channel import Channel, ChannelSet, by_tensor, is_owned
+from laconic.engine.channel import ByGroup, Channel, ChannelSet, by_tensor, is_owned
 from laconic.engine.comparison import held_by_all
 from laconic.engine.joint_optimizer import forget
 from laconic.engine.messages import InFlightBucket, InFlightRound, Messenger
@@ -125,10 +125,10 @@ class ParameterRunner:
                 for segment in channel.bucket.segments:
                     forget(self._session.bound, segment.tensor)
 
-    def _to_send(self, groups: Sequence[dict[str, Tensor]]) -> list[list[Tensor]]:
+    def _to_send(self, present: ByGroup) -> list[list[Tensor]]:
         """Of tensors that come and go, those that all ranks have; of buffers, whose mean this is
         about, only those that differ."""
-        differing = self.round.part is module_buffers
+        differing, groups = self.round.part is module_buffers, list(present.values())
         if differing and self._replica.size > 1:
             self._equalize(groups)
         found = held_by_all(self.link, groups, differing=differing)

@@ -24,7 +24,7 @@ from laconic.algorithms.exchange import Arrival
 from laconic.algorithms.round import AnyRound
 from laconic.algorithms.update import Slot, State
 from laconic.buckets import Bucket
-from laconic.engine.channel import Channel
+from laconic.engine.channel import ByGroup, Channel
 from laconic.engine.messages import Difference, InFlightBucket, InFlightRound
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.links.comm_thread import Pending
@@ -158,7 +158,9 @@ def _another_recipe(saved: Saved, here: Saved, keys: Sequence[str]) -> str:
 
 def round_state(running: ParameterRunner) -> Saved:
     """The state of ``running``. Waits for its rounds in flight; sends nothing."""
-    flights = [_flight_state(f) for f in running.in_flight]  # first: arrivals may change the state
+    flights = [
+        _flight_state(running, f) for f in running.in_flight
+    ]  # first: arrivals may change the state
     return {
         **channel_states(running),
         "joined": running.set.positions,
@@ -168,12 +170,13 @@ def round_state(running: ParameterRunner) -> Saved:
     }
 
 
-def _flight_state(flight: InFlightRound) -> Saved:
+def _flight_state(running: ParameterRunner, flight: InFlightRound) -> Saved:
     arrivals, apart = [b.pending.wait() for b in flight.buckets], flight.apart.wait()
+    groups = [flight.copies.get(key, {}) for key in running.set.varying()] if flight.copies else []
     sent = {id(s.tensor) for b in flight.buckets for s in b.channel.bucket.segments}
     return {
         "due": flight.due,
-        "names": [[k for k, t in group.items() if id(t) in sent] for group in flight.copies],
+        "names": [[k for k, t in group.items() if id(t) in sent] for group in groups],
         "sizes": [b.channel.bucket.numel for b in flight.buckets],
         "sent": [None if b.sent is None else b.sent.clone() for b in flight.buckets],
         "received": [arrival.flat.clone() for arrival in arrivals],
@@ -214,10 +217,10 @@ def load_round(
 
 
 def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFlightRound:
-    channels, copies = running.channels, []
+    channels, copies = running.channels, ByGroup()
     if running.set.vary:
         copies = running.set.copies()
-        groups = zip(copies, saved["names"], strict=False)
+        groups = zip(copies.values(), saved["names"], strict=False)
         sent = [[group[k] for k in own if k in group] for group, own in groups]
         channels = running.set.cut(sent)
     sizes = [channel.bucket.numel for channel in channels]
