@@ -305,7 +305,7 @@ class _OnDevice(UserDict[str, Tensor]):
         self.data = dict(host.data)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._used:
+        if name in self.data and name not in self._used:
             self[name] = self._host.to_device(name)
         return self.data[name]
 
