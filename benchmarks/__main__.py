@@ -14,9 +14,9 @@ from rich.table import Table
 from benchmarks.measure import Figure
 from laconic.lab.emulation.cluster import (
     Cluster,
-    Impairments,
     Loopback,
     NamespacesUnavailable,
+    Network,
     launch,
 )
 
@@ -69,12 +69,8 @@ def run(name: str) -> list[Figure]:
     """Run one benchmark in processes of its own and return its figures."""
     processes, slow, arguments, _ = ALL[name]
     latency, loss = LONG.get(name, (0.0, 0.0))
-    impairments = Impairments(latency=latency, loss=loss)
-    cluster = (
-        Cluster(processes, bandwidth=RATES.get(name, 100e6), impairments=impairments)
-        if slow
-        else Loopback(processes)
-    )
+    network = Network(processes, RATES.get(name, 100e6), latency, loss=loss)
+    cluster = Cluster(network) if slow else Loopback(processes)
     with cluster:
         argv = [sys.executable, "-m", "benchmarks.measure", *arguments]
         # For memory benchmarks, make malloc return freed memory to the system.

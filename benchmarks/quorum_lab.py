@@ -41,7 +41,7 @@ from benchmarks.quorum import (
     Trainer,
     naive,
 )
-from laconic.lab.emulation.cluster import Cluster, launch
+from laconic.lab.emulation.cluster import Cluster, Network, launch
 
 STEP = 0.02
 FAST_RATE, SLOW_RATE = 100e6, 10e6
@@ -105,10 +105,10 @@ def measure(
     """Carry out the tasks on emulated hosts."""
     if not tasks:
         return []
-    single = {SLOW_LINK: SLOW_RATE} if slow_link else {}
+    single: dict[int, float | None] = {SLOW_LINK: SLOW_RATE} if slow_link else {}
     spec = json.dumps({"tasks": tasks, "seconds": seconds, "width": width})
     argv = [sys.executable, "-m", "benchmarks.quorum_lab", "--worker", spec]
-    with Cluster(WORKERS, bandwidth=FAST_RATE, host_bandwidth=single) as cluster:
+    with Cluster(Network(WORKERS, FAST_RATE, single={"bandwidth": single})) as cluster:
         job = launch(cluster, argv)
         failed = [o for o in job.wait(timeout=60 + 2 * seconds * len(tasks)) if o.failed]
         if failed:

@@ -30,6 +30,7 @@ from laconic.advisor.tune.journal import open_journal
 from laconic.advisor.tune.runs import VALIDATIONS, Report, Run, Task
 from laconic.advisor.tune.space import Setting, Space, space_of
 from laconic.advisor.tune.tuning import Evaluate, Trial
+from laconic.lab.emulation.network import Network
 from laconic.lab.race import runner
 from laconic.lab.race.plan import Schedule
 
@@ -46,8 +47,8 @@ NEAR = 1.05
 def task(seed: int) -> Task:
     """Return the task: digits, as in docs/science.md, with 8 workers and 240 steps."""
     settings = runner.Settings(
-        recipes=(), hosts=1, per_host=WORKERS, workload="digits", seconds=None, steps=STEPS,
-        seeds=(seed,),
+        recipes=(), network=Network(1), per_host=WORKERS, workload="digits", seconds=None,
+        steps=STEPS, seeds=(seed,),
     )  # fmt: skip
     return Task(settings, compute=1e-3)
 
@@ -88,7 +89,7 @@ def replay(space: Space, runs: list[Trial]) -> Evaluate:
 
     def train(setting: Setting, report: Report) -> Run:
         trial = known[tuple((name, setting[name]) for name in space.grids)]
-        planned = Schedule(here.recipe(space.text(setting)), None, STEPS, VALIDATIONS, {})
+        planned = Schedule(here.recipe(space.text(setting)), None, STEPS, VALIDATIONS)
         for step in range(1, STEPS + 1):
             if planned.is_check(step) and planned.check(step, 0.0):
                 report(step, STEPS, trial.curve[VALIDATIONS * step // STEPS])

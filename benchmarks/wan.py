@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -22,12 +22,16 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from laconic.lab.emulation.cluster import Cluster, Impairments
+from laconic.lab.emulation.cluster import Cluster, Network
 from laconic.units import format_rate, format_share, parse_rate
 
 RATES = ["10mbit", "50mbit", "100mbit", "200mbit", "500mbit", "1gbit"]
 LOADED = 4
-WAN = Impairments(0.05, 0.01, 0.001, host_loss={LOADED: 0.01, LOADED + 1: 0.01})
+FREE = (LOADED, LOADED + 1)
+WAN = Network(
+    *(LOADED + 2, None, 0.05, 0.01, 0.001),
+    single={"loss": dict.fromkeys(FREE, 0.01), "bandwidth": dict.fromkeys(FREE)},
+)
 CONNECTIONS = 4
 WARM_SECONDS, SECONDS = 3.0, 6.0
 PINGS, GAP = 1000, 0.005
@@ -123,9 +127,7 @@ class Measured:
 
 
 def measure(rate: float) -> Measured:
-    hosts = LOADED + 2
-    single = {LOADED: None, LOADED + 1: None}
-    with Cluster(hosts, bandwidth=rate, host_bandwidth=single, impairments=WAN) as cluster:
+    with Cluster(replace(WAN, bandwidth=rate)) as cluster:
         addresses = cluster.addresses
         for host in range(LOADED):
             start(cluster, host, DISCARD)

@@ -74,7 +74,7 @@ def plain(prose: str) -> str:
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose).replace("**", "")
 
 
-def name_source(*pieces: Any) -> None:
+def name_source(*pieces: Any, **_: str) -> None:
     """Print where to read ``pieces``, in place of their source."""
     for piece in pieces:
         print(f"source: {piece.__qualname__} in {piece.__module__.replace('.', '/')}.py")

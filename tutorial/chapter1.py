@@ -26,9 +26,9 @@
 # **Before you start.** You know Python, and have seen a PyTorch training loop. `python -m tutorial
 # 1` runs for about one minute ([set up the environment](index.md)).
 #
-# The code above each number printed it. `scaled(n)` is n, or the fraction of it that
-# `TUTORIAL_SCALE` sets. An `assert` stops the chapter if the code does not compute what the text
-# says. `expect(claim, text)` only prints a remark, because times vary.
+# The code above each number printed it. Times, and all that follows from them, are from one run:
+# yours will differ. `scaled(n)` is n, unless `TUTORIAL_SCALE` asks for less. An `assert` stops the
+# chapter where the text would be wrong.
 
 # %%
 import torch
@@ -54,8 +54,8 @@ print(machine())
 # %% [markdown]
 # ## A network and its data
 #
-# `FFNet` is a stack of fully connected layers. A layer with m inputs and k outputs has m·k weights
-# and k biases.
+# Listings of functions and classes are from `tutorial/`. `FFNet` is a stack of fully connected
+# layers. A layer with m inputs and k outputs has m·k weights and k biases.
 
 # %% tags=["source"]
 show(FFNet, ToyDataset)
@@ -109,17 +109,14 @@ assert losses != train(SEED + 1, verbose=False)
 
 # %% [markdown]
 # **What to notice.** The loss falls fast, then slowly, then fast again: by the second epoch the
-# network has learned only the mean of all targets, whose loss is their variance, 0.42. A loss that
-# hardly falls for some epochs does not mean that training is over.
+# network has learned only the mean of all targets, whose loss is their variance, 0.42.
 #
-# The same seed repeats a run bit for bit. Chapter 3 uses this to show that two processes compute
-# the same as one.
+# The same seed repeats a run bit for bit, which chapter 3 uses.
 #
 # ## What it costs
 #
-# `benchmark_training` (in `tutorial/toy.py`) times epochs. Other programs, the processor's clock,
-# and its caches can only make a repeat slower, so it repeats the measurement, and from here on the
-# fastest counts.
+# `benchmark_training` (in `tutorial/toy.py`) times epochs. Other programs can only make one slower,
+# so from here on the fastest of several counts.
 
 # %%
 benchmark_training(small, num_samples=scaled(16_384, least=256), repeats=scaled(10, least=2))
@@ -156,6 +153,8 @@ by_model = seconds["medium", "small"] / base
 by_both = seconds["medium", "large"] / base
 print(f"data {by_data:.2f} times, network {by_model:.2f} times, product {by_data * by_model:.2f}")
 print(f"both {by_both:.2f} times")
+
+# %% tags=["hidden"]
 expect(0.6 < by_both / (by_data * by_model) < 1.6, "both cost about the product of the two")
 
 # %% [markdown]
@@ -165,6 +164,8 @@ expect(0.6 < by_both / (by_data * by_model) < 1.6, "both cost about the product 
 # %%
 ratio = count_parameters(medium) / count_parameters(small)
 print(f"{ratio:.1f} times the parameters, {by_model:.1f} times the time")
+
+# %% tags=["hidden"]
 expect(by_model < ratio / 2, "the time grows far less than the parameters")
 
 # %% [markdown]
@@ -178,16 +179,14 @@ days = seconds["medium", "large"] * 1000 * 1000 / 86_400
 print(f"one epoch: {days:.0f} days")
 
 # %% [markdown]
-# This is optimistic: such a network no longer fits into the processor's caches, so a step also
-# waits for memory. One process is not enough.
+# One process is not enough.
 #
 # ## Exercises
 #
-# Each answer below makes a common mistake. Change it in Jupyter, or without: `python -m tutorial
-# start 1` writes the exercises into `my_chapter1.py`, and `check 1`, or `check 1.2` for one, checks
-# your answers.
+# Each answer below makes a common mistake. Change it in Jupyter, or with `python -m tutorial start
+# 1` and `check 1` ([how](index.md#exercises)).
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "hidden"]
 import math
 
 from tutorial.checks import check

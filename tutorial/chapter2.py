@@ -13,9 +13,8 @@
 # %% [markdown]
 # # 2. Growing
 #
-# Chapter 1 ended with days of training for a small network. This chapter covers two remedies,
-# special processors and many of them, and two problems: a batch that is too small, and a model that
-# is too large.
+# This chapter covers two remedies for long training, special processors and many of them, and two
+# problems: a batch that is too small, and a model that is too large.
 #
 # **After this chapter you can**
 #
@@ -64,12 +63,14 @@ for n in (8, 32, 128, 512):
         best = min(best, (time.perf_counter() - begin) / repeats)
     rates[n] = 2 * n**3 / best
     print(f"n = {n:4}: {rates[n] / 1e9:8.2f} 10^9 operations per second")
+
+# %% tags=["hidden"]
 expect(rates[512] > 10 * rates[8], "large products run more than ten times as fast")
 
 # %% [markdown]
 # **GPUs** take this further, with thousands of simple cores, units that multiply tiles of matrices,
 # and memory about ten times as fast as a CPU's. They are good at large products in 16 bits or
-# fewer, and bad at everything else: the network of chapter 1 would be slower on a GPU.
+# fewer; chapter 1's network would be slower on one.
 #
 # | processor | year | operations per second, 16 bits, dense | memory |
 # |---|---|---|---|
@@ -151,8 +152,8 @@ print(f"largest difference: {float((added - at_once).abs().max()):.1e}")
 torch.testing.assert_close(added, at_once, rtol=1e-4, atol=1e-6)
 
 # %% [markdown]
-# This takes eight passes, one after the other. Eight processors, each with one pass, would take the
-# time of one pass and one message. That is **data parallelism**, which chapter 3 builds.
+# Eight processors, with one of these eight passes each, would take the time of one pass and one
+# message. That is **data parallelism**, which chapter 3 builds.
 #
 # ## The second problem: a model that is too large
 #
@@ -204,7 +205,7 @@ torch.testing.assert_close(torch.cat(halves, dim=1), layer(x))  # inside a layer
 #
 # Python has a lock (the GIL) that lets only one thread at a time run Python code, so threads take
 # turns where processes do not. Compare two workers, without messages, each with as many steps as
-# one. The steps are those of chapter 1's small network, mostly Python (`tutorial/growing.py`):
+# one, of chapter 1's small network:
 
 # %%
 steps = scaled(500, least=10)
@@ -221,6 +222,8 @@ for _ in range(scaled(8)):  # in turn, the best of each: what else runs here dis
 print(f"{steps} steps by each worker\n")
 for name, taken in seconds.items():
     print(f"{name:14} {taken:6.2f} s, {taken / seconds['one worker']:5.2f} times one worker's")
+
+# %% tags=["hidden"]
 if (os.cpu_count() or 1) >= 2:
     faster = seconds["two processes"] < seconds["two threads"]
     expect(faster, "two processes are faster than two threads")
@@ -228,15 +231,14 @@ if (os.cpu_count() or 1) >= 2:
 # %% [markdown]
 # **What to notice.** Two threads take about twice as long for twice the work: the second one gains
 # nothing. Two processes on free cores take little longer than one. Large operations release the
-# lock, so threads do better with large networks. PyTorch recommends `DistributedDataParallel` even
-# on one machine.
+# lock, so threads do better with large networks.
 #
 # ## Exercises
 #
 # Check your answers in Jupyter, or with `python -m tutorial start 2` and `check 2`
-# ([how](chapter1.md#exercises)).
+# ([how](index.md#exercises)).
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "hidden"]
 from tutorial.checks import check
 
 # %% [markdown]

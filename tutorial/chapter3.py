@@ -31,8 +31,7 @@
 # - check that several processes compute the same as one, and say why they can be slower.
 #
 # **Before you start.** Read chapters [1](chapter1.md) and [2](chapter2.md). `python -m tutorial 3`
-# runs for about one minute. The code is in `tutorial/naive_ddp.py`, because the processes that it
-# starts must be able to import it.
+# runs for about one minute. The code is in `tutorial/naive_ddp.py`.
 
 # %%
 import os
@@ -78,21 +77,19 @@ assert refused
 # %% [markdown]
 # ## Starting and ending processes
 #
-# Each process has a [rank](../glossary.md#rank), from 0 to [world size](../glossary.md#world-size)
-# - 1. Rank 0 listens at an address, and all connect to it:
-# - 1. Processes find each other through an address at which rank 0 listens, and are a group once
-# all have called `init_process_group`.
+# Each of n processes has a [rank](../glossary.md#rank), from 0 to n-1; n is the [world
+# size](../glossary.md#world-size). They find each other at an address where rank 0 listens.
+# `init_process` joins the group, runs the training function, and leaves:
 
 # %% tags=["source"]
-show(init_process)
+show(init_process, first="check_backend", last="dist.destroy")
 
 # %% [markdown]
 # If a process crashes, the others wait for its message. So the process that starts them, in
 # `spawn_and_join`, watches which one ends first without a result, ends the rest, and reports the
 # exit codes, the first failure first.
 #
-# Here each process returns its process number. Then rank 1 dies with exit code 3 while rank 0 waits
-# for it:
+# Here each process returns its process number. Then rank 1 dies while rank 0 waits for it:
 
 # %%
 numbers = spawn_and_join(2, naive_ddp.who)
@@ -121,7 +118,13 @@ assert "rank 1: exit code 3" in told
 # A rank that has run out of samples takes part in the last step without any.
 
 # %% tags=["source"]
-show(DataPartitioner, partition_dataset)
+show(DataPartitioner)
+
+# %% [markdown]
+# From a rank's part, `partition_dataset` makes its share of each batch:
+
+# %% tags=["source"]
+show(partition_dataset, first="part =")
 
 # %%
 data = ToyDataset(input_size=100, num_samples=1003)
@@ -184,9 +187,8 @@ for start in ("seed", "broadcast", "different"):
 #
 # ## The same as one process
 #
-# n processes with batches of b/n should take the same steps as one process with batches of b, up to
-# rounding. If the difference is rounding, it shrinks by nine orders of magnitude from float32 to
-# float64.
+# n processes with batches of b/n should take the same steps as one with batches of b. If they
+# differ by rounding alone, float64 makes the difference nine orders of magnitude smaller.
 
 # %%
 tolerance = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -230,6 +232,8 @@ for world_size in (1, 2, 4):
     naive[world_size] = result = spawn_and_join(world_size, naive_ddp.train, **options)[0]
     share = result["waiting"] / result["seconds"]
     print(f"{world_size:10}{result['seconds']:10.2f}{result['waiting']:10.2f}{share:8.0%}")
+
+# %% tags=["hidden"]
 expect(naive[2]["seconds"] > alone["seconds"], "two processes are slower than one alone")
 expect(naive[2]["waiting"] > naive[2]["seconds"] / 2, "two processes wait most of the time")
 
@@ -251,6 +255,8 @@ for _ in range(steps):
     nn.functional.mse_loss(model(x), y).backward()
 computing = (time.perf_counter() - begin) / steps
 print(f"\n{'forward and backward pass':>18} {computing * 1e6:8,.0f} microseconds")
+
+# %% tags=["hidden"]
 expect(seconds[1] < 10 * seconds[0], "100 times the numbers cost less than 10 times as much")
 expect(4 * seconds[0] > computing / 2, "four messages cost more than half of the computing")
 
@@ -259,15 +265,15 @@ expect(4 * seconds[0] > computing / 2, "four messages cost more than half of the
 # *a message* costs, not its content. A second process saves half of a step's computing and costs
 # four messages. While those take longer than what is saved, it slows training down.
 #
-# There are three solutions: fewer and larger messages, sent while the backward pass still computes
-# (chapter 4); a model whose steps are worth the messages; and sending less, or less often, which is
-# what laconic is for.
+# What helps: fewer and larger messages, sent while the backward pass still computes (chapter 4); a
+# model whose steps are worth the messages; and sending less, or less often, which is laconic's
+# subject.
 #
 # ## Exercises
 #
 # Check your answers in Jupyter, or with `python -m tutorial start 3` and `check 3`.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "hidden"]
 from tutorial.checks import check
 
 # %% [markdown]

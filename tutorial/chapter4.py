@@ -44,8 +44,8 @@ print(machine())
 #
 #     seconds = latency + bytes / rate
 #
-# The table has the fastest of several all-reduces for each size. The formula's latency is the time
-# of 4 kB, and its rate comes from the last two rows.
+# The table has the fastest of several all-reduces. The formula's latency is the time of 4 kB; its
+# rate comes from the last two rows.
 
 # %%
 numbers = [1, 1_000, 10_000, 100_000, 1_000_000, 4_000_000]
@@ -59,6 +59,8 @@ for number, taken in zip(numbers, seconds, strict=True):
     print(f"{4 * number / 1e3:10,.1f} kB{taken * 1e3:9.2f} ms{line * 1e3:11.2f} ms")
 print(f"\nlatency {latency * 1e3:.2f} ms, rate {rate / 1e6:,.0f} MB/s, ", end="")
 print(f"so {latency * rate / 1e3:,.0f} kB take as long to send as the latency")
+
+# %% tags=["hidden"]
 expect(seconds[1] < 5 * seconds[0], "a thousand times the bytes take less than five times as long")
 expect(seconds[-1] > 2 * seconds[-2], "four times the bytes of 4 MB take more than twice as long")
 
@@ -66,9 +68,7 @@ expect(seconds[-1] > 2 * seconds[-2], "four times the bytes of 4 MB take more th
 # **What to notice.** A thousand times the bytes of the first row take less than twice as long: most
 # of the time is latency. A message should therefore be large.
 #
-# The formula has limits: an all-reduce is several messages, small tensors stay within caches, and
-# each message wakes a process. A real network is ten to a thousand times slower than this machine's
-# loopback.
+# A real network is ten to a thousand times slower than this machine's loopback.
 #
 # ## An all-reduce has two halves
 #
@@ -125,8 +125,8 @@ show(buckets.Overlapped)
 # %% [markdown]
 # ## Bucket order
 #
-# Buckets should be in the order in which gradients are completed, the *reverse* of the forward
-# pass. Otherwise nothing can be sent early:
+# Buckets follow the order in which gradients are completed, the *reverse* of the forward pass.
+# Otherwise nothing can be sent early:
 
 # %%
 half = {}
@@ -147,8 +147,8 @@ print(sums)
 assert sums == [[101, 101], [101, 101]]
 
 # %% [markdown]
-# There is no error, only wrong numbers. Tensors of different sizes would crash or hang. That is why
-# `Overlapped` sends a complete bucket only when it is the next in the order.
+# There is no error, only wrong numbers. So `Overlapped` sends a complete bucket only when it is the
+# next in the order.
 #
 # ## The race
 #
@@ -178,6 +178,8 @@ print("\ncommunication adds to a step:", end=" ")
 print(", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in left.items()))
 gap = slow["overlapped"] / slow["torch's DDP"]
 print(f"overlapped takes {gap:.2f} times as long as torch's DDP")
+
+# %% tags=["hidden"]
 others = [seconds for name, seconds in slow.items() if name != "one by one"]
 expect(slow["one by one"] > max(others), "one message for each tensor is the slowest way")
 expect(slow["overlapped"] < slow["buckets"], "early buckets are faster than the same ones late")
@@ -186,9 +188,9 @@ expect(0.6 < gap < 1.6, "overlapped is about as fast as torch's DDP")
 
 # %% [markdown]
 # **What to notice.** All variants give the same gradient to the last bit. One message for each
-# tensor pays the latency 44 times. Buckets sent at the end gain nothing. Buckets sent early take
-# less time than one flat message, because the backward pass hides a part of the transfer. Three
-# things limit how much:
+# tensor pays the latency 44 times. Buckets sent at the end gain nothing; sent early they are faster
+# than one flat message, because the backward pass hides a part of the transfer. Three things limit
+# how much:
 #
 # - Only the backward pass hides anything, about two thirds of a step.
 # - Nothing hides the last bucket, which is sent when everything is computed.
@@ -209,6 +211,8 @@ for most, each in zip(sizes, taken, strict=True):
     print(f"{most / 2**10:10,.0f} kB {number:4} buckets {each * 1e3:8.1f} ms per step")
 best = sizes[taken.index(min(taken))] / 2**10
 print(f"\nfastest here: at most {best:,.0f} kB")
+
+# %% tags=["hidden"]
 expect(min(taken) < taken[0], "a bucket for each tensor is not the fastest")
 
 # %% [markdown]
@@ -217,14 +221,14 @@ expect(min(taken) < taken[0], "a bucket for each tensor is not the fastest")
 # ## What is left
 #
 # All these ways send all gradients at every step, and hide at most a backward pass. On a slow
-# network the only option is to send *less*: fewer bits ([codecs](../coded.md)), or less often
-# ([local SGD](../algorithms/local_sgd.md) and its relatives). That is what laconic is about.
+# network only sending *less* helps: fewer bits ([codecs](../coded.md)), or less often ([local
+# SGD](../algorithms/local_sgd.md) and its relatives).
 #
 # ## Exercises
 #
 # Check your answers in Jupyter, or with `python -m tutorial start 4` and `check 4`.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "hidden"]
 from tutorial.checks import check
 
 # %% [markdown]

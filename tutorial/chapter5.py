@@ -14,8 +14,8 @@
 # # 5. Full DDP that works
 #
 # A program that trains for days on many machines needs more than torch's `DistributedDataParallel`.
-# This chapter explains such a program, `tutorial/full_ddp.py`, and shows that it computes the same
-# as one process. It ends with common mistakes, made on purpose.
+# This chapter explains one, `tutorial/full_ddp.py`, shows that it computes the same as one process,
+# and ends with common mistakes.
 #
 # **After this chapter you can**
 #
@@ -53,9 +53,9 @@ print(machine())
 # %% [markdown]
 # ## Starting it
 #
-# `-g` is the number of processes, `-nb` that of samples, `-e` that of epochs; `--help` lists all
-# options. The batch, `-s`, is that of all processes together, so the same options mean the same
-# training with any number of processes.
+# `-g` is the number of processes, `-nb` that of samples, `-e` that of epochs. The batch, `-s`, is
+# that of all processes together, so the same options mean the same training with any number of
+# them.
 
 # %%
 shape = f"--device cpu -nb {samples} -e 2"
@@ -63,12 +63,11 @@ shape = f"--device cpu -nb {samples} -e 2"
 assert len(plainly) == 2
 
 # %% [markdown]
-# `launch` starts two processes, which call `work`. If one fails, PyTorch's `spawn` ends the other.
-# They meet at a port: a free one with one node, and with several nodes that of `MASTER_ADDR` and
-# `MASTER_PORT`.
+# `launch` starts two processes, which call `work`. They meet at a free port, or with several nodes
+# at `MASTER_ADDR` and `MASTER_PORT`.
 
 # %% tags=["source"]
-show(full_ddp.work)
+show(full_ddp.work, first="backend =", last="result =")
 
 # %% [markdown]
 # Each process has a [rank](../glossary.md#rank) among all processes, and a [local
@@ -92,9 +91,8 @@ if FULL:  # this and the next two take some seconds
     assert by_torchrun == plainly
 
 # %% [markdown]
-# The losses are the same. For **two nodes**, run the same command on each machine, with only `-nr`
-# changed. Here both nodes are this machine. For two real ones, `MASTER_ADDR` is the first one's
-# address.
+# The losses are the same. For **two nodes**, run the same command on each, with only `-nr` changed;
+# `MASTER_ADDR` is the first one's address. Here both are this machine.
 
 # %%
 if FULL:
@@ -131,7 +129,7 @@ print("\n".join(line for line in script.splitlines() if line and not line.starts
 # cannot be distributed evenly, it repeats the first ones, so that all ranks have the same number.
 
 # %% tags=["source"]
-show(full_ddp.share_of)
+show(full_ddp.share_of, first="sampler =")
 
 # %%
 for number in (1002, 1003):
@@ -146,11 +144,14 @@ for number in (1002, 1003):
 # ## Training
 #
 # `DistributedDataParallel(model)` broadcasts rank 0's parameters and averages gradients during the
-# backward pass. `set_epoch` makes the sampler shuffle again. The loss is a *mean over all ranks*,
-# weighted by their samples; otherwise it would be that of rank 0's data.
+# backward pass. `set_epoch` makes the sampler shuffle again. The printed loss is the mean over
+# *all* samples, not only rank 0's.
 
 # %% tags=["source"]
-show(full_ddp.train, full_ddp.train_epoch)
+show(full_ddp.train, first="torch.manual_seed", last="save(Path")
+
+# %% tags=["source"]
+show(full_ddp.train_epoch)
 
 # %% [markdown]
 # ## The same as one process
@@ -179,8 +180,8 @@ for world_size in (2, 4):
 assert apart(by_hand[0], alone[0]) < 1e-13  # chapter 3's
 
 # %% [markdown]
-# **What to notice.** If samples can be distributed evenly, the training is the same to the last
-# digits. Otherwise one or two count twice in an epoch's last step.
+# **What to notice.** If samples can be distributed evenly, the training is the same. Otherwise one
+# or two count twice in an epoch's last step.
 #
 # ## Checkpoints
 #
@@ -219,10 +220,10 @@ assert [result["parameters"] for result in rest] == [result["parameters"] for re
 # GPUs multiply matrices several times as fast in 16 bits as in 32.
 # [`torch.autocast`](../glossary.md#autocast) keeps parameters, the optimizer, and sums in float32,
 # and computes matrix products in *bfloat16*, a float32 with 16 bits cut off, or in *float16*, which
-# has more digits but a small range, in which small gradients become zero. Against that,
-# [`GradScaler`](../glossary.md#gradscaler) multiplies the loss by a large number before the
-# backward pass, divides gradients by it afterward, and skips a step in which a value became
-# infinite. DDP has averaged the gradients by then, so all ranks skip the same steps.
+# has more digits but a small range: small gradients become zero. So
+# [`GradScaler`](../glossary.md#gradscaler) multiplies the loss by a large number, divides gradients
+# by it after the backward pass, and skips a step in which a value became infinite. DDP has averaged
+# the gradients by then, so all ranks skip the same steps.
 
 # %%
 print(f"{epochs} epochs in 2 processes\n")
@@ -247,11 +248,11 @@ assert abs(off) < 0.02
 
 # %% [markdown]
 # **What to notice.** Parameters differ thousands of times as much as in float32, but the loss
-# hardly differs. 16 bits pay off with large matrices, on a processor that has units for them.
+# hardly differs.
 #
 # ## Common mistakes
 #
-# Most of these mistakes raise no error. The assertions show their effects.
+# Most of them raise no error.
 #
 # **Training the model instead of the wrapper.** Gradients are averaged only if the forward pass
 # goes through the module that `DistributedDataParallel(model)` returns. Through `model` every rank
@@ -318,8 +319,8 @@ assert "EADDRINUSE" in told
 del job
 
 # %% [markdown]
-# So `launch` takes a free port where it can, the Slurm script one that depends on the job's number,
-# and torchrun has `--standalone`.
+# So `launch` takes a free port where it can, the Slurm script one made from the job's number, and
+# torchrun has `--standalone`.
 #
 # **A loss divided by a constant.** DDP divides the sum of gradients by the number of ranks. The
 # loss must be the mean over the *samples that are present*. Divided by the requested batch size,
@@ -358,12 +359,12 @@ for way, results in zip(ways, runs(2, mistakes.own_and_mean, *ways), strict=True
 # %% [markdown]
 # ## Where laconic takes over
 #
-# With laconic, **three lines** are added to a program: `laconic.init()`, `laconic.attach(...)`, and
-# `sync.finish()`. Here the processes have already formed a group, and the `with` block calls
-# `finish`. `attach` replaces the wrapper:
+# laconic adds **three lines** to a program: `laconic.init()`, `laconic.attach(...)` in place of the
+# wrapper, and `sync.finish()`. Here the processes have already formed a group, and the `with` block
+# calls `finish`:
 
 # %% tags=["source"]
-show(mistakes.with_laconic)
+show(mistakes.with_laconic, first="with laconic.attach", last="optimizer.step")
 
 # %%
 options = {**few, "num_samples": samples}
@@ -381,20 +382,20 @@ assert 0 < apart(less, ddp) < 0.1
 if FULL:  # with rank 0's parameters at the start, and a last round at the end
     assert 10 < same["sent"] / less["sent"] < 12
 
-print(f"\nthe same data on every rank:\n{careless['warnings'][0]}")
+print(f"\nthe same data on every rank:\n{careless['warnings'][0].partition('. ')[0]}")
 assert "identical on all workers" in careless["warnings"][0]
 folder.cleanup()
 
 # %% [markdown]
 # `laconic.ddp()` trains the same as DDP. `local_sgd(12)` sends about a twelfth of the bytes and
-# trains differently. `laconic.save` and `laconic.load` do what this chapter's checkpoints do, at
-# any step, with the random state and in-flight messages.
+# trains differently. `laconic.save` and `laconic.load` write and read such checkpoints, at any
+# step.
 #
 # ## Exercises
 #
 # Check your answers in Jupyter, or with `python -m tutorial start 5` and `check 5`.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "hidden"]
 from tutorial.checks import check
 
 # %% [markdown]

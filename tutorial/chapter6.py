@@ -19,8 +19,8 @@
 # ![One parameter of three workers: each takes three steps of its own, then all take the mean, and
 # again](averaging.svg)
 #
-# This chapter shows what that breaks and gains. It writes six such algorithms from their papers'
-# formulas and compares each with its recipe in laconic.
+# This chapter shows what that breaks and gains, and compares six such algorithms, written from
+# their papers' formulas, with laconic's recipes.
 #
 # **After this chapter you can**
 #
@@ -30,8 +30,8 @@
 # - judge what a longer period costs when workers have different samples.
 #
 # **Before you start.** Read chapters [3](chapter3.md) to [5](chapter5.md). `python -m tutorial 6`
-# runs for about three minutes. It measures only bytes and losses, so the workers live in one
-# process: by hand as rows of a matrix, and with laconic through `laconic.simulate`.
+# runs for about three minutes. It measures only bytes and losses, so all workers live in one
+# process.
 
 # %%
 from dataclasses import replace
@@ -49,18 +49,17 @@ print(machine())
 # %% [markdown]
 # ## Four workers
 #
-# The task is the toy data's, made harder: samples are distributed ordered by their target, so
-# worker 0 sees only small targets and worker 3 only large ones.
+# The toy data, made harder: samples are distributed ordered by their target, so worker 0 sees only
+# small ones and worker 3 only large ones.
 #
-# A `Worker` has a network, an optimizer, and batches. A `Team` is all workers together. `team.x` is
-# a matrix with a row of parameters for each worker, and `team.g` has their gradients. Assign a row
-# for each worker, or one for all.
+# A `Team` is all workers together. `team.x` is a matrix with a row of parameters for each, `team.g`
+# has their gradients, and `team.train()` takes a step of each:
 
 # %% tags=["source"]
 show(Team.train, averaging.gradient_averaging, averaging.local_sgd)
 
 # %% [markdown]
-# The first loop is data-parallel training. The second is **local SGD**.
+# The first loop is data-parallel training, the second **local SGD**.
 #
 # ## Averaging at every step
 #
@@ -103,13 +102,12 @@ torch.testing.assert_close(of_parameters.mean(0), of_gradients[0], rtol=0, atol=
 # **What to notice.**
 #
 # - SGD and momentum: the same parameters, although the workers' momenta differ widely. Momentum is
-#   a sum of gradients, and the mean of sums is the sum of means. With a longer period this no
-#   longer holds.
+#   a sum of gradients, and the mean of sums is the sum of means.
 # - AdamW divides by the root of a mean of squares, and the mean of quotients is not the quotient of
 #   means: it is a different algorithm.
 #
-# When parameters are averaged, this state can be kept, averaged too (more bytes), or reset;
-# laconic's `optimizer_state=` selects which. For AdamW none of the three equals gradient averaging:
+# This state can be kept, averaged too (more bytes), or reset, as laconic's `optimizer_state=` says.
+# For AdamW none of the three equals gradient averaging:
 
 # %%
 task = Task(ADAM)
@@ -150,8 +148,7 @@ for buffers in ("keep", "average"):
     assert len(set(losses)) == (4 if buffers == "keep" else 1)
 
 # %% [markdown]
-# laconic averages these statistics with every round, unless you choose to keep them. Torch's
-# `DistributedDataParallel` uses rank 0's for all.
+# laconic averages them with every round, unless you choose to keep them.
 #
 # ## What it gains
 #
@@ -175,11 +172,11 @@ for name, period, recipe in [
 # ## Six algorithms
 #
 # Each loop is compared with laconic's recipe after 45 steps, five beyond the last round, when
-# workers differ. The comparison includes *the model*: what you would validate and ship. The laconic
-# side is always this; only the recipe changes:
+# workers differ. Compared are the workers and *the model*, which you would validate and ship. The
+# laconic side is always this; only the recipe changes:
 
 # %% tags=["source"]
-show(averaging.by_laconic)
+show(averaging.by_laconic, first="worker = Worker", last="sync.detach")
 
 # %%
 STEPS = 45
@@ -234,10 +231,9 @@ the_same(lambda team: averaging.easgd(team, STEPS, period=8), laconic.easgd(8), 
 # ### LSGD: follow the leader
 #
 # The mean of workers near different minima can have a higher loss than each. LSGD moves workers
-# toward *leaders* instead, those with the lowest mean of their last ten losses: the best of a
-# worker's group, such as one host, chosen here every 2 steps, and the best of all, every 8 steps.
-# Whenever a leader is chosen, workers move a tenth of the way toward it, and at every step slightly
-# toward both.
+# toward *leaders* instead, those with the lowest mean of their last ten losses: here the best of a
+# worker's group, such as one host, every 2 steps, and the best of all every 8. Then workers move a
+# tenth of the way toward the new leader, and at every step slightly toward both.
 
 # %% tags=["source"]
 show(averaging.lsgd)
@@ -293,8 +289,8 @@ the_same(
 )
 
 # %% [markdown]
-# `exponential` sends to the worker 1, 2, 4, and so on further on, so each of the 4 receives as much
-# as it sends, and w stays 1. In the row of three it does not.
+# With `exponential` each of the 4 workers receives as much as it sends, so w stays 1. In the row of
+# three it does not.
 #
 # ### DiLoCo: an outer optimizer
 #
@@ -315,9 +311,9 @@ the_same(
 # %% [markdown]
 # ## What it costs
 #
-# All with the same SGD (DiLoCo, too) for the same number of steps: the loss, on all samples, of
-# each algorithm's model, with three seeds. Samples are distributed *ordered* by target, as above,
-# or *shuffled*, so that shards differ only by chance.
+# The loss, on all samples, of each algorithm's model after the same steps of the same SGD
+# (DiLoCo's, too), with three seeds. Samples are distributed *ordered* by target, as above, or
+# *shuffled*.
 
 # %%
 steps, seeds = scaled(480, least=16), range(SEED, SEED + scaled(3))
@@ -366,13 +362,12 @@ if FULL:  # losses are meaningful only after all steps
 # - **Slow momentum** sends what local SGD sends. A momentum of 0.5 goes 2 times as far in a
 #   constant direction (1 + 1/2 + 1/4 and so on), so compare it with local SGD at twice the learning
 #   rate. On shuffled shards both are about equally good. On ordered shards slow momentum is clearly
-#   better: a larger learning rate also drives workers further apart within a period.
+#   better, because a larger learning rate also drives workers further apart.
 # - **Too much momentum** hurts: 0.9 goes 10 times as far, and on shuffled shards ends at a higher
 #   loss than local SGD.
 # - **DiLoCo**'s usual settings go up to seven times as far. It is ahead of `ddp()` on shuffled
-#   shards, but so is `ddp()` with twice the learning rate. Nothing was tuned here.
-# - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers. With
-#   more workers it still sends one model per step.
+#   shards, but so is `ddp()` with twice the learning rate.
+# - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers.
 # - **EASGD and LSGD** couple workers loosely to explore, and are behind local SGD with the same
 #   period on this small task.
 #
@@ -394,19 +389,17 @@ if FULL:
     assert everywhere[leader] == max(everywhere)
 
 # %% [markdown]
-# All workers are pulled toward the one that is the best on its own samples and the worst on all
-# others. If shards differ, choose a leader by its loss on shared samples: `sync.report_loss`
-# accepts any loss.
+# All workers are pulled toward the one that is the best on its own samples and the worst on all. If
+# shards differ, choose a leader by its loss on shared samples: `sync.report_loss` accepts any.
 #
-# `laconic compare` ([comparing](../compare.md)) and `laconic tune` ([tuning](../tune.md)) answer
-# the same questions for your task. In the larger table of [Science](../science.md) each algorithm
-# was tuned by itself.
+# For your task, use `laconic compare` ([comparing](../compare.md)) and `laconic tune`
+# ([tuning](../tune.md)). In the table of [Science](../science.md) each algorithm was tuned.
 #
 # ## Exercises
 #
 # Check your answers in Jupyter, or with `python -m tutorial start 6` and `check 6`.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "hidden"]
 from tutorial.checks import check
 
 # %% [markdown]

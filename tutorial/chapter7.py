@@ -13,10 +13,9 @@
 # %% [markdown]
 # # 7. A slow network
 #
-# Hosts in one rack have 10 Gbit/s or more between them, hosts in one office 1 Gbit/s, hosts in two
-# cities 100 Mbit/s, and a host at home perhaps 10. This chapter predicts the time of a step at
-# 1000, 100, and 10 Mbit/s, and measures it on an emulated network, to find where each recipe pays
-# off.
+# Between hosts in one rack there are 10 Gbit/s or more, in one office 1 Gbit/s, between two cities
+# 100 Mbit/s, to a home perhaps 10. This chapter predicts the time of a step at 1000, 100, and 10
+# Mbit/s, and measures it on an emulated network, to find where each recipe pays off.
 #
 # **After this chapter you can**
 #
@@ -47,8 +46,7 @@ print(machine())
 #
 # Each host of laconic's lab is a [network namespace](../glossary.md#network-namespace) of the
 # kernel, with its own address and its own network interface, which sends no faster than a given
-# rate. This needs Linux, and root or user namespaces (`laconic doctor`). Otherwise laconic's own
-# link takes the time that bytes and rate imply.
+# rate. Where the system has none, a link waits as long as bytes and rate imply.
 #
 # The model is a transformer that learns to predict the next byte of the source of Python's standard
 # library. Hosts that never communicate come first: their step is only computing.
@@ -84,12 +82,11 @@ assert cost.mean(size, HOSTS).bytes == law
 # ## On paper
 #
 # That ratio largely decides which recipe is best. If it is small, the backward pass hides the
-# transfer. If it is near 1, fewer *bits* reduce it: gradients in 4 bits are an eighth. If it is 10
-# or more, only fewer *rounds* do: parameters averaged once per period (chapter 6), or sent in
-# fragments, in 4 bits, while training continues. Here local SGD has a period of 24 steps. Streaming
-# DiLoCo has a period of 16 steps and 4 [fragments](../glossary.md#fragment), so one is sent every 4
-# steps, and a [delay](../glossary.md#delay) of 2: workers take two more steps while a fragment is
-# on its way.
+# transfer. Near 1, fewer *bits* reduce it: gradients in 4 bits are an eighth. From 10 on only fewer
+# *rounds* do: parameters averaged once per period (chapter 6), or sent in fragments, in 4 bits,
+# while training continues. Here local SGD has a period of 24 steps. Streaming DiLoCo has a period
+# of 16 steps and 4 [fragments](../glossary.md#fragment), so one is sent every 4 steps, and a
+# [delay](../glossary.md#delay) of 2: workers take two more steps while a fragment is on its way.
 
 # %%
 recipes = {
@@ -105,9 +102,8 @@ def predicted(name, rate):
 
 
 # %% [markdown]
-# `predict` computes the bytes of each round by the law above, their time from a latency and a rate
-# as in chapter 4, and how much of it training hides. It leaves out the processor time of packing
-# and coding; `laconic advise --workload text` measures that, too.
+# `predict` computes the bytes of each round, their time from a latency and a rate as in chapter 4,
+# and how much of it training hides. It leaves out the processor time of packing and coding.
 
 # %%
 print(f"{'predicted, ms per step':24}{'kB per step':>12}", end="")
@@ -119,16 +115,17 @@ for name in recipes:
 amounts = [predicted(name, 1e7).bytes for name in recipes]
 assert amounts == sorted(amounts, reverse=True)
 assert amounts[0] == law and abs(amounts[2] - law / 24) < 1
+
+# %% tags=["hidden"]
 on_10 = [predicted(name, 1e7).seconds for name in recipes]
 expect(on_10 == sorted(on_10, reverse=True), "at 10 Mbit/s fewer bytes take less time")
 
 # %% [markdown]
 # ## Measured
 #
-# Now with hosts that actually send. Each recipe gets the same seconds of training, start, and
-# batches, and a learning rate that rises and falls within the steps that fit. On each network the
-# hosts first train *alone*, because a computer's speed changes over minutes; the fastest of these
-# measurements counts.
+# Now with hosts that send. Each recipe gets the same start, batches, and seconds of training, and a
+# learning rate that rises and falls within the steps that fit. On each network the hosts first
+# train *alone*, because a computer's speed changes over minutes.
 
 # %%
 rows = {}
@@ -159,7 +156,7 @@ measure(1e9)
 # time in which a host waits for the network. *Loss* is the validation loss, in
 # [nats](../glossary.md#nat) per byte, of the hosts' [consensus
 # model](../glossary.md#consensus-model) at the end. If the speed of *alone* is below 100%, other
-# programs used the processor; all other rows are as uncertain.
+# programs used the processor, and other rows are as uncertain.
 #
 # A tenth of the bandwidth:
 
@@ -175,8 +172,7 @@ if FULL:
     measure(1e7)
 
 # %% [markdown]
-# The bytes are the same on every network. A round of `local_sgd` sends what a step of `ddp` sends,
-# once in 24 steps. And no step takes less time than sending its bytes takes.
+# The bytes are the same on every network, and no step takes less time than sending them takes.
 
 # %%
 print("measured / predicted seconds per step\n")
@@ -190,14 +186,16 @@ for (rate, name), row in rows.items():
     expect(row.seconds_per_step > least, "a step takes at least the time of sending its bytes")
     if FULL and name in ("ddp", "ddp int4"):
         assert abs(row.ledger_bytes_per_step / told.bytes - 1) < 0.01
+
+# %% tags=["hidden"]
 if FULL:
     off = rows[1e7, "ddp"].seconds_per_step / predicted("ddp", 1e7).seconds
     expect(2 / 3 < off < 3 / 2, "the prediction for ddp on the slowest network is close")
 
 # %% [markdown]
 # **What to notice.** The prediction of `ddp` is best if the network is slow, because then only the
-# bytes matter. Wherever a step is mostly computing, the shared processor matters: its speed
-# changes, and copying, coding, and summing take time that the prediction leaves out.
+# bytes matter. Where a step is mostly computing, copying, coding, and summing take time that the
+# prediction leaves out.
 #
 # ## Loss against seconds
 
@@ -211,20 +209,21 @@ if FULL:
     print(
         "from the lowest loss to the highest:", {format_rate(r): round(spread[r], 2) for r in rates}
     )
+
+# %% tags=["hidden"]
+if FULL:
     expect(max(last[1e7], key=last[1e7].get) == "ddp", "on the slowest network ddp is behind")
     expect(spread[1e9] < spread[1e7] / 2, "on the fastest network the losses are close together")
 
 # %% [markdown]
-# **What to notice.** On the fastest network the curves end closer together. On the slowest, `ddp`
-# has made only a handful of steps.
+# **What to notice.** On the slowest network `ddp` has made only a handful of steps.
 #
 # ## Which one wins
 #
 # In the first twelve seconds a step is worth about the same with every recipe. Later, infrequent
-# averaging takes *more steps* to reach the same loss. laconic has measured how many, on this task
-# in runs of 480 steps. Local SGD was not measured, and is assumed to need as many as streaming
-# DiLoCo with the nearest period. The recipe with the fewest seconds per step times steps needed
-# wins; `laconic advise` and `laconic.auto` choose by this rule:
+# averaging takes *more steps* to the same loss. laconic has measured how many, on this task in runs
+# of 480 steps. The recipe with the fewest seconds per step times steps needed wins; `laconic
+# advise` and `laconic.auto` choose by this rule:
 
 # %%
 needed = {}
@@ -236,16 +235,16 @@ for rate in rates if FULL else []:
     score = {name: rows[rate, name].seconds_per_step * needed[name] for name in recipes}
     best[rate] = min(score, key=score.get)
     gain = score["ddp"] / score[best[rate]]
-    print(f"\n{format_rate(rate):>12}: {best[rate]}, {gain:.2f} times the progress of ddp")
-    print(f"{'':14}({', '.join(f'{name} {seconds:.3f} s' for name, seconds in score.items())})")
+    print(f"{format_rate(rate):>12}: {best[rate]}, {gain:.2f} times the progress of ddp")
+
+# %% tags=["hidden"]
 if FULL:
     seconds = [rows[rate, "ddp"].seconds_per_step for rate in rates]
     expect(seconds == sorted(seconds), "ddp is slower on each slower network")
     expect(best[1e7] != "ddp", "on the slowest network another recipe than ddp wins")
 
 # %% [markdown]
-# The result also depends on your processor. Here is the same rule on paper, for hosts that compute
-# a step in 100 ms:
+# The same rule on paper, for hosts that compute a step in 100 ms:
 
 # %%
 winner = {}
@@ -266,19 +265,16 @@ assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 # %% [markdown]
 # **What to notice.** On paper, the answer depends on the ratio of communication to computing:
 #
-# - **Below 1**, as at 1000 Mbit/s: a network that costs nothing would make 1 + ratio times the
-#   progress, here 1.28. Gradients in 4 bits reach a part of that. If the gain is only a few
-#   percent, keep `ddp`.
+# - **Below 1**, as at 1000 Mbit/s: gradients in 4 bits hide a part of the communication. If they
+#   gain only a few percent, keep `ddp`.
 # - **From 1 to about 10**, as at 100 Mbit/s: gradients in 4 bits bring the ratio below 1 again and
 #   give up almost nothing.
 # - **Above 10**, as at 10 Mbit/s: more steps for the same loss pay off: average with a period, or
 #   stream fragments while training continues.
 #
-# The measured winners need not be those on paper. Two recipes within ten percent of each other are
-# a tie.
+# Two recipes within ten percent of each other are a tie.
 #
 # With a GPU that computes a step ten times as fast, each range moves to networks ten times as fast.
-# [The race](../race.md) has losses after 280 s with four hosts.
 #
 # ## Let it choose
 #
@@ -287,8 +283,7 @@ assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 #     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 2ms --workers 2
 #     laconic advise --workload my.py:make --workers 4 --bandwidth 100mbit
 #
-# For these hosts, from the computing measured above, the first command prints these lines. It
-# compares more recipes than these four.
+# For these hosts, with the computing measured above, it chooses among more recipes than these four:
 
 # %%
 for rate in rates:
@@ -297,8 +292,7 @@ for rate in rates:
     expect(advice.row.seconds <= predicted("ddp", rate).seconds, "it is no slower than ddp")
 
 # %% [markdown]
-# During training, `auto` measures the network and the first steps, chooses a recipe, and chooses
-# again when the network has changed:
+# During training, `auto` measures and chooses, again when the network has changed:
 #
 #     sync = laconic.attach(model, optimizer, laconic.auto())
 #
@@ -310,7 +304,7 @@ for rate in rates:
 #
 # Check your answers in Jupyter, or with `python -m tutorial start 7` and `check 7`.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "hidden"]
 import math
 
 from tutorial.checks import check
@@ -380,8 +374,8 @@ check("7.3", long_enough)
 #
 # 1. At which bandwidth do `ddp` and `ddp(codec='int4')` make equal progress on your machine?
 #    Compute it, then race the two there with `laconic compare`.
-# 2. Run `laconic compare` at 10 Mbit/s with `local_sgd` of period 6, 24 and 96, for one minute and
-#    for five. Which period wins each time, and why not the same one?
+# 2. Which period of `local_sgd` wins at 10 Mbit/s, 6, 24 or 96, in one minute and in five? Why not
+#    the same?
 # 3. Double the hosts (`--hosts 4`). By how much do the bytes per step grow? What happens to seconds
 #    per step?
 # 4. Add a latency of 50 ms (`--latency 50ms`) at 100 Mbit/s. Which recipes slow down?

@@ -68,12 +68,14 @@ def keep(notebook: Any, page: Path) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     run(cells[0], names)  # its imports
     for cell in cells:
-        if CHEAP.isdisjoint(tags(cell)):
-            if meaning(cell.source) not in found:
-                sys.exit(f"{page.name} does not have this code, so it must run:\n\n{cell.source}")
-            printed, picture = found[meaning(cell.source)]
-        else:
+        if not CHEAP.isdisjoint(tags(cell)):
             printed, picture = run(cell, names), ""
+        elif "hidden" in tags(cell):
+            continue
+        elif meaning(cell.source) not in found:
+            sys.exit(f"{page.name} does not have this code, so it must run:\n\n{cell.source}")
+        else:
+            printed, picture = found[meaning(cell.source)]
         cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed)]
         if picture:
             data = {"image/png": b64encode(page.with_name(picture).read_bytes()).decode()}
@@ -100,16 +102,21 @@ def tags(cell: Any) -> list[str]:
 
 
 def markdown(cells: list[Any], page: Path) -> str:
-    """Prose as it is, code and what it printed as blocks, pictures in files beside ``page``."""
+    """Prose as it is, code and what it printed as blocks, pictures in files beside ``page``.
+
+    Of code that shows source there is only the source, of solutions only the code. Hidden cells are
+    for those who run a chapter: remarks, which print nothing unless a claim is wrong."""
     parts = [f"<!-- Written by make tutorial from tutorial/{page.stem}.py: change that. -->"]
     pictures = 0
     for cell in cells:
         if cell.cell_type == "markdown":
             parts.append(cell.source)
             continue
-        blocks = [block("python", cell.source)]
+        if "hidden" in tags(cell):
+            continue
+        blocks = [] if "source" in tags(cell) else [block("python", cell.source)]
         printed = "".join(o.text for o in cell.outputs if o.get("name") == "stdout").rstrip()
-        if printed:
+        if printed and "solution" not in tags(cell):
             blocks.append(block(language_of(tags(cell)), printed))
         for output in cell.outputs:
             if "image/png" in output.get("data", {}):
@@ -128,7 +135,7 @@ def language_of(tags: list[str]) -> str:
     """Of what a cell with these tags prints. The lines of verdicts wrap (docs/site.css)."""
     if "source" in tags:
         return "python"
-    return "text" if {"exercise", "solution"}.isdisjoint(tags) else "{.text .verdict}"
+    return "{.text .verdict}" if "exercise" in tags else "text"
 
 
 def block(language: str, text: str) -> str:

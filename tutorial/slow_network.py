@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import matplotlib.pyplot as plt
 
+from laconic.lab.emulation.network import Network
 from laconic.lab.race import runner
 from laconic.lab.race.result import Result, Row
 from laconic.lab.race.workloads import ByteTransformer
@@ -34,8 +35,7 @@ def train(
     """
     settings = runner.Settings(
         recipes=tuple(recipes),
-        hosts=HOSTS,
-        bandwidth=rate,
+        network=Network(HOSTS, rate),
         seconds=seconds,
         steps=steps,
         data=None if FULL else __file__,  # little to learn, and little to validate on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import platform
+import textwrap
 import time
 from pathlib import Path
 from statistics import median
@@ -138,6 +139,16 @@ def expect(usual: bool, claim: str) -> None:
         print(f"\nNot in this run: {claim}. Was your machine busy? Run it again to see.")
 
 
-def show(*pieces: object) -> None:
-    """Print the source of functions and classes, so that a chapter shows what it runs."""
-    print("\n\n\n".join(inspect.getsource(piece).rstrip() for piece in pieces))
+def show(*pieces: object, first: str = "", last: str = "") -> None:
+    """Print the source of functions and classes, so that a chapter shows what it runs.
+
+    ``first``, ``last``: only the lines from one that begins so to one that begins so.
+    """
+    for number, piece in enumerate(pieces):
+        lines = inspect.getsource(piece).rstrip().split("\n")
+        begins = [line.strip() for line in lines]
+        start = next(k for k, line in enumerate(begins) if line.startswith(first))
+        end = start + next(k for k, line in enumerate(begins[start:]) if line.startswith(last))
+        part = textwrap.dedent("\n".join(lines[start : end + 1 if last else None]))
+        where = [f"# in {getattr(piece, '__name__', '')}:"] if first else []
+        print(*["\n"] * bool(number), *where, part, sep="\n")

@@ -14,7 +14,8 @@ import laconic as la
 from benchmarks.cuda import FailedError, Numbers, part
 from benchmarks.cuda.checks import PARTS  # which come first
 from laconic.codecs import Int4, Int8
-from laconic.codecs.compiled import Compiled, kernels_for
+from laconic.codecs.blocks import largest_scale
+from laconic.codecs.integers import Integers
 from laconic.device import accelerator, seconds_between, synchronize, time_mark
 from laconic.links.null import NullLink
 from laconic.links.staged import StagedLink
@@ -55,17 +56,16 @@ def seconds_of(
     return statistics.median(taken)
 
 
-def shares(codec: Compiled, x: Tensor, device: torch.device) -> Numbers:
+def shares(codec: Integers, x: Tensor, device: torch.device) -> Numbers:
     """The bandwidth of encoding and decoding, as shares of that of a copy: bytes that must be read
     and written over seconds. The kernels are called without what surrounds them in `Codec.encode`,
     which reads back whether all elements are finite."""
-    kernel = codec.kernel
-    kernels = None if kernel is None else kernels_for(kernel, x)
-    if kernel is None or kernels is None:
+    kernels = codec.kernels(x)
+    if kernels is None:
         raise FailedError(f"there are no kernels for {codec} on {device}")
-    n, size, at = x.numel(), codec.nbytes(x.numel()), (kernel.bits, kernel.block)
+    n, size, at = x.numel(), codec.nbytes(x.numel()), (codec.bits, codec.block)
     out, code = torch.empty_like(x), torch.empty(size, dtype=torch.uint8, device=device)
-    less, plus, most = torch.zeros_like(x), torch.zeros_like(x), kernel.max_scale
+    less, plus, most = torch.zeros_like(x), torch.zeros_like(x), largest_scale(codec.levels)
     kernels.encode(*at, x, None, None, code, None, most)
     rows = torch.stack([code] * 4)
     timed: dict[str, tuple[int, Callable[[], object]]] = {
@@ -84,7 +84,7 @@ def shares(codec: Compiled, x: Tensor, device: torch.device) -> Numbers:
     return {"copy, GB/s": copy / 1e9, **{what: rate / copy for what, rate in rates.items()}}
 
 
-def _codec(codec: Compiled, device: torch.device) -> Numbers:
+def _codec(codec: Integers, device: torch.device) -> Numbers:
     found = shares(codec, torch.randn(ELEMENTS, device=device), device)
     low = [f"{what} {found[what]:.2f}" for what, least in LEAST.items() if found[what] < least]
     if low:

@@ -25,9 +25,6 @@ def peer(period: int = 12) -> Rival:
             stepped.step()
             local_sgd.step()
 
-        def seek(step: int) -> None:
-            local_sgd.num_steps = step
-
-        return Attached(wrapped, step, seek)
+        return Attached(wrapped, step)
 
     return Rival("accelerate==1.15.0", laconic.local_sgd(period), attach)

@@ -13,14 +13,11 @@ The price is that nothing is sent before the end of the backward pass.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import laconic
-from laconic.algorithms.schedules import after, until
 from laconic.errors import check_choice, check_int
 from laconic.lab.race.rivals import Attached, Rival
 
@@ -32,11 +29,6 @@ def peer(hook: str = "none", *, rank: int = 1, start: int = 10) -> Rival:
     check_int("rank", rank, 1)
     # DDP rebuilds its buckets after the first step, and the hook stores tensors of their size.
     check_int("start", start, 2)
-    rounds = laconic.ddp()
-    if hook == "powersgd":  # there are two kinds of steps, with different costs
-        (always,) = rounds
-        schedules = until(start, always.when), after(start, always.when)
-        rounds = tuple(replace(always, when=schedule) for schedule in schedules)
 
     def attach(model: nn.Module, optimizer: Optimizer) -> Attached:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -50,14 +42,10 @@ def peer(hook: str = "none", *, rank: int = 1, start: int = 10) -> Rival:
             wrapped = DistributedDataParallel(model, bucket_cap_mb=1 + size // 2**20)
             state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
             wrapped.register_comm_hook(state, powerSGD_hook)
-
-            def seek(step: int) -> None:
-                state.iter = step
-
-            return Attached(wrapped, optimizer.step, seek)
+            return Attached(wrapped, optimizer.step)
         wrapped = DistributedDataParallel(model)
         if hook == "fp16":
             wrapped.register_comm_hook(None, fp16_compress_hook)
-        return Attached(wrapped, optimizer.step, seek=lambda step: None)
+        return Attached(wrapped, optimizer.step)
 
-    return Rival("torch", rounds, attach)
+    return Rival("torch", laconic.ddp(), attach)

@@ -46,10 +46,6 @@ def peer(start: int = 0, period: int = 12) -> Rival:
         wrapped = DistributedDataParallel(model)
         wrapped.register_comm_hook(state, post_localSGD_hook)
         averager = PeriodicModelAverager(period=period, warmup_steps=start)
-
-        def seek(step: int) -> None:
-            state.iter = averager.step = step
-
-        return Attached(wrapped, PostLocalSGDOptimizer(optimizer, averager).step, seek)
+        return Attached(wrapped, PostLocalSGDOptimizer(optimizer, averager).step)
 
     return Rival("torch", (gradients, averages), attach)

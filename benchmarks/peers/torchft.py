@@ -72,7 +72,7 @@ def peer(
     def attach(model: nn.Module, optimizer: Optimizer) -> Attached:
         running = Running(options, model, optimizer)
         consensus = running.consensus if outer else lambda: None
-        return Attached(model, running.step, running.seek, consensus, running.close)
+        return Attached(model, running.step, consensus, running.close)
 
     return Rival("torchft==0.2.0", rounds, attach)
 
@@ -166,18 +166,6 @@ class Running:
 
     def consensus(self) -> list[Tensor]:
         return [x for f in self._algorithm._fragments for x in f.original_parameters.values()]
-
-    def seek(self, step: int) -> None:
-        turn, delay = self._options.turn, self._options.delay
-        self._algorithm._local_step = step % turn
-        if not delay:
-            return
-        fragment = self._algorithm._fragments[self._algorithm._current_fragment()]
-        if fragment._allreduce_work:  # sent by the previous seek
-            fragment.perform_sync()
-        if self._algorithm._local_step >= turn - delay:
-            self._manager.start_quorum()
-            self._algorithm._fragments[self._algorithm._current_fragment()].prepare_sync()
 
     def close(self) -> None:
         dist.barrier()  # no rank leaves while others still use its store

@@ -169,7 +169,7 @@ def command(setting: Setting, steps: int, directory: Path) -> list[str]:
     if setting.latency:
         lab += ["--latency", f"{1000 * setting.latency:g}ms"]
     for host in setting.kill:
-        lab += ["--kill", f"{host}@{KILL}s", "--restart", f"{RESTART}s"]
+        lab += ["--kill", f"{host}@{KILL}s", "--repair", f"{RESTART}s"]
     return [*lab, "--", sys.executable, "-m", "benchmarks.plan.worker", json.dumps(spec)]
 
 

@@ -30,6 +30,7 @@ from benchmarks.race.networks import EXAMPLES, Network, parse_network
 from benchmarks.race.rows import NETWORKS, NONE, SEEDS, chosen, is_peer
 from benchmarks.race.runs import Entry, Job, comparable, journal
 from benchmarks.study import DOCS, Parser, command, machine
+from laconic.lab.emulation import network as lab
 from laconic.lab.emulation.cluster import Cluster
 from laconic.lab.emulation.jobs import terminate_as_exit
 from laconic.lab.race import runner, workloads
@@ -129,7 +130,7 @@ def settings_from(
         recipes=tuple(row for row in rows if row != NONE and not is_peer(row)),
         rivals=tuple(row for row in rows if is_peer(row)),
         baseline=NONE in rows,
-        hosts=options.hosts,
+        network=lab.Network(options.hosts),
         data=None if options.data is None else str(options.data.resolve()),
         seconds=options.seconds,
         seeds=tuple(options.seeds),
@@ -142,24 +143,14 @@ def settings_from(
 
 def on(settings: runner.Settings, network: Network, seed: int = 0) -> runner.Settings:
     """Return the settings on a network. ``seed`` is that of jitter and loss."""
-    return replace(
-        settings,
-        bandwidth=network.rate,
-        impairments=network.impairments(seed),
-        congestion_control=network.control or None,
-    )
+    return replace(settings, network=network.of(settings.network.hosts, seed))
 
 
 def try_networks(hosts: int, networks: Sequence[Network]) -> None:
     """Raise ``OSError`` if one of the networks cannot be emulated here."""
     # Other libraries need emulated hosts, also in a race without a network.
     for network in networks or (Network(1e8),):
-        with Cluster(
-            hosts,
-            bandwidth=network.rate,
-            impairments=network.impairments(),
-            congestion_control=network.control or None,
-        ):
+        with Cluster(network.of(hosts)):
             pass
 
 

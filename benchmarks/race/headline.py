@@ -19,8 +19,8 @@ from benchmarks.race.networks import Network
 from benchmarks.race.page import networks
 from benchmarks.race.runs import Entry, journal
 from benchmarks.study import DOCS
-from laconic.lab.emulation.seeds import groups
-from laconic.lab.race.result import SECONDS, Result, line
+from laconic.lab.race.comparison import groups
+from laconic.lab.race.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +54,9 @@ def curves(entries: Sequence[Entry]) -> dict[tuple[Network, str], Curve]:
             runs = tuple(entry.run for entry in row.entries)
             seconds = row.entries[0].result.settings["seconds"]
             (group,) = groups(Result(runs, {"seconds": seconds}, {}, {}, ""))
-            found[network, row.text] = line(group.mean, SECONDS)
+            found[network, row.text] = [
+                (point.seconds, point.loss) for point in group.curve if point.loss is not None
+            ]
     return {one: found[one] for one in LINES}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 
-from laconic.lab.emulation.impairments import Impairments
+from laconic.lab.emulation import network as lab
 from laconic.units import format_rate, parse_duration, parse_rate, parse_share
 
 FORM = "RATE[/LATENCY[+-JITTER][/LOSS[/CONTROL]]]"
@@ -29,9 +29,10 @@ class Network:
     loss: float = 0.0
     control: str = ""
 
-    def impairments(self, seed: int = 0) -> Impairments:
-        """Return latency, jitter and loss for the lab. ``seed`` is that of jitter and loss."""
-        return Impairments(self.latency, self.jitter, self.loss, seed=seed)
+    def of(self, hosts: int, seed: int = 0) -> lab.Network:
+        """Return the lab's network. ``seed`` is that of jitter and loss."""
+        values = self.rate, self.latency, self.jitter, self.loss
+        return lab.Network(hosts, *values, seed=seed, congestion_control=self.control or None)
 
     @property
     def alone(self) -> Network:
@@ -41,7 +42,7 @@ class Network:
     @property
     def parts(self) -> tuple[str, ...]:
         """The rate, and what else there is, for display."""
-        words = [str(self.impairments())] if self.impairments() else []
+        _, _, *words = str(self.of(1)).split(", ")
         words += [f"TCP {self.control}"] if self.control else []
         return (format_rate(self.rate), *words)
 

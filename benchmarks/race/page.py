@@ -15,10 +15,9 @@ from benchmarks import study
 from benchmarks.race.networks import Network
 from benchmarks.race.rows import NONE, ROWS
 from benchmarks.race.runs import Entry
-from laconic.lab.emulation.seeds import groups
-from laconic.lab.race.comparison import compared
+from laconic.lab.race.comparison import compared, groups
 from laconic.lab.race.plots import COLORS, GRAY, loss_limits
-from laconic.lab.race.result import SECONDS, Result, Row, line
+from laconic.lab.race.result import SECONDS, Result, Row
 from laconic.lab.race.wording import reason, three_digits
 
 if TYPE_CHECKING:
@@ -208,17 +207,19 @@ def _looks(texts: Mapping[str, bool]) -> dict[str, dict[str, str]]:
 
 
 def _curves(axes: Axes, lines: Sequence[Line], looks: Mapping[str, dict[str, str]]) -> None:
-    seconds = lines[0].entries[0].result.settings["seconds"]
+    budget = lines[0].entries[0].result.settings["seconds"]
     # Group the runs by name and by whether they are another library.
     rows = tuple(entry.run for one in lines for entry in one.entries)
-    result = Result(rows, {"seconds": seconds}, {}, {}, "")
+    result = Result(rows, {"seconds": budget}, {}, {}, "")
     for group, one in zip(groups(result), lines, strict=True):
-        look, pairs = looks[one.text], line(group.mean, SECONDS)
-        axes.plot([at for at, _ in pairs], [loss for _, loss in pairs], linewidth=1.5, **look)
-        if len(group.runs) > 1 and pairs:
-            known = [k for k, point in enumerate(group.mean.curve) if point.loss is not None]
+        look = looks[one.text]
+        known = [k for k, point in enumerate(group.curve) if point.loss is not None]
+        seconds = [group.curve[k].seconds for k in known]
+        losses = [group.curve[k].loss or 0.0 for k in known]
+        axes.plot(seconds, losses, linewidth=1.5, **look)
+        if len(group.runs) > 1 and known:
             axes.fill_between(
-                [group.mean.curve[k].seconds for k in known],
+                seconds,
                 [group.low[k] or 0.0 for k in known],
                 [group.high[k] or 0.0 for k in known],
                 color=look["color"],

@@ -95,7 +95,7 @@ def command(system: str, directory: Path, options: argparse.Namespace) -> list[s
     if not planned:
         lab += ["--hang", "0@1000h"]
     else:
-        lab += ["--restart", f"{RESTART}s"]
+        lab += ["--repair", f"{RESTART}s"]
     return [*lab, "--", *program]
 
 

@@ -34,7 +34,7 @@ from rich.table import Table
 
 from benchmarks.survive.join_worker import WORKERS
 from laconic.elastic import COORDINATOR_VARIABLE
-from laconic.lab.emulation.cluster import Cluster, job_environment, rank_variables
+from laconic.lab.emulation.cluster import Cluster, Network, job_environment, rank_variables
 from laconic.lab.emulation.injection import COORDINATOR_PORT
 
 PERIODS = {"local_sgd(8)": 8, "diloco(24)": 24, "streaming_diloco(16)": 16, "ddp(codec='int4')": 1}
@@ -90,7 +90,7 @@ class Run:
         self._newcomers: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Run:
-        cluster = self._stack.enter_context(Cluster(WORKERS + 1, bandwidth=100e6))
+        cluster = self._stack.enter_context(Cluster(Network(WORKERS + 1)))
         where = f"{cluster.addresses[0]}:{COORDINATOR_PORT}"
         env = {**job_environment(cluster, {}), COORDINATOR_VARIABLE: where}
         coordinator = [sys.executable, "-m", "laconic", "coordinator"]

@@ -28,8 +28,9 @@ from benchmarks.validate.rows import HOSTS, QUICK, RATES, ROWS, Network
 from benchmarks.validate.worker import STEPS, Job
 from laconic.advisor import cluster
 from laconic.advisor.worker import Spec
-from laconic.lab.emulation.cluster import Cluster, check_hosts, check_rate
+from laconic.lab.emulation.cluster import Cluster
 from laconic.lab.emulation.jobs import terminate_as_exit
+from laconic.lab.emulation.network import Network as LabNetwork
 from laconic.units import format_rate, parse_rate
 
 JOURNAL = Path("laconic-validate", "journal.jsonl")
@@ -62,11 +63,10 @@ def networks_from(options: Any) -> list[Network]:
         return [QUICK]
     rates = [parse_rate(text) for text in options.rates]
     for hosts in options.hosts:
-        check_hosts(hosts)
+        for rate in rates:
+            LabNetwork(hosts, rate).check()
         if hosts < 2:
             raise ValueError("hosts must be at least 2: one host cannot communicate")
-    for rate in rates:
-        check_rate(rate)
     if min(options.per_host) < 1 or not 1 <= options.seconds < 1000:
         raise ValueError("per-host must be at least 1, and seconds from 1 to 1000")
     return [
@@ -86,7 +86,7 @@ def launch(network: Network, common: dict[str, object], seconds: float) -> Launc
     """Run one launch: measure the facts, and time all rows."""
     spec = Spec("text", None, [], STEPS, 0, cluster.TIMEOUT)
     specification = json.dumps([asdict(spec), asdict(Job(list(ROWS), seconds))])
-    with Cluster(network.hosts, bandwidth=network.rate) as hosts:
+    with Cluster(LabNetwork(network.hosts, network.rate)) as hosts:
         argv = ["-m", "benchmarks.validate.worker", specification]
         lines = cluster.output_lines(hosts, argv, network.per_host, LONGEST)
     first, *rest = map(json.loads, lines)

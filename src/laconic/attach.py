@@ -42,6 +42,7 @@ from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check
 from laconic.links import Link, job_secret, rendezvous, slurm, tls
 from laconic.links.agreement import on_all_ranks
 from laconic.links.attempts import open_store
+from laconic.links.elastic.inside import Inside
 from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
 from laconic.links.simulated import single_link
 from laconic.links.staged import StagedLink
@@ -132,13 +133,14 @@ def attach(
             ``"local_sgd(8)"``.
         nprocs_per_node: how many ranks are one worker. ``"env"``: torchrun's LOCAL_WORLD_SIZE.
             Their gradients are averaged in every backward pass, and each communicates its part of
-            the rounds.
+            the rounds. Not for elastic runs.
         group_size: how many consecutive workers are one group, for recipes with rounds inside
             groups.
         mesh: a DeviceMesh of (workers) or (workers, ranks of a worker), ranks in ascending order,
             in place of ``nprocs_per_node``. It is required if a worker's parameters are sharded
             over its ranks (FSDP's ``fully_shard``, over the one-dimensional mesh of these ranks).
-            Each rank then communicates its shard, and FSDP averages gradients inside the worker.
+            Each rank then communicates its shard, and FSDP averages gradients inside the worker. In
+            an elastic run, where each worker has a process group of its own, the mesh of its ranks.
         buffers: ``"average"``: rounds average the module's floating-point and complex buffers, as
             far as they differ, over the ranks that they average parameters over: those inside a
             group do so inside it. With `ddp`, which has no such rounds, `finish` does. ``"keep"``:
@@ -148,16 +150,17 @@ def attach(
             queues, running normalizers. Not for elastic runs or rounds with a quorum.
         scaler: the loop's GradScaler, so that steps that it skips are counted.
         link: how messages of a model on a GPU travel between workers. ``"tcp"``: by way of host
-            memory and laconic's own connections. ``"nccl"``. ``"auto"`` or None: the faster of the
-            two. Or a `Link` to use in place of torch's process group.
+            memory and laconic's own connections. ``"nccl"``. ``"auto"`` or None: NCCL where all
+            ranks are on one host, each with a GPU of its own. Or a `Link` to use in place of
+            torch's process group.
         timeout: seconds after which a rank that does not answer is an error on all others; in an
             elastic run, the longest that a worker may be silent. A `Link` as ``link`` has its own.
         seed: for a recipe's random choices, such as pairs: at least 0, the same on all ranks.
         metrics: where the run's metrics go: a file, as lines of JSON; a directory, for one file per
             rank; `laconic.TensorBoard`; or a list of these. ``laconic watch`` shows them. None:
             nowhere.
-        elastic: workers come and go; see `Elastic`. No process group is needed then. None:
-            LACONIC_COORDINATOR in the environment, if it is set, makes the run elastic.
+        elastic: workers come and go; see `Elastic`. Workers of one rank need no process group
+            then. None: LACONIC_COORDINATOR in the environment, if it is set, makes the run elastic.
         offload: keep what parameter rounds store between rounds (anchors, outer momenta, residuals)
             in pinned host memory, and on the GPU only while it is computed with, one bucket (25
             MiB) at a time. The results are the same bits. For models on a GPU, and recipes that do
@@ -180,7 +183,8 @@ def attach(
     given: Any = link if hasattr(link, "gather") else None
     choice: Any = "auto" if link is None or given is not None else link
     # a worker of an elastic run waits for no other one yet
-    with refused_by_all(single_link() if isinstance(elastic, Elastic) else given, timeout, choice):
+    alone = isinstance(elastic, Elastic) and nprocs_per_node == 1 and mesh is None
+    with refused_by_all(single_link() if alone else given, timeout, choice):
         check_choice("link", choice, CHOICES)
         check_float("timeout", timeout, 0.0, strict=True)
         optimizer, params = _check(model, optimizer, given, scaler, offload)
@@ -190,17 +194,18 @@ def attach(
         warn_of_groups(rounds, group_size)
         check_choice("buffers", buffers, get_args(Buffers))
         check_int("seed", seed, 0)
-        elastic = asked_for(elastic, link, nprocs_per_node, group_size, mesh)
+        elastic, ranks = asked_for(elastic, link, group_size), 1
         if elastic is not None:
             rounds = replicated(rounds)
-            elastic_runs.check(elastic, recipe, params)
+            ranks = elastic_runs.ranks_of_worker(nprocs_per_node, mesh, params)
+            elastic_runs.check(elastic, recipe, ranks)
         check_buffers(rounds, buffers, elastic=elastic is not None)
         check_offload(rounds, offload and not isinstance(recipe, Auto))  # which may choose others
         places = check_metrics(metrics)
         attached.check_free_link(given)
     joined = number = elastic_link = None
     if elastic is not None:
-        joined = elastic_runs.join(elastic, recipe, rounds, params, buffers, seed, timeout)
+        joined = elastic_runs.join(elastic, recipe, rounds, params, buffers, seed, timeout, ranks)
         number, elastic_link = joined.number, joined.link
     with ExitStack() as on_error:
         at = joined, given, choice, timeout
@@ -208,7 +213,9 @@ def attach(
         places = agree_on_metrics(places, sets["world"], number)
         arrange = partial(_arrange, sets, params, buffers, joined is not None)
         at_work = scaler if scaler is not None and scaler.is_enabled() else None
-        settings = Settings(buffers, arrange, seed, at_work, elastic=elastic_link, offload=offload)
+        inside = Inside() if joined is None else joined.inside
+        options: dict[str, Any] = {"elastic": elastic_link, "inside": inside, "offload": offload}
+        settings = Settings(buffers, arrange, seed, at_work, **options)
         driver = _build(model, optimizer, recipe, sets, settings)
         on_error.pop_all()  # the synchronizer keeps the links open
     if joined is not None:
@@ -267,6 +274,9 @@ def _meet(
 ) -> Sets:
     """Find the other ranks. Returns the links by set of ranks, to be closed ``on_error``."""
     device, sharded = params[0].device, any(is_sharded(p) for p in params)
+    if joined is not None and joined.inside.size > 1:
+        on_error.callback(joined.link.close)
+        return joined.sets(device)
     if joined is None:
         choice = "tcp" if choice == "auto" and sharded else choice  # see `check_order`
         world = agreed_link(given, device, timeout, choice)
@@ -294,11 +304,12 @@ def _arrange(
     check_order(recipe, sharded=sharded, queues=sets["world"].queues)
     plain = not elastic and ranks == 1 and params[0].device.type == "cpu"
     check_quorum(recipe, None if elastic else sets["workers"].size, plain=plain)
-    if elastic:
-        return replicated(recipe)
+    recipe = replicated(recipe) if elastic else recipe
     if sharded:
         alone = (replace(r, over="workers") if r.over == "world" else r for r in recipe)
         return renamed(recipe, alone)
+    if elastic:
+        return recipe
     return renamed(recipe, with_replicas(recipe) if ranks > 1 else recipe)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 TIMEOUT = 600.0
@@ -57,6 +57,13 @@ def after_step(step: int) -> str:
 def install(extra: str) -> str:
     """The command that installs one of laconic's extras, for messages."""
     return f"pip install -e '.[{extra}]' in laconic's repository"
+
+
+def refuse(problems: Mapping[str, object]) -> None:
+    """Raise ``ValueError`` with the first of these messages whose value is true."""
+    for problem, there in problems.items():
+        if there:
+            raise ValueError(problem)
 
 
 def check_int(name: str, value: object, least: int) -> int:

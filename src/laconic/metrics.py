@@ -86,13 +86,11 @@ class JsonLines(Metrics):
         if not isinstance(text, str) or not text or "\0" in text:
             raise ValueError(f"metrics must be the path of a file or directory, not {path!r}")
         self._path = text
-        self._every_rank = "{rank}" in text
         self._file = -1
 
     def survey(self, rank: int) -> int:
         if os.path.isdir(self._rank_path(rank)):
             self._path = os.path.join(self._path, "rank{rank}.jsonl")
-            self._every_rank = True
             return DIRECTORY
         parent = os.path.dirname(self._rank_path(rank)) or "."
         return READY if os.path.isdir(parent) or not self.writes(rank) else MISSING
@@ -101,7 +99,7 @@ class JsonLines(Metrics):
         return self._path.replace("{rank}", str(rank))
 
     def writes(self, rank: int) -> bool:
-        return self._every_rank or rank == 0
+        return rank == 0 or "{rank}" in self._path
 
     def open(self, rank: int) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -16,41 +15,14 @@ import torch
 from torch import nn
 
 import laconic as la
-from laconic.advisor.fit import Sample, fit
 from laconic.advisor.measure import compute_and_skew
 from laconic.cli import main
 from laconic.links import Throttled
-from laconic.links.cost import Cost
 from laconic.policy.predict import work_key
 
 from tests.support import gloo
 from tests.support.clock import controlled
 from tests.support.loops import descend, refusal
-
-
-@pytest.mark.parametrize(
-    ("rate", "latency", "burst"),
-    [(20e6, 2e-4, 0), (1e9, 2e-4, 0), (1e9, 0.03, 0), (20e6, 0.01, 2**15)],
-)
-def test_a_fit_finds_rate_latency_and_burst_past_outliers(
-    rate: float, latency: float, burst: float
-) -> None:
-    """A sweep has three of each size, of two messages, noise of 1%, and one in nine held up by half
-    a second."""
-    noise, samples = random.Random(1), []
-    for number in range(36):
-        size = 2 ** (8 + number // 3)
-        seconds = 2 * latency + 8 * max(size - burst, 0) / rate
-        delay = 0.5 * (number % 9 == 4)
-        samples.append(Sample(size, 2, seconds * noise.uniform(0.99, 1.01) + delay))
-    found = fit(samples)
-    assert found.rate == pytest.approx(rate, rel=0.05)
-    assert found.one_way == pytest.approx(latency, rel=0.03, abs=1e-4)
-    if burst:
-        assert found.burst == pytest.approx(burst, rel=0.1)
-    else:
-        whole = Cost(2**19, 2)
-        assert found.seconds(whole) == pytest.approx(whole.seconds(rate, latency), rel=0.02)
 
 
 def test_waiting_for_the_slowest_is_told_from_computing() -> None:
@@ -187,6 +159,6 @@ def test_emulated_hosts_are_measured_and_lost_packets_found(
     text = (Path(__file__).parents[2] / "examples" / "my_workload.py").read_text()
     broken = tmp_path / "mine.py"
     broken.write_text(text.replace("while True:", "assert False, 'out of luck'\n    while 1:"))
-    assert main(["advise", "--workload", str(broken), "--hosts", "2"]) == 2
+    assert main(["advise", "--workload", str(broken), "--workers", "2"]) == 2
     said = capsys.readouterr().err
     assert "out of luck" in said and said.count("\n") == 1

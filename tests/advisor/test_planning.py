@@ -198,7 +198,7 @@ def test_rounds_close_as_the_rules_say(monkeypatch: pytest.MonkeyPatch) -> None:
         run.kinds[0].send, close, found = sending, run.close, []
 
         def closed(kind: int, until: float) -> None:
-            found.append((pytest.approx(until), tuple(sorted(run.kinds[kind].mine))))
+            found.append((pytest.approx(until), tuple(sorted(run.kinds[kind].arrived))))
             close(kind, until)
 
         monkeypatch.setattr(run, "close", closed)

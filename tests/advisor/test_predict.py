@@ -88,14 +88,6 @@ def test_what_a_round_sends_by_hand() -> None:
     # x and its partner's model; of 7 workers one sits still, another one each time
     assert predict(la.noloco(1), FACTS).bytes == 64e6
     assert predict(la.noloco(1), replace(FACTS, workers=7)).bytes == pytest.approx(64e6)
-    # gossip has a network of its own
-    nets = {"peers": Net(160e6, 0.01)}
-    assert seconds(la.sgp(), nets=nets) == pytest.approx(0.5 + 32e6 * 8 / 160e6 + 0.01)
-    assert seconds(la.local_sgd(1), nets=nets) == pytest.approx(0.5 + WHOLE)
-    # a burst passes at once, and never more than is sent
-    for burst, saved in ((1e6, 0.1), (1e12, WHOLE)):
-        nets = {"workers": Net(80e6, 0.0, burst=burst)}
-        assert seconds(la.local_sgd(1), nets=nets) == pytest.approx(0.5 + WHOLE - saved)
 
 
 def test_sums_travel_where_nothing_is_coded() -> None:

@@ -14,6 +14,7 @@ from laconic.advisor.tune.journal import open_journal
 from laconic.advisor.tune.runs import VALIDATIONS, Report, Run, Task
 from laconic.advisor.tune.space import Setting, space_of
 from laconic.cli import main
+from laconic.lab.emulation.network import Network
 from laconic.lab.race import runner
 from laconic.policy.predict import predict
 
@@ -24,7 +25,13 @@ RECIPE = "slowmo(local_sgd(4), period=8, momentum=momentum)"
 
 def task(steps: int, seeds: tuple[int, ...] = (0,), seconds: float | None = None) -> Task:
     settings = runner.Settings(
-        (), hosts=1, per_host=2, workload="digits", seconds=None, steps=steps, seeds=seeds
+        (),
+        network=Network(1),
+        per_host=2,
+        workload="digits",
+        seconds=None,
+        steps=steps,
+        seeds=seeds,
     )
     return Task(settings, 1e-3, seconds)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.algorithms.exchanges import CodedMean, Mean, Push
-from laconic.algorithms.update import Clock, Slot, State, Update
+from laconic.algorithms.exchanges import CodedMean, Mean, Push, ShardedMean
+from laconic.algorithms.update import Clock, Slot, State, Tensors, Update
 from laconic.algorithms.updates import Average, MuonStep, OuterStep
 from laconic.codecs import Int4
 from laconic.parts import Fragment
@@ -31,7 +31,7 @@ def test_selected_parts_cover_the_model_like_one_round() -> None:
 def test_an_update_of_matrices_changes_nothing_in_every_step() -> None:
     @dataclass(frozen=True)
     class Look(Update):
-        whole = True
+        scope = "tensors"
 
         def after_step(self, x: Tensor, state: State, clock: Clock) -> None: ...
 
@@ -129,7 +129,7 @@ def test_mistakes_in_an_update_are_named(what: str, words: str, delay: int) -> N
 
 
 class Matrices(Average):
-    whole = True
+    scope = "tensors"
 
 
 class NoFold(Update):
@@ -149,6 +149,14 @@ class Anchored(Average):
     anchor = "q"
 
 
+class Misspelled(Average):
+    scope = "tensor"  # type: ignore[assignment]
+
+
+class NotAsync(Mean):
+    def run(self, *arguments: Any) -> Any: ...
+
+
 def round_of(update: Update, exchange: la.Exchange | None = None, **more: Any) -> la.Round:
     return la.Round(la.every(2), update, exchange or Mean(), **more)
 
@@ -156,6 +164,10 @@ def round_of(update: Update, exchange: la.Exchange | None = None, **more: Any) -
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: round_of(NoFold(), delay=1), "lose the steps since: give it a `fold`"),
     (lambda: round_of(Weighted()), r"which Mean would leave out: use exchanges.Push"),
+    (lambda: round_of(Average(), NotAsync()), "NotAsync.run must be a coroutine: async def run"),
+    (lambda: la.GradientRound(la.every(1), Average(), NotAsync()), "NotAsync.run must be"),
+    (lambda: round_of(Misspelled()), "Misspelled.scope must be one of 'elements', 'tensors', not"),
+    (lambda: Tensors().map(torch.ones(2), torch.neg), "clock.tensors is for `send` and `fold`"),
     (lambda: round_of(Anchored()), r"the anchor 'q', which is not among its slots \(none\)"),
     (lambda: round_of(Average(), CodedMean(Int4(), relative=False)), "CodedMean.*relative=True"),
     (lambda: round_of(MuonStep(0.1, 0.6), part=Fragment(0, 2)), 'whole tensors.*by="layers"'),
@@ -177,6 +189,11 @@ def test_what_is_like_it_and_works() -> None:
     round_of(OuterStep(1.0, 0.0), delay=1)
     round_of(Weighted(), Push(la.topology.Graph("exponential")))
     round_of(Average(), CodedMean(Int4(), relative=True))
+
+
+def test_gradients_take_any_mean_that_all_workers_hold() -> None:
+    means = [(la.GradientRound(la.every(1), Average(), e),) for e in (Mean(), ShardedMean())]
+    assert same_bits(*(simulated(Job(recipe, 3, 4)) for recipe in means))
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3, 7])

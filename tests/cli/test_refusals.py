@@ -78,10 +78,13 @@ PLAN --bandwidth 100mbut : --bandwidth: not a rate
 PLAN --loss 1% : --loss has no effect without --latency
 PLAN --mtbf 1d hierarchical(4,8) : has rounds inside groups
 plan --workers 8 : plan also needs --bandwidth, --params, or --cluster FILE
+plan --example --workers 8 : --example prints a file, and nothing else
+plan --example ddp() : --example prints a file, and nothing else
 plan --cluster rate.yaml : rate.yaml: sites[0].uplink: not a rate
 plan --cluster field.yaml : unknown field sites[0].rat (did you mean 'rate'?)
 plan --cluster syntax.yaml : syntax.yaml, line
 plan --cluster bytes.yaml : is not a text file in UTF-8
+PLAN --from-metrics no.jsonl --spread 9% : --spread is measured with --from-metrics
 PLAN --from-metrics no.jsonl : no.jsonl, line 1: not a record of laconic.attach
 TUNE local_sgd(tau) : no values for 'tau'
 TUNE ddp --values period=4,8 : 'period' is not free

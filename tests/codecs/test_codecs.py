@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -75,10 +75,7 @@ def reference(codec: Any) -> ref.Codec:
 CASTS: list[Codec] = [Cast("float32"), Cast("float16"), Cast("bfloat16")]
 BLOCKS: list[Codec] = [kind(block) for kind in KINDS for block in (3, 256)]
 EXACT = [*CASTS, *BLOCKS, *TOPS]
-STOCHASTIC: list[Codec] = [kind(16, stochastic=True) for kind in KINDS]
 exact = pytest.mark.parametrize("codec", EXACT, ids=str)
-every = pytest.mark.parametrize("codec", [*EXACT, *STOCHASTIC], ids=str)
-stochastic = pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
 
 
 def test_every_codec_with_a_name_is_tested_here() -> None:
@@ -114,6 +111,28 @@ def coded(codec: Codec, x: Tensor) -> Tensor:
     return codec.decode(codec.encode(x), x.numel())
 
 
+def bound(codec: Any, x: Tensor) -> Tensor:
+    """The bound on ``|x - Q(x)|``, in float64, that the codec's docstring states."""
+    if isinstance(codec, TopK):
+        chunks = [x[:0].double()]
+        for part in torch.split(x, codec.chunk) if len(x) else ():
+            kept = part.abs().sort(stable=True, descending=True).indices[: codec.k].sort().values
+            chunks.append(part.abs().double().scatter(0, kept, bound(codec.values, part[kept])))
+        return torch.cat(chunks)
+    x = x.double()
+    if isinstance(codec, Cast):
+        half = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+        share, least = half.get(codec.format, (0.0, 0.0))
+        return (x.abs() * share).clamp(min=least)
+    blocks = functional.pad(x, (0, -len(x) % codec.block)).view(-1, codec.block)
+    scale: Tensor = codec.scales(blocks.abs().amax(1, keepdim=True).float()).double()
+    if isinstance(codec, E3M0):
+        bounds = torch.maximum(blocks.abs() / 3, scale / 2) * (1 + 2.0**-20)
+    else:
+        bounds = (scale * (0.5 + codec.levels * 2.0**-23)).expand_as(blocks)
+    return bounds.reshape(-1)[: len(x)]
+
+
 # What holds of every input.
 
 
@@ -130,7 +149,7 @@ def test_short_inputs(codec: Codec, data: st.DataObject) -> None:
     assert once.tolist() == reference(codec)(x.numpy()).tolist()
     assert torch.equal(codec.encode(left, subtract=True), encoded)
     assert torch.equal(left.double(), x.double() - once.double())
-    assert (left.double().abs() <= codec.bound(x).double()).all()
+    assert (left.double().abs() <= bound(codec, x).double()).all()
     # a kept element that decodes to 0 is kept no more, which moves others between blocks of values
     if not isinstance(codec, TopK) or codec.values.unit >= codec.k:
         assert torch.equal(coded(codec, once), once)
@@ -166,8 +185,8 @@ def test_long_inputs(codec: Codec) -> None:
         assert room[[0, -1]].isnan().all()
     if codec.unit > 1:  # a bound of infinity would also be one
         y = normal(max(4_000, 10 * codec.unit))
-        error, bound = (y - coded(codec, y)).abs(), codec.bound(y)
-        assert (error >= 0.9 * bound).any() and bound.max() <= 3 * error.max()
+        error, most = (y - coded(codec, y)).abs(), bound(codec, y)
+        assert (error >= 0.9 * most).any() and most.max() <= 3 * error.max()
 
 
 @pytest.mark.parametrize("codec", [Cast("float16"), Int4(), E3M0(), TopK()], ids=str)
@@ -193,7 +212,7 @@ def test_the_mean_of_rows(codec: Codec) -> None:
         assert torch.allclose(mean, plainly.to(dtype), rtol=close, atol=close)
     strided = torch.stack([rows[0], rows[0]], dim=1).t()
     for wrong in (rows[:, 1:], rows[:0], rows[0], rows.view(torch.int8), strided):
-        with pytest.raises(ValueError, match="as a contiguous row of"):
+        with pytest.raises(ValueError, match="uint8 values, not as"):
             codec.decode_mean(wrong, torch.empty(length))
     if codec.grain > 1:
         with pytest.raises(ValueError, match=f"multiple of {codec.grain} elements"):
@@ -218,61 +237,21 @@ def test_bytes(codec: Codec, sizes: dict[int, int]) -> None:
     assert {length: codec.nbytes(length) for length in sizes} == sizes
 
 
-@every
+@exact
 def test_error_feedback_sends_all_in_the_end(codec: Codec) -> None:
     """e' = e + d - Q(e + d): what was sent and what is left are what came in."""
     residual, sent, came = torch.zeros(3, 600, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
     for k in range(30):
         d = normal(600, k).double()
-        message = codec.decode(codec.encode(residual + d, generator), 600).double()
+        message = codec.decode(codec.encode(residual + d), 600).double()
         residual, sent, came = residual + d - message, sent + message, came + d
     assert (sent - came).abs().max() < (60 if isinstance(codec, TopK) else 10)
-
-
-# Stochastic rounding.
-
-
-@stochastic
-def test_stochastic_rounding_is_unbiased(codec: Int8 | E3M0) -> None:
-    repeats = 40_000
-    x = normal(16)
-    x[0], x[1], x[2] = 0.0, x.abs().max() / 300, -x.abs().max()
-    rounded = codec.encode(x.repeat(repeats), torch.Generator().manual_seed(1))
-    values = codec.decode(rounded, 16 * repeats).double().view(repeats, 16)
-    # the two levels about x are at most ``bound`` apart: the deviation is at most half of that
-    sigma = codec.bound(x).double() / 2 / repeats**0.5
-    assert ((values.mean(0) - x).abs() <= 5 * sigma).all()
-    assert all(len(column.unique()) <= 2 for column in values.T)
-    levels = coded(replace(codec, stochastic=False), normal(10_000))
-    assert torch.equal(coded(codec, levels), levels), "levels stay where they are"
-    most = codec.encode(torch.full((20_000,), MAX), torch.Generator().manual_seed(0))
-    assert (codec.decode(most, 20_000) > 0.99 * MAX).all()
-
-
-@stochastic
-@few
-@given(x=INPUTS[MAX], seed=st.integers(0, 99))
-def test_stochastic_errors_are_within_the_bound(codec: Codec, x: Tensor, seed: int) -> None:
-    payload = codec.encode(x, torch.Generator().manual_seed(seed))
-    error = (x.double() - codec.decode(payload, x.numel()).double()).abs()
-    assert (error <= codec.bound(x).double()).all()
-
-
-@pytest.mark.parametrize("codec", [*STOCHASTIC, TopK(values=Int4(block=64, stochastic=True))])
-def test_the_generator_decides(codec: Codec) -> None:
-    x = normal(5000)
-    one, other, again = (codec.encode(x, torch.Generator().manual_seed(s)) for s in (1, 2, 1))
-    assert torch.equal(one, again) and not torch.equal(one, other)
-    left = x.clone()
-    codec.encode(left, torch.Generator().manual_seed(1), subtract=True)
-    assert torch.equal(left, x - codec.decode(one, 5000))
 
 
 # Edges, and what is refused.
 
 
-@every
+@exact
 def test_the_largest_and_the_smallest(codec: Codec) -> None:
     for zero in (0.0, -0.0):
         assert not coded(codec, torch.full((300,), zero)).any()
@@ -281,14 +260,14 @@ def test_the_largest_and_the_smallest(codec: Codec) -> None:
         x = torch.tensor([size, -size, 0, size / 3] * 70)
         out = coded(codec, x)
         assert out.isfinite().all() and not out[2::4].any()
-        assert ((x.double() - out.double()).abs() <= codec.bound(x).double()).all()
+        assert ((x.double() - out.double()).abs() <= bound(codec, x).double()).all()
         if size > 1e-36 and codec in BLOCKS:
             assert (out[::4] > 0.99 * size).all() and (out[1::4] < -0.99 * size).all()
-        if codec in (*BLOCKS, *STOCHASTIC):  # what flushes subnormals decodes the same
+        if codec in BLOCKS:  # what flushes subnormals decodes the same
             assert (out.abs() >= 2.0**-126)[out != 0].all()
 
 
-@every
+@exact
 @few
 @given(length=st.integers(1, 600), value=st.sampled_from([math.nan, math.inf]), data=st.data())
 def test_what_is_not_finite_is_refused(
@@ -350,7 +329,6 @@ def test_wrong_arguments_are_refused() -> None:
     for make, match in (
         (lambda: Cast("int8"), "'float16', 'bfloat16', 'float32', not 'int8'"),
         (lambda: Int2(0), "block must be an integer of at least 1, not 0"),
-        (lambda: E3M0(stochastic=1), "stochastic must be True or False, not 1"),  # type: ignore[arg-type]
         (lambda: TopK(chunk=32), "k must be at most the chunk, 32, not 64"),
         (lambda: TopK(chunk=8192), "chunk must be at most 4096"),
         (lambda: TopK(values=TopK()), "values must be one of Cast, Int8"),
@@ -374,7 +352,7 @@ def test_a_codec_of_ones_own_has_its_own_levels() -> None:
     x = torch.linspace(-1, 1, 2048)
     decoded = coded(Five(block=2048), x)
     assert len(decoded.unique()) == 11
-    assert bool(((x - decoded).abs() <= Five(block=2048).bound(x)).all())
+    assert bool(((x - decoded).abs() <= bound(Five(block=2048), x)).all())
 
 
 # The compiled kernels, and tensor operations where they do not serve.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -109,7 +109,6 @@ LOSSY: dict[str, Exchange] = {
     "int4": CodedMean(SMALL, relative=False),
     "int2": CodedMean(Int2(), relative=False),
     "bfloat16": CodedMean(Cast("bfloat16"), relative=False),
-    "stochastic": CodedMean(Int4(block=8, stochastic=True), relative=False),
     "top 3 of 32": GatheredMean(TopK(3, 32), relative=False),
 }
 
@@ -255,27 +254,6 @@ def test_residuals_follow_the_scale_of_the_loss(workers: int, inner: int, switch
     scaled = la.simulate(lambda rank: run(rank, scales), workers=workers)
     for a, b in zip(plain[0], scaled[0], strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_rounding_at_random_draws_anew_and_alike_after_a_resume() -> None:
-    exchange = CodedMean(Int4(block=8, stochastic=True), relative=False, feedback=0.0)
-    places = [(1, 0), (2, 0), (1, 1), (1, 0)]  # steps and buckets
-
-    def run(rank: int) -> list[Tensor]:
-        link, m = link_here(), torch.linspace(-1, 1, 48)
-        clocks = [Clock(t, math.nan, 0, 0, 2, rank, bucket=bucket) for t, bucket in places]
-        return [sent_by(exchange, link, m.clone(), unchanged, c, {}).flat for c in clocks]
-
-    for *different, again in la.simulate(run, workers=2):
-        assert torch.equal(different[0], again)
-        assert not any(map(torch.equal, different, [*different[1:], again]))
-    seeds = {  # of each worker, and each way
-        coding.generator_for(
-            Clock(1, math.nan, 0, 0, 3, worker), torch.device("cpu"), way
-        ).initial_seed()
-        for worker, way in product((0, 1, 2), (0, 1))
-    }
-    assert len(seeds) == 6
 
 
 # -- fragments, and tensors larger than a bucket ----

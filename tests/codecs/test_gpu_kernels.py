@@ -44,17 +44,14 @@ def test_who_serves_which_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         return "gpu"
 
     monkeypatch.setattr(compiled, "gpu_kernels", on_gpu)
-    four = Int4().kernel
-    assert four is not None
-    here = torch.ones(8)
-    assert compiled.kernels_for(four, here, here) is (kernels if kernels.library() else None)
-    assert compiled.kernels_for(four, here.double()) is None
-    assert compiled.kernels_for(four, torch.ones(4, 4)[:, 0]) is None
-    assert compiled.kernels_for(four, here, torch.ones(8, device="meta")) is None
+    four, here = Int4(), torch.ones(8)
+    assert four.kernels(here, here) is (kernels if kernels.library() else None)
+    assert four.kernels(here.double()) is None
+    assert four.kernels(torch.ones(4, 4)[:, 0]) is None
+    assert four.kernels(here, torch.ones(8, device="meta")) is None
     there = OnGpu(torch.ones(8))
-    assert str(compiled.kernels_for(four, there)) == "gpu"
-    long = Int8(kernels.MAX_BLOCK + 1).kernel
-    assert long is not None and compiled.kernels_for(long, there) is None
+    assert str(four.kernels(there)) == "gpu"
+    assert Int8(kernels.MAX_BLOCK + 1).kernels(there) is None
     assert asked == [torch.device("cuda", 0)]
 
 

@@ -291,6 +291,22 @@ def test_a_scaler_does_what_it_does_without_the_wrapper(clips: bool) -> None:
     assert torch.equal(bare[0], scaled[0]) and bare[1] == scaled[1] != 3.0
 
 
+def test_a_scaler_that_nobody_passed_is_named_where_ranks_disagree() -> None:
+    def run(rank: int) -> None:
+        model, optimizer = wrapped(0, "EASGD", 2, 2, 0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for t in range(1, 7):
+            optimizer.zero_grad()
+            overflows = rank == 1 and t == 3
+            scaler.scale(loss_of(model, rank, t) * (math.inf if overflows else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.finish()
+
+    with pytest.raises(la.LinkError, match="a GradScaler that skips steps is passed as scaler="):
+        la.simulate(run, workers=2)
+
+
 # -- saving and loading ----
 
 

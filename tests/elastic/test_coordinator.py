@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import laconic
-from laconic.links import health, strangers
+from laconic.links import health, talks
 from laconic.links.calls import CallPosition
 from laconic.links.elastic import client, coordinator, leases
 from laconic.links.elastic.signs import Signs
@@ -36,7 +36,7 @@ Start = Callable[[], Coordinator]
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts a coordinator with the settings of now."""
     job_keys.turn_off(monkeypatch)
-    monkeypatch.setattr(strangers, "_reasons", set())
+    monkeypatch.setattr(talks, "_reasons", set())
     with ExitStack() as ending:
 
         def start() -> Coordinator:
@@ -197,7 +197,7 @@ def test_whom_a_worker_reports() -> None:
 
 def test_a_flood_from_one_address_drops_nobody_elses_calls() -> None:
     callers = {1: "one", 2: "flood", 3: "flood", 4: "flood"}
-    assert {strangers.superfluous(callers) for _ in range(200)} == {2, 3, 4}
+    assert {talks.superfluous(callers) for _ in range(200)} == {2, 3, 4}
 
 
 # -- processes that end ----

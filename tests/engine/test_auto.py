@@ -62,6 +62,13 @@ def test_the_slower_the_network_the_less_is_sent() -> None:
     assert "outer='muon'" in chosen(replace(MUON, rate=1e7))
 
 
+def test_a_period_is_at_most_a_third_longer_than_the_network_needs() -> None:
+    slow = replace(MUON, rate=1e6)
+    found = {c: chosen(replace(slow, compute=c)).partition(",")[0] for c in (0.2, 0.28, 0.4)}
+    periods = [int(text.removeprefix("streaming_diloco(")) for text in found.values()]
+    assert periods == [40, 28, 20]
+
+
 def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
     close, slow = replace(TEXT, rate=1e9), replace(TEXT, rate=1e7)
     best, rare = chosen(close), "streaming_diloco(512)"

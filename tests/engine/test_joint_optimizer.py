@@ -135,10 +135,10 @@ def test_gradients_are_averaged_before_any_step_where_one_is_skipped(first: int)
 class Late(la.Update):
     """x <- x + (mean - y)."""
 
-    replaces, keeps_sent = False, True
+    keeps_sent = True
 
     def fold(
-        self, x: Tensor, received: Tensor, sent: Tensor | None, state: Any, now: la.Clock
+        self, x: Tensor, received: Tensor, sent: Tensor | None, state: Any, clock: la.Clock
     ) -> Tensor:
         assert sent is not None
         return x.sub_(sent).add_(received)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import shutil
 import warnings
 from collections import defaultdict
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.codecs import TopK
-from laconic.engine import channel
+from laconic.engine import channel, gradient_channels
 
 from tests.support import gloo
 from tests.support.all_recipes import ROWS, Run
@@ -194,6 +195,85 @@ def test_residuals_count_as_much_as_before(tmp_path: Path) -> None:
 
 
 # -- from a checkpoint ----
+
+Whole = dict[tuple[str, int, str, str], Tensor]
+"""Each state tensor of a run, by kind, round, place and name: the mean over all that have saved an
+element of it."""
+
+
+def whole(run: la.Synchronizer, states: list[Any]) -> Whole:
+    """The state of all ranks of a run, whatever they are cut into."""
+    found: Whole = {}
+    kinds: dict[str, Any] = {
+        "rounds": run.driver.run.rounds,
+        "gradients": run.driver.run.gradients,
+    }
+    rounds: list[Any] = [
+        (k, index, r.round) for k, rs in kinds.items() for index, r in enumerate(rs)
+    ]
+    places = ((*each, place) for each in rounds for place in ("state", "carried"))
+    for kind, index, r, place in places:
+        if index >= len(states[0][kind]):
+            continue  # a mean inside a worker, which keeps nothing
+        slots = r.update.slots if place == "state" else r.exchange.slots
+        sums: dict[str, Tensor] = {}
+        for part in (state[kind][index] for state in states):
+            start = 0
+            for k, size in enumerate(part["sizes"]):
+                for name, values in part[place][k].items():
+                    total = sums.setdefault(name, torch.zeros(2, sum(part["sizes"])).double())
+                    owned = slots.get(name, "owner") == "owner"
+                    at = part["starts"][k] if owned else part["parts"][k] * (place == "carried")
+                    number = not values.dim()
+                    own = values.expand(size) if number else values.reshape(-1)[: max(size - at, 0)]
+                    first = start + at * (not number)
+                    total[0, first : first + len(own)] += own
+                    total[1, first : first + len(own)] += 1
+                start += size
+        found |= {(kind, index, place, name): t[0] / t[1] for name, t in sums.items()}
+    return found
+
+
+FEW = ("slowmo over late sgp", "diloco, Adam", "streaming_diloco", "ddp, coded", "des_loc")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in ROWS]
+)
+def test_other_workers_go_on_from_what_finish_leaves(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 workers, then 3, then 5, from steps at random, with messages in flight: no element of any
+    state is lost, or counts twice."""
+    for module in (channel, gradient_channels):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 640)
+    monkeypatch.setattr(gradient_channels, "FIRST_BYTES", 320)
+    row, drawn = ROWS[name], random.Random(name)
+    left: list[tuple[Tensor, Whole]] = []
+    ends = (first := drawn.randint(3, 9), first + drawn.randint(2, 7), 0)
+    for ranks, end in zip((4, 3, 5), ends, strict=True):
+
+        def run(rank: int, ranks: int = ranks, end: int = end) -> tuple[Any, ...]:
+            own = Run(row, ranks, rank)
+            before = None
+            if left:
+                own.load(tmp_path)
+                before = own.flat(), own.sync.state_dict()
+            own.go(end)
+            own.save(tmp_path)
+            own.sync.finish()
+            return own.sync, before, (own.flat(), own.sync.state_dict())
+
+        found = la.simulate(run, workers=ranks)
+        syncs, loaded_by, finished_by = zip(*found, strict=True)
+        if left:
+            x, expected = left.pop()
+            assert all(close(own, x, 1e-12) for own, _ in loaded_by)
+            present = whole(syncs[0], [state for _, state in loaded_by])
+            assert present.keys() == expected.keys()
+            for key, value in present.items():
+                assert torch.allclose(value, expected[key], 0, 1e-12, equal_nan=True), key
+        left.append((finished_by[0][0], whole(syncs[0], [state for _, state in finished_by])))
 
 
 def save_and_lose(row: Row, ranks: int, folder: Path) -> list[tuple[Tensor, Any]]:

@@ -47,7 +47,15 @@ class Run:
     """One worker's model, which drops out and keeps running statistics, and its optimizer, schedule
     and synchronizer; ``seed`` of the generators."""
 
-    def __init__(self, recipe: la.Recipe, seed: int, hidden: int = 6) -> None:
+    def __init__(
+        self,
+        recipe: la.Recipe,
+        seed: int,
+        hidden: int = 6,
+        *,
+        frozen: bool = False,
+        **options: Any,
+    ) -> None:
         for seeded in (torch.manual_seed, random.seed, np.random.seed):
             seeded(seed)
         norm, drop = nn.BatchNorm1d(hidden), nn.Dropout(0.3)
@@ -55,13 +63,14 @@ class Run:
         self.model = nn.Sequential(
             nn.Linear(3, hidden), norm, nn.Tanh(), drop, nn.Linear(hidden, 2)
         )
+        self.model[0].weight.requires_grad_(not frozen)
         groups: list[dict[str, Any]] = [
             {"params": self.model[0].parameters(), "weight_decay": 0.1},
             {"params": self.model[1:].parameters()},
         ]
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
-        self.sync = la.attach(self.model, self.optimizer, recipe)
+        self.sync = la.attach(self.model, self.optimizer, recipe, **options)
 
     def go(self, end: int) -> list[Tensor]:
         """Train up to step ``end``; all that the run is, after each step."""
@@ -114,6 +123,29 @@ def test_a_run_goes_on_bit_for_bit(recipe: la.Recipe, tmp_path: Path) -> None:
             assert all(map(torch.equal, again, undisturbed[step : step + NEXT])), step
 
     la.simulate(run, workers=3)
+
+
+@pytest.mark.fault("a parameter that was frozen at the save was not in x after the load")
+def test_a_frozen_parameter_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Under a recipe without rounds on parameters; then the run switches to one that codes them,
+    in blocks of eight."""
+
+    def run(rank: int) -> None:
+        traces = []
+        for loads in (False, True):
+            own = Run(la.ddp(codec="int4"), 100 + rank, buffers="keep", frozen=loads)
+            if loads:
+                own.load(tmp_path)
+            else:
+                own.go(3)
+                own.model[0].weight.requires_grad_(False)
+                own.go(5)
+                own.save(tmp_path)
+            own.sync.switch(la.local_sgd(2, codec=la.codecs.Int4(8)))
+            traces.append(own.go(9))
+        assert all(map(torch.equal, *traces))
+
+    la.simulate(run, workers=2)
 
 
 # -- whole or not at all, wherever it ends ----

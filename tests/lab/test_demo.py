@@ -53,7 +53,7 @@ SAYS: list[tuple[Result, list[str]]] = [
       "; without a network, outer_step", "no recipe is ahead of them: communication has not paid"]),
     (raced("auto", "alone", **ALL),
      ["auto() did not finish.", "Hosts that never communicate did not finish"]),
-    (raced("auto", "ddp", alone=2.5, ddp=2.9, auto=2.2), ["no recipe finished"]),
+    (raced("auto", "ddp", alone=2.5, ddp=2.9, auto=2.2), ["no recipe is ahead of them"]),
 ]  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_the_command_ends_with_a_picture_and_three_sentences(
     assert len(read(tmp_path).rows) == 7
     assert main(["demo", "--seconds", "1", "--out", str(tmp_path)]) == 1
     assert "failed: worker 2 did not answer" in capsys.readouterr().err
-    assert seen[0].bandwidth == 100e6 and len(EXPLAINED) * (seen[0].seconds or 0) <= 180
+    assert seen[0].network.bandwidth == 100e6 and len(EXPLAINED) * (seen[0].seconds or 0) <= 180
 
 
 def test_a_kill_is_watched_and_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from benchmarks.stress import alive
 
 from laconic.algorithms.parse import parse_recipe
 from laconic.cli import main
-from laconic.lab.emulation.cluster import Cluster, Impairments
+from laconic.lab.emulation.cluster import Cluster, Network
 from laconic.lab.race import rivals
 from laconic.lab.race.report import NO_COMMUNICATION, Result, read
 
@@ -189,8 +189,8 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
 """
     arrived, argv = [], [sys.executable, "-I", "-S", "-c"]
     for seed in (0, 0, 1):
-        impairments = Impairments(latency=0.01, jitter=0.005, host_loss={1: 0.2}, seed=seed)
-        with Cluster(2, bandwidth=None, impairments=impairments) as cluster:
+        network = Network(2, None, 0.01, 0.005, single={"loss": {1: 0.2}}, seed=seed)
+        with Cluster(network) as cluster:
             known: Any = {"env": dict(os.environ), "stdout": subprocess.PIPE}
             receiver = cluster.start(1, [*argv, take], **known)
             assert receiver.stdout is not None and receiver.stdout.readline() == b"ready\n"

@@ -3,7 +3,6 @@ the files, and ``laconic report``."""
 
 from __future__ import annotations
 
-import csv
 import html
 import json
 import math
@@ -15,12 +14,13 @@ from xml.etree import ElementTree
 import pytest
 
 from laconic.cli import main
-from laconic.lab.race import report
-from laconic.lab.race.result import NO_COMMUNICATION, Result, Row, Span
+from laconic.lab.race import report, table
+from laconic.lab.race.comparison import groups, losses
+from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, STEPS, Result, Row, Span
 
 from tests.support.races import DDP, DIVERGED, FAILED, FULL, LOCAL, SILENT, rendered, result, row
 
-WRITTEN = {"report.html", "results.json", "results.csv", "loss.svg"}
+WRITTEN = {"report.html", "results.json", "loss.svg"}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -31,19 +31,19 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_losses_are_compared_where_the_first_row_ended() -> None:
-    assert report.equal_steps(FULL) == {
+    assert losses(FULL, STEPS) == {
         NO_COMMUNICATION: pytest.approx(5.5 - 2.5 * 75 / 200),
         "ddp()": 2.45,
         "local_sgd(12)": pytest.approx(2.6),
     }
-    times = report.equal_time(FULL)  # half a second late: counted with what it ended with
+    times = losses(FULL, SECONDS)  # half a second late: counted with what it ended with
     assert times == {NO_COMMUNICATION: 2.9, "ddp()": 2.45, "local_sgd(12)": 2.01}
     # the row without communication does not hold back a race over steps
     silent = row(NO_COMMUNICATION, (0, 0, 5.5), (100, 5, 3.0))
     slow = row("ddp()", (0, 0, 5.5), (100, 50, 2.0))
     fast = row("local_sgd(4)", (0, 0, 5.5), (100, 20, 2.5))
     race = result(silent, slow, fast, seconds=None, steps=100)
-    assert report.equal_time(race) == {"ddp()": pytest.approx(5.5 - 3.5 * 0.4), "local_sgd(4)": 2.5}
+    assert losses(race, SECONDS) == {"ddp()": pytest.approx(5.5 - 3.5 * 0.4), "local_sgd(4)": 2.5}
 
 
 def test_json_is_standard_and_keeps_everything() -> None:
@@ -68,11 +68,10 @@ def runs(name: str, *losses: float) -> tuple[Row, ...]:
 
 VERDICTS: dict[str, tuple[Result, list[str]]] = {
     "time and steps disagree": (
-        result(SILENT, DDP, LOCAL),
+        result(row(NO_COMMUNICATION, (0, 0, 5.5), (300, 30, 1.9)), DDP, LOCAL),
         ["In 30 s per recipe on this 100 Mbit/s network, local_sgd(12) reached the lowest",
-         "validation loss, 2.01 in 240 steps; ddp() reached 2.45 in 75 steps, which",
-         "after 11.4 s, 2.6 times as fast. After the same 75 steps, ddp() leads at 2.45, before",
-         "local_sgd(12) sends 2.00 MB per host and step, ddp() 2.00."],
+         "validation loss, 2.01; ddp() reached 2.45, which local_sgd(12) had after 11.4 s, 2.6",
+         " Workers that never communicate are at 1.90: so early in training"],
     ),
     "a race over steps": (
         result(
@@ -80,8 +79,7 @@ VERDICTS: dict[str, tuple[Result, list[str]]] = {
             row("local_sgd(4)", (0, 0, 5.5), (100, 20, 2.5)),
             seconds=None, steps=100,
         ),
-        ["After 100 steps per recipe", "2.00 in 50 s; local_sgd(4) reached 2.50 in 20 s.",
-         "In the same 20 s, local_sgd(4) leads at 2.50, before ddp() at 4.10."],
+        ["After 100 steps per recipe on this 100", "loss, 2.00; local_sgd(4) reached 2.50."],
     ),
     "rows that did not finish": (
         FULL, [" Not counted: easgd(4, beta=3.0) diverged and sgp() failed."]
@@ -95,7 +93,7 @@ VERDICTS: dict[str, tuple[Result, list[str]]] = {
     ),
     "less than the spread": (
         result(*runs("ddp()", 2.3, 2.4), *runs("local_sgd(12)", 2.3, 2.5)),
-        ["ddp() and local_sgd(12) are tied at the lowest validation loss, 2.35", "means of 2 runs"],
+        ["ddp() and local_sgd(12) are tied at the lowest validation loss, 2.35."],
     ),
 }  # fmt: skip
 
@@ -107,6 +105,18 @@ def test_the_verdict(name: str) -> None:
     assert all(phrase in said for phrase in phrases), said
 
 
+def test_runs_of_one_recipe_have_a_mean_curve_and_a_band() -> None:
+    """The second is half as long, and is read at the same fractions of its length."""
+    long = row("a()", (0, 0, 6.0), (50, 10, 4.0), (100, 20, 2.0))
+    short = replace(row("a()", (0, 0, 4.0), (50, 10, 3.0)), seed=1)
+    failed = replace(row("a()", status="failed"), seed=2)
+    (group,) = groups(result(long, short, failed))
+    points = [(point.step, point.seconds, point.loss) for point in group.curve]
+    assert points == [(0, 0.0, 5.0), (38, 7.5, 3.75), (75, 15.0, 2.5)]
+    assert group.low == (4.0, 3.5, 2.0) and group.high == (6.0, 4.0, 3.0)
+    assert group.status == "failed" and group.lost == [failed]
+
+
 # -- the table ----
 
 
@@ -114,9 +124,12 @@ def test_the_table_shows_figures_notes_networks_peers_and_spreads() -> None:
     text = rendered(FULL, 80)
     assert max(map(len, text.splitlines())) <= 80
     (line,) = (line for line in text.splitlines() if line.startswith("ddp() "))
-    assert line.split()[1:] == ["0.400", "4.00", "75", "2.45", "2.45", "2.00", "25%"]
+    assert line.split()[1:] == ["2.45", "30.0", "75", "2.45", "0.400", "2.00", "25%"]
+    names = [group.name for group in table.rows(FULL)]
+    order = [LOCAL, DDP, DIVERGED, FAILED, SILENT]
+    assert names == [row.recipe for row in order], "the best first, those for reference last"
     words = " ".join(text.split())
-    assert "4 hosts × 1 process, 100 Mbit/s, emulated" in words
+    assert "4 hosts, 100 Mbit/s each, emulated" in words
     assert "diverged: the loss is not finite at step 20" in words
     assert "sgp(): failed: worker 2 did not answer" in words and "Traceback" not in words
     peer = row(
@@ -186,14 +199,11 @@ def test_a_report_is_made_anew_and_shown_as_json(capsys: pytest.CaptureFixture[s
     assert report.verdict(race) in told("run", capsys=capsys)
     assert report.read(Path("run")) == race
     assert {path.name for path in Path("run").iterdir()} == WRITTEN
-    with Path("run/results.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == sum(len(run.curve) for run in race.rows)
-    assert (rows[-1]["recipe"], rows[-1]["seed"], rows[-1]["loss"]) == ("ddp()", "1", "2.45")
-    assert rows[-1]["distance"] == ""
     found = json.loads(told("run", "--json", capsys=capsys), parse_constant=pytest.fail)
     assert " ".join(found["answer"]) == report.verdict(race)
     assert (found["equal_time"], found["equal_steps"]) == (30.0, 75)
-    assert found["rows"][3]["status"] == "failed" and found["rows"][3]["loss_at_equal_time"] is None
-    spread = found["rows"][4]["spread"]["seconds_per_step"]
-    assert found["rows"][4]["runs"] == 2 and spread == pytest.approx(0.2 / 2**0.5)
+    rows = {made["recipe"]: made for made in found["rows"]}
+    assert rows["sgp()"]["status"] == "failed" and rows["sgp()"]["loss_at_equal_time"] is None
+    assert rows["local_sgd(12)"]["seconds_to_ddp"] == pytest.approx(11.4, rel=0.01)
+    spread = rows["ddp()"]["spread"]["seconds_per_step"]
+    assert rows["ddp()"]["runs"] == 2 and spread == pytest.approx(0.2 / 2**0.5)

@@ -3,7 +3,6 @@ ranks get that one, or the accelerator's own."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.links import Link, tcp, torch_link
+from laconic.links import Link, torch_link
 from laconic.links.link import Parts
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
@@ -155,14 +154,6 @@ class Own(StagedLink):
     """Stands for the accelerator's own collectives."""
 
     queues = True
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
-        super().close()
-
-    def abort(self) -> None:
-        self.close()
 
 
 made: list[Own] = []
@@ -175,55 +166,36 @@ def own_over(
     return made[-1]
 
 
-def chosen(rank: int, choice: Choice, seconds: tuple[float, float], far: bool) -> list[Any]:
-    """The kind of the link, whether an own one was made and closed, and a mean over it.
-    ``seconds``: of the host's link, and of the other, on rank 1; on others both are as fast. -1: it
-    raises, and others wait in vain."""
+def chosen(rank: int, choice: Choice, local: int, gpus: int) -> list[Any]:
+    """The kind of the link, whether an own one was made, and a mean over it. ``local``: how many
+    ranks the launcher has started on this host; ``gpus``: how many they share."""
     with late.device() as device, pytest.MonkeyPatch.context() as patched:
         patched.setattr(late.LateAccelerator, "backend", "gloo")
         patched.setattr(torch_link, "OWN", {"gloo": own_over})
-        measured = torch_link._seconds
-
-        def taken(link: Any, *at: Any) -> float:
-            if isinstance(link, Own) and seconds[1] < 0:
-                if rank == 1:
-                    raise RuntimeError("internal error\nDuplicate GPU detected")
-                time.sleep(5)
-            measured(link, *at)
-            return seconds[isinstance(link, Own)] if rank == 1 else 0.01
-
-        patched.setattr(torch_link, "_seconds", taken)
-        patched.setattr(torch_link, "DEADLINE", 0.5 if seconds[1] < 0 else 100.0)
-        patched.setattr(tcp, "FAR_SECONDS", 0.0 if far else 1.0)
+        patched.setenv("LOCAL_WORLD_SIZE", str(local if rank else 4))
         made.clear()
-        link = world_link(device, SECONDS, choice)
+        link = world_link(torch.device(device.type, rank % gpus), SECONDS, choice)
         x = torch.full((4,), float(rank)).to(device)
         link.mean(x)
-        found = [isinstance(link, Own), [each.closed for each in made], x.tolist()]
+        found = [isinstance(link, Own), len(made), x.tolist()]
         link.close()
         return found
 
 
 @pytest.mark.parametrize(
-    ("choice", "seconds", "far", "own", "closed"),
+    ("choice", "local", "gpus", "own"),
     [
-        ("auto", (0.03, 0.02), False, True, [False]),
-        ("auto", (0.03, 0.025), False, False, [True]),  # not by enough
-        ("auto", (0.03, -1.0), False, False, [True]),  # it fails on one rank, and hangs on others
-        ("auto", (0.03, 0.001), True, False, [True]),  # not tried over a long way
-        ("tcp", (0.03, 0.02), False, False, []),
+        ("auto", 4, 4, True),
+        ("auto", 2, 4, False),  # two hosts, of which rank 0 knows nothing
+        ("auto", 4, 3, False),  # two ranks share one
+        ("tcp", 4, 4, False),
     ],
 )
-def test_the_faster_link_is_the_same_on_all_ranks(
-    late_pool: gloo.Pool,
-    choice: Choice,
-    seconds: tuple[float, float],
-    far: bool,
-    own: bool,
-    closed: list[bool],
+def test_the_link_is_the_same_on_all_ranks(
+    late_pool: gloo.Pool, choice: Choice, local: int, gpus: int, own: bool
 ) -> None:
-    found = late_pool.run(chosen, choice, seconds, far, ranks=4)
-    assert found == [[own, closed, [1.5] * 4]] * 4
+    found = late_pool.run(chosen, choice, local, gpus, ranks=4)
+    assert found == [[own, int(own), [1.5] * 4]] * 4
 
 
 def inside(rank: int) -> list[float]:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import connect, frames, strangers, tls
+from laconic.links import connect, frames, talks, tls
 from laconic.links.addresses import Address
 from laconic.links.collectives import Collectives
 from laconic.links.connections import Connections
@@ -68,7 +68,7 @@ def test_ranks_connect_and_agree(
     job_keys.turn_off(monkeypatch)
     if encrypted:
         job_keys.turn_on(monkeypatch, jobs.one)
-    monkeypatch.setattr(strangers, "_reasons", set())
+    monkeypatch.setattr(talks, "_reasons", set())
     certificates = EVERYBODY if encrypted else (RAW,)
     wires = [Wire(rank, "127.0.0.1", 100, range(3)) for rank in range(3)]
     addresses = [wire.address for wire in wires]
@@ -347,13 +347,14 @@ def test_rank_0_names_a_worker_that_sends_anything(huge: bool, share: float) -> 
             theirs.send(torch.tensor([length if huge else len(data)]), raw)
             theirs.send(torch.ones(3), torch.ones(3))  # what follows an arrival
         try:
-            host.deliver(0, Delivery(Announcement(**ABOUT), [torch.zeros(3)]))
+            host.deliver(Delivery(Announcement(**ABOUT), [torch.zeros(3)]))
         except LinkError as error:
             assert error.ranks == (2,) and "\n" not in str(error)
         else:
             assert not huge and core.rounds == [1]
             assert json.loads(data)["what"] in ("arrive", "meet", "leave")
-        for end in (host, theirs, ours):
+        host.end()
+        for end in (theirs, ours):
             end.close()
 
     s.drawn(st.tuples(DIFFERING, LENGTHS), int((25 if huge else 250) * share), check)

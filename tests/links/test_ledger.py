@@ -4,6 +4,7 @@ groups among themselves."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import socket
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.algorithms.topology import Graph
 from laconic.links import Ledger, Link, Metered, Throttled, cost
-from laconic.links.link import COLLECTIVES
+from laconic.links.link import AsyncLink
 from laconic.links.sockets import borrowed
 
 from tests.support import gloo
 from tests.support.clock import controlled
 from tests.support.loops import descend
+
+COLLECTIVES = [name for name, f in vars(AsyncLink).items() if inspect.iscoroutinefunction(f)]
 
 SHAPES = [(7, 5), (7,), (11, 7), (11,)]
 """Odd sizes, so that the padding is seen."""

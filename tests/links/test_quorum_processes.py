@@ -26,7 +26,7 @@ from tests.support.training import Job
 slow = pytest.mark.slow
 STEPS = (32, 32, 32, 11)
 OWN_PACE = la.diloco(6, quorum=2, grace=0.01, pace="own")
-CODED = la.diloco(4, quorum=2, codec=la.codecs.Int8(8, stochastic=True))
+CODED = la.diloco(4, quorum=2, codec=la.codecs.Int8(8))
 
 
 def slowly(rank: int, job: Job, steps: Sequence[int], seconds: Sequence[float]) -> Ran:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.links import handshake, strangers, tls
+from laconic.links import handshake, talks, tls
 from laconic.links.addresses import Address
 from laconic.links.handshake import RefusedError
 from laconic.links.wire import ChangedError, Transfer, Wire
@@ -30,7 +30,7 @@ SECRET = bytes(range(32))
 @pytest.fixture
 def job(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     turn_on(monkeypatch, jobs.one)
-    monkeypatch.setattr(strangers, "_reasons", set())
+    monkeypatch.setattr(talks, "_reasons", set())
     return jobs
 
 

@@ -198,7 +198,7 @@ def test_the_system_watches_every_socket(
     calls, answers = Talks(), Talks()
     listening, _ = listen(forgetful.HERE)
     answer = handshake.answer(b"", lambda key: secret, lambda *_: b"")
-    answers.serve(listening, lambda: answer, 5, print)
+    answers.serve([listening], lambda: answer, 5, print)
     exchange = handshake.call(secret, b"", bytes(8), 0, b"")
     calls.call(forgetful.HERE, listening.getsockname()[1], exchange, 5, print)
     joins = partial(handshake.call, secret_of_callers(), PURPOSE, KEY, 0, b"")

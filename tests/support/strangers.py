@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from laconic.links import handshake, tls
-from laconic.links.strangers import _MOST_REASONS
+from laconic.links.talks import _MOST_REASONS
 
 from tests.support import job_keys
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from laconic.advisor.worker import Spec
-from laconic.lab.emulation.cluster import Cluster, Loopback, launch
-from laconic.lab.emulation.network import emulate
+from laconic.lab.emulation.cluster import Cluster, Loopback, emulate, launch
 from laconic.lab.race.runner import Settings
 
 SECONDS = 300.0
@@ -20,7 +19,7 @@ TIMEOUT = 60.0
 
 def check(settings: Settings) -> None:
     """Raise ``ValueError`` for settings that would fail later. Starts nothing."""
-    if settings.hosts == 1:
+    if settings.network.hosts == 1:
         raise ValueError("one worker cannot communicate: give --workers 2 or more")
     settings.check()
 
@@ -31,7 +30,7 @@ def advise_on_hosts(
     """Measure the workload of ``settings`` on its hosts, with ``recipes`` in addition to the
     advisor's and ``steps`` per timing. Return the advice as text, see `show.text`, and if hosts
     could not be emulated, the reason."""
-    hosts = range(settings.hosts)
+    network = settings.network
     spec = Spec(
         workload=settings.workload,
         data=settings.data,
@@ -39,16 +38,15 @@ def advise_on_hosts(
         steps=steps,
         seed=settings.seeds[0],
         timeout=TIMEOUT,
-        paces=[settings.slow_hosts.get(host, 1.0) for host in hosts],
+        paces=[settings.slow_hosts.get(host, 1.0) for host in range(network.hosts)],
         form=form,
     )
-    with emulate(settings.network) as (cluster, reason):
+    with emulate(network) as (cluster, reason):
         if not cluster.emulated:  # ranks share their host's throttled link
-            rates = [settings.host_bandwidth.get(host, settings.bandwidth) for host in hosts]
             spec = replace(
                 spec,
-                bandwidths=[rate / settings.per_host for rate in rates],
-                latencies=[*map(settings.impairments.round_trip, hosts)],
+                bandwidths=[rate / settings.per_host for rate in network.each("bandwidth")],
+                latencies=network.each("latency"),
             )
         argv = ["-m", "laconic.advisor.worker", spec.to_json()]
         line = output_lines(cluster, argv, settings.per_host)[-1]

@@ -58,7 +58,7 @@ def measure(
     timed.run(WARMUP)
     buffers, changing = watch.sizes()
     pace = _pace(bench, timed, steps)
-    network = network_of(bench, sum(p.numel() * p.element_size() for p in params))
+    network = network_of(bench)
     net = network.nets["workers"]
     backward = BACKWARD if math.isnan(pace.backward) else min(pace.backward / pace.compute, 1.0)
     facts = Facts(

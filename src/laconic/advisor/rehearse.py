@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from laconic.algorithms.recipes import ddp
-from laconic.algorithms.round import AnyRound, GradientRound, Recipe, typical
+from laconic.algorithms.round import AnyRound, GradientRound, Recipe
 from laconic.attach import attach
 from laconic.device import synchronize
 from laconic.links.null import NullLink
 from laconic.policy.facts import Facts
-from laconic.policy.predict import takes_time, work_key
+from laconic.policy.predict import takes_time, typical, work_key
 
 MOST_BYTES = 2**26
 """Maximum size of the tensors used. The time of a larger model's rounds is scaled up."""

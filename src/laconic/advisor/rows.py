@@ -1,11 +1,20 @@
-"""What an advice consists of."""
+"""What an advice consists of, and how tables are printed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from laconic.units import three_digits
+
+
+def table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table: the first column at the left, the numbers at the right."""
+    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
+    for name, *cells in lines:
+        cells = [cell.rjust(width + 2) for cell, width in zip(cells, widths, strict=True)]
+        yield name.ljust(first) + "".join(cells)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from laconic.advisor.choices import (
     MEASURED_WORKERS,
     UNKNOWN,
 )
-from laconic.advisor.rows import Row, Slow
+from laconic.advisor.rows import Row, Slow, table
 from laconic.policy.facts import Facts
 from laconic.units import (
     finite,
@@ -178,11 +178,8 @@ def known(row: Row) -> str:
 
 def _table(title: str, rows: Sequence[Row], count: int) -> Iterator[str]:
     """Yield a heading and a line per row, with as many columns."""
-    lines = [(title, *COLUMNS[:count]), *((row.recipe, *_figures(row)[:count]) for row in rows)]
-    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
-    for name, *cells in lines:
-        cells = [cell.rjust(width + 2) for cell, width in zip(cells, widths, strict=True)]
-        yield name.ljust(first) + "".join(cells)
+    figures = ((row.recipe, *_figures(row)[:count]) for row in rows)
+    return table([(title, *COLUMNS[:count]), *figures])
 
 
 def _figures(row: Row) -> tuple[str, ...]:

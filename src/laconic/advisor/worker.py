@@ -13,7 +13,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from laconic.advisor import show
 from laconic.advisor.advise import advise
 from laconic.attach import init
-from laconic.lab.race import user_files, workloads
+from laconic.lab.race import user_files
 from laconic.lab.race.worker import run
 from laconic.lab.race.workloads import Workload, lr_factor
 from laconic.links import Link, Throttled, world_link
@@ -51,12 +50,6 @@ class Spec:
     def to_json(self) -> str:
         """Return the specification for the worker's command line."""
         return json.dumps(asdict(self))
-
-
-def workload_of(name: str, data: str | None) -> Workload:
-    """Load a workload by its name, or from a user's file."""
-    load = user_files.workload if user_files.is_workload(name) else workloads.load
-    return load(name, data=None if data is None else Path(data))
 
 
 class Training:
@@ -118,7 +111,9 @@ def training_of(spec: Spec) -> Training:
     """Return the training of this rank."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     pace = 1.0 if spec.paces is None else spec.paces[_host()]
-    return Training(workload_of(spec.workload, spec.data), rank, size, spec.seed, pace=pace)
+    return Training(
+        user_files.load_workload(spec.workload, spec.data), rank, size, spec.seed, pace=pace
+    )
 
 
 def _host() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from laconic.algorithms.exchange import Exchange
@@ -238,7 +237,7 @@ def outer_step(
     if callable(outer):
         check_effect("with a function as outer=", lr=lr is not None, momentum=momentum != 0.6)
     lr = (1.0 if outer == "muon" else 0.7) if lr is None else lr
-    update = replace(outer_update(lr, momentum, outer, "mix", MIX), over=True)
+    update = outer_update(lr, momentum, outer, "mix", MIX)
     exchange: Exchange
     if workers_differ(base):
         check_sharded(sharded, outer=outer == "muon", codec=codec is not None)

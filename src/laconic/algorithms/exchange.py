@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.algorithms.update import Clock, Slot, State
+from laconic.algorithms.update import Clock, Scope, Slot, State
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink, Link
 
@@ -56,18 +56,14 @@ class Exchange:
     """Whether it sends anything."""
     agrees: ClassVar[bool] = False
     """Whether all workers hold the same result afterward."""
-    whole: ClassVar[bool] = False
-    """Whether a bucket must hold whole tensors, which `shaped` then describes. Such an exchange is
-    for rounds on gradients."""
-    keeps_message: ClassVar[bool] = False
-    """Whether `run` leaves the message as it is. Otherwise a message that may have to be exchanged
-    again is copied first."""
-    carries_weight: ClassVar[bool] = False
-    """Whether it sends `Update.weight` with each message, and brings the sum of those received."""
+    scope: ClassVar[Scope] = "elements"
+    """``"tensors"``: a bucket must hold whole tensors, which `shaped` then describes. Such an
+    exchange is for rounds on gradients."""
 
     out_degree: Callable[[Clock], int] | None = None
     """``out_degree(clock)``: how many peers a message goes to, if it goes to some peers only
-    (gossip). Module buffers then travel the same way."""
+    (gossip). Module buffers then travel the same way. Such an exchange sends `Update.weight` with
+    each message, and brings the sum of those received."""
     rebase: Callable[[Tensor, State], None] | None = None
     """``rebase(x, state)``: all workers hold ``x`` now, received otherwise. Messages are relative
     to it from now on, and nothing of what they agreed on before is still to be sent."""
@@ -93,14 +89,9 @@ class Exchange:
         return 0
 
     @property
-    def averages(self) -> bool:
-        """Whether it brings the mean of the messages, whatever the earlier rounds were."""
-        return False
-
-    @property
-    def takes(self) -> Literal["any", "parameters", "changes"]:
-        """What messages must be: ``"parameters"`` where they are taken relative to the last result,
-        ``"changes"`` for changes of them alone, such as pseudo-gradients."""
+    def accepts(self) -> Literal["any", "model", "change"]:
+        """What messages must be (`Update.sends`): ``"model"`` where they are taken relative to the
+        last result, ``"change"`` for changes alone, such as pseudo-gradients."""
         return "any"
 
     def owners(self, n: int) -> int | None:
@@ -122,7 +113,8 @@ class Exchange:
 
     def shaped(self, shapes: Sequence[torch.Size]) -> Exchange:
         """The exchange for a bucket that holds tensors of these shapes, one after the other, and
-        then padding. If not `whole`, a tensor may be cut; then it counts as several."""
+        then padding. A tensor may be cut, unless the scope is ``"tensors"``: it counts as several.
+        """
         return self
 
     def init(self, x: Tensor, owned: slice) -> State:
@@ -142,16 +134,6 @@ class Exchange:
         """What one of ``n`` ranks sends for a message of ``length`` elements of ``itemsize`` bytes:
         what the link counts in `run`, as the mean over the ranks."""
         return Cost(0, 0)
-
-    def busiest(self, length: int, itemsize: int, n: int) -> Cost:
-        """What the busiest of ``n`` ranks sends, or receives while others wait: a round takes as
-        long as that."""
-        return self.cost(length, itemsize, n)
-
-    def typical(self) -> Exchange:
-        """An exchange that keeps the processors as busy: the same one for all that are equal in
-        that."""
-        return self
 
     async def run(
         self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State

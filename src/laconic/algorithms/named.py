@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from laconic.algorithms.identity import plain
-from laconic.algorithms.round import NamedRecipe
+from laconic.algorithms.round import NamedRecipe, is_recipe
 from laconic.errors import did_you_mean
 
 P = ParamSpec("P")
@@ -42,21 +42,23 @@ def no_option(name: str, option: str, function: Callable[..., Any]) -> str:
     return f"{name} has no option {option!r}{meant}: its options are {', '.join(choices) or 'none'}"
 
 
-def named(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function that makes a recipe, or `auto`: check its arguments, as `bind` does.
+def make(
+    name: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Return what ``function``, called ``name``, makes: a recipe prints as this call. Checks the
+    arguments, as `bind` does."""
+    given = bind(name, function, arguments, options)
+    made = function(*arguments, **options)
+    return NamedRecipe(made, call_text(name, function, given)) if is_recipe(made) else made
 
-    The recipe prints as the call that made it.
-    """
-    name = function.__name__
+
+def named(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function that makes a recipe, or `auto`: see `make`."""
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> R:
-        given = bind(name, function, arguments, options)
-        made: Any = function(*arguments, **options)
-        text = call_text(name, function, given)
-        if isinstance(made, tuple):
-            made = NamedRecipe(made, text)
-        return made  # type: ignore[no-any-return]
+        made: R = make(function.__name__, function, arguments, options)
+        return made
 
     return call
 

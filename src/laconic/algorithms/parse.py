@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from laconic.algorithms.auto import Auto, auto
-from laconic.algorithms.named import bind, call_text, no_option
+from laconic.algorithms.named import make, no_option
 from laconic.algorithms.recipes import RECIPES
-from laconic.algorithms.round import AnyRound, NamedRecipe, Recipe, is_recipe
+from laconic.algorithms.round import AnyRound, Recipe, is_recipe
 from laconic.errors import did_you_mean
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -75,16 +75,9 @@ def _call(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
             raise ValueError(f"{name}: option {keyword.arg!r} is given twice, in {text!r}")
         options[keyword.arg] = _value(keyword.value, text, functions, noun)
     try:
-        given = bind(name, function, arguments, options)
+        return make(name, function, arguments, options)
     except ValueError as error:
         raise ValueError(f"{error}, in {text!r}") from None
-    try:
-        made = function(*arguments, **options)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    if is_recipe(made) and not isinstance(made, NamedRecipe):  # made by a user's own function
-        return NamedRecipe(made, call_text(name, function, given))
-    return made
 
 
 def _value(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:

@@ -125,7 +125,7 @@ def pseudo_gradients(
     update: OuterStep | DelayedNesterov, codec: CodecOption, *, sharded: bool
 ) -> Exchange:
     """Return the exchange for the pseudo-gradients of ``update``."""
-    relative = not update.sends_changes
+    relative = update.sends == "model"
     return mean_over_workers(codec, relative=relative, sharded=sharded and relative)
 
 

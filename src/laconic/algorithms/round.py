@@ -7,14 +7,15 @@ update), with whom (its exchange), and over which tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from inspect import iscoroutinefunction
+from typing import ClassVar, Literal, get_args
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.identity import plain
-from laconic.algorithms.schedules import Schedule, always_due, every
-from laconic.algorithms.update import Update
-from laconic.errors import check_choice, check_int
+from laconic.algorithms.schedules import Schedule, always_due
+from laconic.algorithms.update import Scope, Sends, Update
+from laconic.errors import check_choice, check_int, refuse
 from laconic.parts import Fragment, Selector, is_of_optimizer, parameters
 
 OptimizerState = Literal["keep", "average", "reset"]
@@ -53,58 +54,62 @@ class Round:
 
     def __post_init__(self) -> None:
         check_int("delay", self.delay, 0)
-        check_choice("optimizer_state", self.optimizer_state, ("keep", "average", "reset"))
+        check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
         check_choice("over", self.over, SETS)
-        update, exchange = type(self.update).__name__, type(self.exchange).__name__
-        if self.exchange.whole:
-            raise ValueError(f"{exchange} is for rounds on gradients: use GradientRound")
-        if self.update.models > 1 and self.exchange.slots:
-            raise ValueError(
-                f"{exchange} keeps state for messages as long as the parameters, and those of "
-                f"{update} are {self.update.models} times as long"
-            )
-        if self.update.sends_changes and self.exchange.takes == "parameters":
-            raise ValueError(
-                f"{update} sends changes of the parameters, which {exchange} would take relative "
-                "to the last result: give the exchange relative=False"
-            )
-        if self.exchange.takes == "changes" and not self.update.sends_changes:
-            raise ValueError(
-                f"{exchange} averages changes of the parameters, and {update} sends parameters: "
-                "give the exchange relative=True"
-            )
-        if self.update.weight is not None and not self.exchange.carries_weight:
-            raise ValueError(
-                f"{update} has a weight that travels with its messages, which {exchange} would "
-                "leave out: use exchanges.Push, or another one with carries_weight = True"
-            )
-        if self.update.anchor is not None and self.update.anchor not in self.update.slots:
-            raise ValueError(
-                f"{update} has the anchor {self.update.anchor!r}, which is not among its slots "
-                f"({', '.join(self.update.slots) or 'none'})"
-            )
-        if self.delay and type(self.update).fold is Update.fold:
-            raise ValueError(
-                f"{update} would replace x by what arrives {self.delay} steps late, and lose the "
-                "steps since: give it a `fold` for rounds with a delay, such as "
-                "x.sub_(sent).add_(received) with keeps_sent = True, or use delay=0"
-            )
-        if self.update.whole and self.update.in_every_step:
-            raise ValueError(
-                f"{update} is about whole tensors, and changes x in every step, which is done "
-                "tensor by tensor: leave out `before_step` and `after_step`, or `whole`"
-            )
-        if self.update.whole and isinstance(self.part, Fragment) and self.part.by == "bytes":
-            raise ValueError(
-                f"{update} needs whole tensors, and a fragment by bytes may "
-                'cut one: use Fragment(..., by="layers")'
-            )
-        if is_of_optimizer(self.part) and (self.exchange.slots or self.update.slots):
-            raise ValueError(
-                "a round of the optimizer's state needs an update and an exchange that keep no "
-                "state of their own (so no codec): such state begins with what all workers start "
-                "with, and the optimizer has none then"
-            )
+        check_coroutine(self.exchange)
+        name = type(self.update).__name__
+        check_choice(f"{name}.sends", self.update.sends, get_args(Sends))
+        check_choice(f"{name}.scope", self.update.scope, get_args(Scope))
+        refuse(self._problems())
+
+    def _problems(self) -> dict[str, object]:
+        """What is wrong, and whether it is."""
+        update, exchange, part = self.update, self.exchange, self.part
+        u, e = type(update).__name__, type(exchange).__name__
+        tensors = update.scope == "tensors"
+        return {
+            f"{e} is for rounds on gradients: use GradientRound": exchange.scope == "tensors",
+            f"{e} keeps state for messages as long as the parameters, and those of {u} are "
+            f"{update.models} times as long": update.models > 1 and exchange.slots,
+            f"{u} sends changes of the parameters, which {e} would take relative to the last "
+            "result: give the exchange relative=False": (
+                update.sends == "change" and exchange.accepts == "model"
+            ),
+            f"{e} averages changes of the parameters, and {u} sends parameters: give the exchange "
+            "relative=True": update.sends == "model" and exchange.accepts == "change",
+            f"{u} has a weight that travels with its messages, which {e} would leave out: use "
+            "exchanges.Push, or another one with an `out_degree`": (
+                update.weight is not None and exchange.out_degree is None
+            ),
+            f"{u} has the anchor {update.anchor!r}, which is not among its slots "
+            f"({', '.join(update.slots) or 'none'})": (
+                update.anchor is not None and update.anchor not in update.slots
+            ),
+            f"{u} would replace x by what arrives {self.delay} steps late, and lose the steps "
+            "since: give it a `fold` for rounds with a delay, such as "
+            "x.sub_(sent).add_(received) with keeps_sent = True, or use delay=0": (
+                self.delay and type(update).fold is Update.fold
+            ),
+            f"{u} is about whole tensors, and changes x in every step, which is done tensor by "
+            'tensor: leave out `before_step` and `after_step`, or scope = "tensors"': (
+                tensors and update.in_every_step
+            ),
+            f"{u} needs whole tensors, and a fragment by bytes may cut one: use "
+            'Fragment(..., by="layers")': (
+                tensors and isinstance(part, Fragment) and part.by == "bytes"
+            ),
+            "a round of the optimizer's state needs an update and an exchange that keep no state "
+            "of their own (so no codec): such state begins with what all workers start with, and "
+            "the optimizer has none then": (
+                is_of_optimizer(part) and (exchange.slots or update.slots)
+            ),
+        }
+
+    @property
+    def quiesces_others(self) -> bool:
+        """Whether all other rounds fold what they have in flight first: an anchor of all parameters
+        contains it."""
+        return self.update.anchor is not None and self.part is parameters
 
     @property
     def name(self) -> str:
@@ -141,23 +146,34 @@ class GradientRound:
 
     def __post_init__(self) -> None:
         check_choice("over", self.over, SETS)
-        update = self.update
-        combines_only = update.combines_only and not update.slots
-        if update.whole:
-            raise ValueError(
+        check_coroutine(self.exchange)
+        update, exchange, sends = self.update, self.exchange, type(self.update).send
+        combines_only = update.combines_only and not update.slots and sends is Update.send
+        refuse(
+            {
                 f"{type(update).__name__} needs whole tensors, which rounds on gradients do not "
-                "have: use it in a Round"
-            )
-        if not combines_only or type(update).send is not Update.send or not self.exchange.averages:
-            raise ValueError(
+                "have: use it in a Round": update.scope == "tensors",
                 "a round on gradients is Average, or an update with nothing but a `combine`, over "
-                "an exchange that brings a mean and is not relative"
-            )
+                "an exchange that brings a mean and is not relative": (
+                    not combines_only
+                    or not (exchange.agrees and exchange.communicates)
+                    or exchange.accepts == "model"
+                ),
+            }
+        )
 
     @property
     def name(self) -> str:
         """What messages to the user call this round."""
         return f"{type(self.update).__name__} gradient round"
+
+
+def check_coroutine(exchange: Exchange) -> None:
+    """Raise ``ValueError`` if the ``run`` of ``exchange`` is not ``async``."""
+    name = type(exchange).__name__
+    refuse(
+        {f"{name}.run must be a coroutine: async def run": not iscoroutinefunction(exchange.run)}
+    )
 
 
 AnyRound = Round | GradientRound
@@ -180,16 +196,6 @@ def workers_differ(recipe: Recipe) -> bool:
 def fragments_of(r: AnyRound) -> int:
     """How many fragments ``r``'s tensors are one of."""
     return r.part.count if isinstance(r, Round) and isinstance(r.part, Fragment) else 1
-
-
-def typical(r: AnyRound) -> AnyRound:
-    """``r`` at every step, over the workers, without delay, of the first fragment: rounds that
-    are equal then cost the processors the same."""
-    if isinstance(r, GradientRound):
-        return replace(r, when=every(1), over="workers")
-    part = Fragment(0, r.part.count, r.part.by) if isinstance(r.part, Fragment) else r.part
-    exchange = r.exchange.typical()
-    return replace(r, when=every(1), delay=0, part=part, over="workers", exchange=exchange)
 
 
 class NamedRecipe(tuple[AnyRound, ...]):

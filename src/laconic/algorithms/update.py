@@ -37,6 +37,12 @@ exchange keeps one slice per worker. ``everywhere``: the same value, needed on e
 counts; when the number of workers changes, that mean stays the same."""
 
 
+Sends = Literal["model", "change"]
+"""What messages are: parameters, or changes of them."""
+Scope = Literal["elements", "tensors"]
+"""What mathematics is about: each element alone, or whole tensors, such as matrices."""
+
+
 class Tensors:
     """The tensors that x consists of, one after the other, before padding. ``shapes``: theirs."""
 
@@ -54,6 +60,10 @@ class Tensors:
         ``where``: of which shapes; others stay. Where FSDP has sharded the model, each tensor is
         brought together on one of the worker's ranks for that, so every rank must make the call.
         """
+        if not self.shapes:
+            raise ValueError(
+                'clock.tensors is for `send` and `fold` of an update with scope = "tensors"'
+            )
         start = 0
         for shape in self.shapes:
             if where(shape):
@@ -78,8 +88,7 @@ class Clock:
         out_degree: how many peers the message goes to.
         score: this worker's, if the exchange asks for one.
         seed: the run's.
-        bucket: the bucket's number.
-        tensors: if the update is `Update.whole`, the tensors in x: see `Tensors.map`.
+        tensors: with the `Update.scope` ``"tensors"``, those in x: see `Tensors.map`.
         arrived: in a round with a quorum, how many of the workers contribute; elsewhere 0.
 
     Examples:
@@ -98,7 +107,6 @@ class Clock:
     out_degree: int = 0
     score: Score = NO_SCORE
     seed: int = 0
-    bucket: int = 0
     tensors: Tensors = field(default_factory=Tensors)
     arrived: int = 0
 
@@ -109,9 +117,10 @@ EveryStep = Callable[[Tensor, State, Clock], None]
 class Update:
     """The mathematics of a round, for one flat tensor ``x``.
 
-    Unless it is `whole`, all methods are elementwise in ``x`` and its state, so the same lines run
-    on a bucket, on the slice that a worker owns, or on one parameter. `before_step`, `after_step`
-    and `quiesce` are methods that an update may have, and are None where it has not.
+    Unless its ``scope`` is ``"tensors"``, all methods are elementwise in ``x`` and its state, so
+    the same lines run on a bucket, on the slice that a worker owns, or on one parameter.
+    `before_step`, `after_step` and `quiesce` are methods that an update may have, and are None
+    where it has not.
 
     Class attributes say what the formula needs. ``slots``: where each state tensor of `init` lives:
 
@@ -122,9 +131,10 @@ class Update:
 
     ``anchor``: the state tensor with the last common model. ``uses_lr``: the formula contains
     ``clock.lr``. ``replaces``: without a delay, what arrives is the new x, and `fold` is called for
-    delayed rounds only. ``sends_changes``: messages are changes, such as a - x. ``weight``: a state
-    tensor, a number, that travels with each message. ``models``: how many times as long as x the
-    message is. ``whole``: x consists of whole tensors.
+    delayed rounds only. ``sends``: ``"model"``, or ``"change"`` where messages are changes, such as
+    a - x. ``weight``: a state tensor, a number, that travels with each message. ``models``: how
+    many times as long as x the message is. ``scope``: ``"elements"``, or ``"tensors"`` where x
+    consists of whole tensors.
 
     Examples:
         >>> class HalfWay(laconic.Update):  # x <- (x + mean(x)) / 2
@@ -148,13 +158,13 @@ class Update:
     """The state tensor, a number, that travels with every message; None if there is none."""
     models: ClassVar[int] = 1
     """How many times as long as x the message is."""
-    whole: ClassVar[bool] = False
-    """Whether the mathematics is about whole tensors, such as matrices: see ``clock.tensors``.
-    `combine` may still get a slice, so it belongs in `send` and `fold`, and its state is
-    ``everywhere``."""
-    sends_changes: ClassVar[bool] = False
-    """Whether messages are changes, such as a - x, and not x. The exchange must then not code them
-    relative to the last result."""
+    scope: ClassVar[Scope] = "elements"
+    """``"tensors"``: the mathematics is about whole tensors, such as matrices: see
+    ``clock.tensors``. `combine` may still get a slice, so it belongs in `send` and `fold`, and its
+    state is ``everywhere``."""
+    sends: ClassVar[Sends] = "model"
+    """``"change"``: messages are changes, such as a - x, and not x. The exchange must then not code
+    them relative to the last result."""
 
     def init(self, x: Tensor) -> State:
         """Make the state for the common start ``x``, a copy that the state may keep. State tensors
@@ -187,16 +197,6 @@ class Update:
         """Whether a delayed `fold` needs ``y``."""
         return False
 
-    @property
-    def quiesces_others(self) -> bool:
-        """Whether every other round must fold what it has in flight first."""
-        return False
-
-    @property
-    def pulls(self) -> bool:
-        """Whether `after_step`, if there is one, changes x: a setting may switch it off."""
-        return True
-
     before_step: EveryStep | None = None
     """``before_step(x, state, clock)`` changes x in place before the user's optimizer does. If the
     update has a `weight`, its `after_step` undoes that."""
@@ -213,13 +213,14 @@ class Update:
     @property
     def combines_only(self) -> bool:
         """Whether all that it does is to combine what arrives to the new x."""
-        others = self.before_step or self.after_step or self.quiesce
-        return self.replaces and not self.whole and others is None
+        others = self.in_every_step or self.quiesce is not None or self.scope == "tensors"
+        return self.replaces and not others
 
     @property
     def in_every_step(self) -> bool:
-        """Whether every step of training uses the state, and not only a round."""
-        return self.before_step is not None or (self.after_step is not None and self.pulls)
+        """Whether every step of training uses the state, and not only a round. `after_step` is
+        called only then: a setting may switch it off."""
+        return self.before_step is not None or self.after_step is not None
 
 
 def returned(update: Update, method: str, value: object, state: State) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
+
+from laconic.links.agreement import in_words
 
 T = TypeVar("T")
 _MAX_LETTERS = 400
@@ -39,20 +41,12 @@ class AllRanks:
             caught = error
         problem = None if caught is None else [isinstance(caught, OSError), one_line(caught)]
         outcomes = self._gather([problem, shared(result)])
-        failed = [(rank, *problem) for rank, (problem, _) in enumerate(outcomes) if problem]
+        failed = {rank: problem for rank, (problem, _) in enumerate(outcomes) if problem}
         if failed:
-            kind = OSError if all(is_os_error for _, is_os_error, _ in failed) else ValueError
-            ranks_of: dict[str, list[int]] = {}
-            for rank, _, text in failed:
-                ranks_of.setdefault(text, []).append(rank)
-            problems = "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in ranks_of.items())
+            kind = OSError if all(is_os_error for is_os_error, _ in failed.values()) else ValueError
+            problems = in_words({rank: text for rank, (_, text) in failed.items()})
             raise kind(f"{self.call}: {problems}") from caught
         return result, [value for _, value in outcomes]  # type: ignore[return-value]
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """``ranks`` as text, such as ``ranks 0, 2``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def one_line(error: Exception) -> str:

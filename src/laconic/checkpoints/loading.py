@@ -50,10 +50,10 @@ def load(
         try:
             all_ranks.do(load_objects)
             # last, since it compares the parameters with those that it was saved with
-            if checked.averaged is None:
-                sync.load_state_dict(checked.saved["sync"])
-            else:
+            if checked.averaged:
                 _load_consensus(training, checked.saved, checked.averaged)
+            else:
+                sync.load_state_dict(checked.saved["sync"])
         except (OSError, ValueError):
             for restore in undo:
                 with suppress(Exception):  # the first error is the one to raise
@@ -70,12 +70,12 @@ def load(
 @dataclass(frozen=True)
 class _Checked:
     """What a rank has read and checked. ``states``: each object's state. ``saved``: the file that
-    they are from. ``averaged``: by rank, the files whose consensus the run goes on from, or None.
+    they are from. ``averaged``: by rank, the files whose consensus the run goes on from, if any.
     ``random``: the random state, or None."""
 
     states: Sequence[tuple[Stateful, Any]]
     saved: dict[str, Any]
-    averaged: dict[int, dict[str, Any]] | None
+    averaged: dict[int, dict[str, Any]]
     random: Mapping[str, Any] | None
 
 
@@ -90,12 +90,11 @@ def _read(
     random = saved["random"] if same and source == rank else None
     if random is not None:
         check_random_state(random)
-    averaged = None
-    if plan.regroup:
-        averaged = {r: read_rank_file(path(r), manifest, r, mapped=True) for r in plan.models(rank)}
+    chosen = plan.models(rank) if plan.averaged else []
+    averaged = {r: read_rank_file(path(r), manifest, r, mapped=True) for r in chosen}
     sharded = [p for p in parameters(training.model) if is_sharded(p)]
-    for file in (saved, *(averaged or {}).values()):
-        for key in ("model", "optimizer", "objects") if plan.regroup and sharded else ():
+    for file in (saved, *averaged.values()):
+        for key in ("model", "optimizer", "objects") if averaged and sharded else ():
             file[key] = on_mesh_of(file[key], sharded[0])
         training.check(file)
     states: list[tuple[Stateful, Any]] = [
@@ -110,7 +109,7 @@ def _deal_again(training: TrainingState, checked: _Checked, all_ranks: AllRanks)
     samplers = {k: s for k, s in training.others.items() if isinstance(s, ElasticSampler)}
     if not samplers:
         return
-    files = [checked.saved, *(checked.averaged or {}).values()]
+    files = [checked.saved, *checked.averaged.values()]
 
     def drawn() -> dict[str, list[list[int]]]:
         states = {name: [file["objects"][name] for file in files] for name in samplers}

@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from laconic.checkpoints.all_ranks import AllRanks, rank_list
+from laconic.checkpoints.all_ranks import AllRanks
+from laconic.links.agreement import rank_list
 
 MANIFEST = "laconic.json"
 _FORMAT, _VERSION = "laconic checkpoint", 1

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from laconic.checkpoints.all_ranks import AllRanks, rank_list
+from laconic.checkpoints.all_ranks import AllRanks
 from laconic.checkpoints.manifest import Manifest, make_folder
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import after_step
+from laconic.links.agreement import rank_list
 
 RECEIVED = "received-"
 """Begins the names of temporary folders for the files that other ranks send."""
@@ -27,15 +28,15 @@ class Plan:
     """What each rank loads.
 
     ``visible``: by rank, the saved ranks whose files it can see. ``available``: those that any rank
-    can see. ``averaged``: those of them whose consensus the run goes on from, if it does
-    (``regroup``). ``shards``: in how many parts each worker has the model. ``ranks_per_worker``: 1
-    if the saved run had another number of ranks or workers. ``note``: the line for the log.
+    can see. ``averaged``: those of them whose consensus the run goes on from; none if each goes
+    on from its own. ``shards``: in how many parts each worker has the model.
+    ``ranks_per_worker``: 1 if the saved run had another number of ranks or workers. ``note``: the
+    line for the log.
     """
 
     visible: Sequence[Sequence[int]]
     available: Sequence[int]
     averaged: Sequence[int]
-    regroup: bool
     shards: int
     ranks_per_worker: int
     note: str = ""
@@ -52,9 +53,7 @@ class Plan:
 
     def models(self, rank: int) -> list[int]:
         """The saved ranks whose models ``rank`` loads: to average, those with its shard."""
-        if not self.regroup:
-            return [rank]
-        return [r for r in self.averaged if r % self.shards == rank % self.shards]
+        return [r for r in self.averaged if r % self.shards == rank % self.shards] or [rank]
 
 
 def make_plan(folder: Path, manifest: Manifest, sync: Synchronizer, all_ranks: AllRanks) -> Plan:
@@ -81,7 +80,7 @@ def make_plan(folder: Path, manifest: Manifest, sync: Synchronizer, all_ranks: A
             f"{saved}{files}, and with them the last copy of a shard of the model"
         )
     if same and not lost:
-        return Plan(visible, available, available, False, shards, per_worker)
+        return Plan(visible, available, [], shards, per_worker)
     complete = [
         r for r in available if all(r // shards * shards + k in available for k in range(shards))
     ]
@@ -92,7 +91,7 @@ def make_plan(folder: Path, manifest: Manifest, sync: Synchronizer, all_ranks: A
         f"continue {after_step(manifest.step)} from the mean of {_count(count, 'saved worker')}; "
         "outer state is redistributed, private state averaged"
     )
-    return Plan(visible, available, averaged, True, shards, per_worker if same else 1, note)
+    return Plan(visible, available, averaged, shards, per_worker if same else 1, note)
 
 
 def _count(number: int, noun: str) -> str:

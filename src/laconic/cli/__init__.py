@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from laconic.cli.commands import COMMANDS as COMMANDS
 from laconic.cli.commands import commands
-from laconic.cli.options import OPTIONS
+from laconic.cli.options import OPTIONS, attribute
 from laconic.errors import did_you_mean
 
 
@@ -32,6 +32,7 @@ def run(words: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        hint = did_you_mean(unknown[0].partition("=")[0], OPTIONS)
+        known = [option for option in OPTIONS if hasattr(arguments, attribute(option))]
+        hint = did_you_mean(unknown[0].partition("=")[0], known)
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return int(arguments.run(arguments))

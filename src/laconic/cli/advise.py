@@ -92,8 +92,8 @@ def _numbers(arguments: argparse.Namespace, form: str) -> str:
 def _measured(arguments: argparse.Namespace, form: str) -> str:
     from laconic.advisor import cluster
     from laconic.advisor.choices import PLAIN, choices
-    from laconic.lab.emulation.impairments import Impairments
     from laconic.lab.emulation.jobs import terminate_as_exit
+    from laconic.lab.emulation.network import Network
     from laconic.lab.race.runner import Settings
 
     _refuse(arguments, NUMBERS, "is measured with --workload: remove one of the two")
@@ -101,10 +101,13 @@ def _measured(arguments: argparse.Namespace, form: str) -> str:
     steps = check_int("steps", arguments.steps, 2)
     settings = Settings(
         recipes=(),
-        hosts=4 if arguments.workers is None else arguments.workers,
-        bandwidth=arguments.bandwidth or 100e6,
-        host_bandwidth=arguments.bandwidth_host,
-        impairments=Impairments(latency=arguments.latency or 0.0, loss=arguments.loss or 0.0),
+        network=Network(
+            hosts=4 if arguments.workers is None else arguments.workers,
+            bandwidth=arguments.bandwidth or 100e6,
+            latency=arguments.latency or 0.0,
+            loss=arguments.loss or 0.0,
+            single={"bandwidth": arguments.bandwidth_host},
+        ),
         slow_hosts=arguments.slow_host,
         workload=arguments.workload,
         data=arguments.data,

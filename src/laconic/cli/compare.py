@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.cli.options import BETWEEN, FREE, NETWORK, declare, impairments_of
+from laconic.cli.options import BETWEEN, FREE, NETWORK, declare, network_of
 from laconic.cli.progress import Display
 from laconic.cli.streams import print_json
 
@@ -19,7 +19,7 @@ DEFAULT = (
     "ddp()",
     "local_sgd(12)",
     "slowmo(local_sgd(12), period=24, momentum=0.2)",
-    "diloco(48, momentum=0.3)",
+    "auto()",
 )
 """The recipes to compare by default."""
 
@@ -65,12 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         rivals=tuple(arguments.peer),
         free=tuple(arguments.free),
         rules=arguments.rules,
-        hosts=arguments.hosts,
+        network=network_of(arguments),
         per_host=arguments.per_host,
         group_size=arguments.group_size,
-        bandwidth=arguments.bandwidth,
-        host_bandwidth=arguments.bandwidth_host,
-        impairments=impairments_of(arguments),
         slow_hosts=arguments.slow_host,
         workload=arguments.workload,
         data=arguments.data,

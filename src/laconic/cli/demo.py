@@ -24,7 +24,7 @@ by byte, from 4 kB for each host. All begin with the same weights, get the same 
 same optimizer (AdamW). They differ only in how the hosts agree. Measured is the loss on code that
 is not trained on: lower is better. With start and validation, they take {minutes:.0f} minutes.
 """
-OVERHEAD_SECONDS = 15.0
+OVERHEAD_SECONDS = 12.0
 """What each row takes besides training, on two cores."""
 
 
@@ -76,18 +76,18 @@ def show(result: Result, directory: Path) -> None:
     """Write the picture and the report, and print the table and the sentences."""
     from rich.console import Console
 
-    from laconic.lab.demo.outcome import disturbed, sentences, table
+    from laconic.lab.demo.outcome import COLUMNS, disturbed, sentences
     from laconic.lab.race import report
     from laconic.lab.race.wording import network
 
     console = Console(highlight=False, markup=False)
     console.width = min(console.width, WIDTH)
     console.print()
-    console.print(table(result))
+    console.print(report.table(result, COLUMNS))
     console.print(f"\n{network(result)}\n")
     for number, sentence in enumerate(sentences(result), start=1):
         console.print(f"{number}. {sentence}")
     if warning := disturbed(result):
         console.print(f"\nWarning: {warning}")
-    page, *_, picture = report.write(result, directory)
+    page, _, picture = report.write(result, directory)
     console.print(f"\nPicture: {picture}\nReport:  {page}", soft_wrap=True)

@@ -30,7 +30,7 @@ def add(parser: Any) -> None:
         "Check torch, the network, the machine and the kernel, and say what to do about each "
         "problem. Run it on every host at about the same time, under torchrun or with --master, "
         "--rank and --hosts, to also check connections, versions and speed between hosts, "
-        "and to see which recipe auto() would choose."
+        "and for the command that predicts which recipe pays on this network."
     )
     declare(parser, OPTIONS, timeout="60s")
 

@@ -17,7 +17,7 @@ from laconic.cli.options import (
     TYPES,
     declare,
     given,
-    impairments_of,
+    network_of,
     parse_host,
     parse_limit,
 )
@@ -40,7 +40,7 @@ HORIZON_SECONDS = 24 * 3600.0
 
 
 PROGRAMS = "--per-host --out"
-FAULTS = "--kill --kill-every --hang --cut --restart"
+FAULTS = "--kill --kill-every --hang --cut --repair"
 
 
 def add(parser: Any) -> None:
@@ -59,7 +59,8 @@ def add(parser: Any) -> None:
         "faults",
         "With any of them the lab runs a coordinator, and LACONIC_COORDINATOR names it to the "
         "program. The summary shows how many steps of an elastic program counted, and who was "
-        "present. TIME counts from the start; HOST may be coordinator.",
+        "present. TIME counts from the start; HOST may be coordinator. Without --repair, killed "
+        "programs do not come back, except after 5s with --kill-every.",
     )
     declare(faults, FAULTS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -72,10 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         command = command[1:]
     from laconic.lab.emulation import program
     from laconic.lab.emulation.jobs import terminate_as_exit
-    from laconic.lab.emulation.network import Network
 
-    impairments = impairments_of(arguments)
-    network = Network(arguments.hosts, arguments.bandwidth, arguments.bandwidth_host, impairments)
+    network = network_of(arguments)
     network.check()
     if given(arguments, "--seed") and not given(arguments, "--jitter --loss --kill-every"):
         raise ValueError(
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name in given(arguments, f"{PROGRAMS} {FAULTS}"):
             raise ValueError(f"{name} has no effect with --shell: leave it out")
         return shell(arguments, network)
-    restart = arguments.restart
+    restart = arguments.repair
     if restart is None and arguments.kill_every is not None:
         restart = RESTART_SECONDS
     settings = program.Settings(
@@ -118,8 +117,8 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
         plan = faults.Plan((*found, *kills.faults))
     plan.check(hosts)
     if arguments.kill_every is None and not found:
-        if arguments.restart is not None:
-            raise ValueError("--restart needs --kill, --kill-every, --hang or --cut")
+        if arguments.repair is not None:
+            raise ValueError("--repair needs --kill, --kill-every, --hang or --cut")
         return None
     return plan
 
@@ -129,6 +128,7 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
     from laconic.lab.emulation import cluster
     from laconic.lab.emulation.jobs import terminate_as_exit
     from laconic.lab.emulation.join import join, running
+    from laconic.lab.emulation.network import check_host
     from laconic.lab.emulation.shell import open_shell
 
     host = parse_host(arguments.shell)
@@ -141,30 +141,11 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
                 stack.callback(os.close, descriptor)
             log(f"host{host} of the lab of process {labs[-1]}; Ctrl-D leaves")
         else:
-            cluster.check_host(host, network.hosts)
-            new = stack.enter_context(
-                cluster.Cluster(
-                    network.hosts,
-                    bandwidth=network.bandwidth,
-                    host_bandwidth=network.host_bandwidth,
-                    impairments=network.impairments,
-                )
-            )
+            check_host(host, network.hosts)
+            new = stack.enter_context(cluster.Cluster(network))
             entry = new.entry(host)
-            log(f"{describe(network)}; join it with laconic lab --shell HOST; Ctrl-D ends it")
+            log(f"{network}; join it with laconic lab --shell HOST; Ctrl-D ends it")
         return open_shell(entry, {**os.environ, **cluster.interface_variables("eth0")})
-
-
-def describe(network: Network) -> str:
-    """Return the hosts, their rates, latency, jitter and loss for display."""
-
-    def rate(value: float | None) -> str:
-        return "unlimited" if value is None else format_rate(value)
-
-    hosts = f"{network.hosts} host{'s' * (network.hosts > 1)}"
-    single = [f", host{h} {rate(value)}" for h, value in sorted(network.host_bandwidth.items())]
-    parts = [f"{hosts}, {rate(network.bandwidth)} each{''.join(single)}"]
-    return ", ".join([*parts, *filter(None, [str(network.impairments)])])
 
 
 class Display:
@@ -186,11 +167,11 @@ class Display:
     def started(self, reason: str | None) -> None:
         """Print what the programs run on, and what is not emulated."""
         network = self._settings.network
-        log(describe(network))
+        log(str(network))
         if reason is not None:
             log(f"{reason}; all hosts are this machine")
             log("NOT slowed down: programs without laconic. laconic slows its own messages")
-            if network.impairments:
+            if network.impaired:
                 log("latency: half of it is added by laconic to each of its own messages")
 
     def printed(self, process: Process, error: bool, lines: Sequence[bytes]) -> None:

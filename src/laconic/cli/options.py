@@ -21,7 +21,7 @@ from laconic.units import (
 )
 
 if TYPE_CHECKING:
-    from laconic.lab.emulation.impairments import Impairments
+    from laconic.lab.emulation.network import Network
 
 VOCABULARY = """
 --workers COUNT  number of workers
@@ -47,7 +47,7 @@ VOCABULARY = """
 --backward-share SHARE  share of the step time spent in the backward pass
 --spread SHARE  standard deviation of step times over their mean
 
---workload WORKLOAD  digits, text, text-small, text-few, or your own, such as my.py:make
+--workload WORKLOAD  digits, text, text-few, or your own, such as my.py:make
 --data FILE  training data of the text workload or your own
 --rules FILE  file with your own recipes, such as my_rules.py
 --free RECIPE  a recipe on a free network: what the others can reach; repeatable
@@ -63,7 +63,7 @@ VOCABULARY = """
 --price PRICE  price of a worker per hour
 --egress PRICE  price of a GB that leaves a site
 --mtbf TIME  mean time between two failures of a worker, such as 30d
---repair TIME  time until a failed machine is back
+--repair TIME  time until a failed machine, or a killed program, is back
 --checkpoint STEPS  steps between checkpoints, from which a run starts again (else it is elastic)
 --cluster FILE  the cluster in YAML or JSON; see --example
 --example  print such a file, and nothing else
@@ -73,7 +73,6 @@ VOCABULARY = """
 --kill-every TIME  kill a random host's program again and again, with this mean time in between
 --hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
 --cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
---restart TIME  start a killed program again after this time (5s with --kill-every)
 --shell HOST  open a shell on a host of the newest running lab, or of a new one
 --elastic  instead, kill one of four workers during a training, and replace it
 
@@ -209,7 +208,7 @@ def single(name: str) -> str:
 
 
 NETWORK = "--bandwidth --latency --jitter --loss"
-"""Of emulated hosts, with values for single ones; see `impairments_of`."""
+"""Of emulated hosts, with values for single ones; see `network_of`."""
 BETWEEN = (
     "HOST= gives one host another value, such as --latency 2=50ms. Between two hosts, the mean of "
     "their latencies, jitters and losses counts."
@@ -257,16 +256,13 @@ def given(arguments: argparse.Namespace, options: str) -> list[str]:
     return [o for o, name in names.items() if {name, single(name)} & {*arguments.given}]
 
 
-def impairments_of(arguments: argparse.Namespace) -> Impairments:
-    """Return the latency, jitter and loss of an emulated network."""
-    from laconic.lab.emulation.impairments import Impairments
+def network_of(arguments: argparse.Namespace) -> Network:
+    """Return the network that the options in `NETWORK` describe, with its hosts."""
+    from laconic.lab.emulation.network import QUANTITIES, Network
 
-    return Impairments(
-        arguments.latency,
-        arguments.jitter,
-        arguments.loss,
-        arguments.latency_host,
-        arguments.jitter_host,
-        arguments.loss_host,
-        arguments.seed,
+    return Network(
+        arguments.hosts,
+        **{name: getattr(arguments, name) for name in QUANTITIES},
+        single={name: getattr(arguments, single(name)) for name in QUANTITIES},
+        seed=arguments.seed,
     )

@@ -72,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.advisor.plan.report import plan
 
     if arguments.example:
+        if arguments.recipes or {*arguments.given} - {"example", "recipes"}:
+            raise ValueError("--example prints a file, and nothing else: leave out the rest")
         print(fields.EXAMPLE, end="")
         return 0
     cluster, measured = _cluster(arguments)
@@ -82,11 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(made.to_json())
         return 0
-    from rich.console import Console
+    from laconic.advisor.plan.show import text
 
-    from laconic.advisor.plan.show import show
-
-    show(made, Console())
+    print("\n".join(text(made)))
     if measured is not None:
         print(measured)
     return 0
@@ -117,6 +117,8 @@ def _cluster(arguments: argparse.Namespace) -> tuple[Cluster, Measured | None]:
         cluster = _described(arguments)
     if arguments.from_metrics is None:
         return cluster, None
+    for name in given(arguments, "--step-time --spread"):
+        raise ValueError(f"{name} is measured with --from-metrics: leave out one of the two")
     from laconic.advisor.plan.measured import calibrated
 
     return calibrated(cluster, arguments.from_metrics)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from laconic.lab.race.result import Row
     from laconic.lab.race.runner import Event
 
-DOING = {"launched": "starting", "planning": "timing a few steps, to plan the run"}
+DOING = {"launched": "starting", "warming up": "taking the first steps, which do not count"}
 """What a row is doing after an event."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -55,8 +56,6 @@ def add(parser: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if a setting was found."""
-    from rich.console import Console
-
     from laconic.advisor.tune import report, tuning
     from laconic.advisor.tune.journal import open_journal
     from laconic.advisor.tune.space import LR
@@ -64,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
     space, task = _space_and_task(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     settings = _settings(arguments, space, task)
-    log = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     with open_journal(arguments.out / "journal.jsonl", settings) as study:
         timed = _timed(study, space, task)
 
@@ -78,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
                 study, space, evaluate, trials=arguments.trials, seed=arguments.seed, prune=prune
             )
             for number, trial in enumerate(tried, done + 1):
-                log.print(f"{number}/{arguments.trials} {report.trial_text(space, trial)}")
+                text = f"{number}/{arguments.trials} {report.trial_text(space, trial)}"
+                print(text, file=sys.stderr, flush=True)
         finally:
             _show(space, tuning.ended(study, space), timed)
         tuning.best(tuning.ended(study, space))  # raises if no trial succeeded
@@ -89,7 +88,7 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
     """Return what to tune, and on what. Raises ``ValueError`` for bad options."""
     from laconic.advisor.tune.runs import Task
     from laconic.advisor.tune.space import parse_values, space_of
-    from laconic.lab.emulation.impairments import Impairments
+    from laconic.lab.emulation.network import Network
     from laconic.lab.race.runner import Settings
 
     check_int("seed", arguments.seed, 0)
@@ -101,11 +100,9 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
     settings = Settings(
         recipes=(),
         rules=arguments.rules,
-        hosts=1,
+        network=Network(1, arguments.bandwidth, arguments.latency),
         per_host=arguments.workers,
         group_size=arguments.group_size,
-        bandwidth=arguments.bandwidth,
-        impairments=Impairments(latency=arguments.latency),
         workload=arguments.workload,
         data=arguments.data,
         seconds=None,
@@ -161,18 +158,15 @@ def _timed(study: optuna.Study, space: Space, task: Task) -> Task:
 
 def _show(space: Space, trials: list[Trial], task: Task) -> None:
     """Print the table and the summary, if a trial has finished."""
-    from rich.console import Console
-
     from laconic.advisor.tune import report
     from laconic.units import format_rate, format_seconds
 
     if not any(trial.status == "ok" for trial in trials):
         return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    latency = format_seconds(task.race.impairments.latency)
-    console.print(
+    latency = format_seconds(task.race.network.latency)
+    print(
         f"{space.recipe}\n{task.race.workload}, {task.workers} simulated workers, times predicted, "
-        f"{format_rate(task.race.bandwidth)}, {latency} round trip\n"
+        f"{format_rate(task.race.network.bandwidth or math.inf)}, {latency} round trip\n"
     )
-    console.print(report.table(space, trials))
-    console.print(report.summary(space, trials, task.race.group_size))
+    print(*report.table(space, trials), "", sep="\n")
+    print(report.summary(space, trials, task.race.group_size))

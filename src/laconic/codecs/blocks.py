@@ -16,8 +16,6 @@ of L. Nothing is therefore clipped, and ``Q(Q(x)) == Q(x)``. A float32 scale wou
 bytes per block (0.06 bits per element for blocks of 256), have none of these properties, and reduce
 the steps by at most 0.4 %.
 
-Stochastic rounding rounds s up, so that |y| <= L: clipping would bias the result.
-
 s is at least 2^-126, the smallest normal number. Q(x) is therefore never subnormal, and ``x / s``
 never overflows. Blocks with smaller elements use this scale. s is at most the largest value for
 which ``s * L`` is finite.
@@ -37,10 +35,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from laconic.codecs.codec import Codec, check_length
-from laconic.errors import check_bool, check_int
+from laconic.codecs.codec import Codec
+from laconic.errors import check_int
 
 SCALE_BYTES = 2
 MIN_SCALE = 2.0**-126
@@ -48,32 +45,23 @@ MIN_SCALE = 2.0**-126
 
 @dataclass(frozen=True)
 class Blockwise(Codec):
-    """A codec with one scale for every ``block`` elements.
-
-    ``stochastic``: round at random to one of the two nearest levels, such that E[Q(x)] = x.
-    """
+    """A codec with one scale for every ``block`` elements."""
 
     bits: ClassVar[int]
     levels: ClassVar[float]
     """L, the largest level."""
     block: int = 256
-    stochastic: bool = False
 
     def __post_init__(self) -> None:
         check_int("block", self.block, 1)
-        check_bool("stochastic", self.stochastic)
 
     @abstractmethod
-    def quantize(self, y: Tensor, generator: torch.Generator | None) -> Tensor:
+    def quantize(self, y: Tensor) -> Tensor:
         """Return codes of y, (n, m), as numbers that ``write`` can add. May overwrite y."""
 
     @abstractmethod
     def level(self, code: Tensor) -> Tensor:
         """Return the levels of uint8 codes, as int8."""
-
-    @abstractmethod
-    def error(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return the bound on |x - Q(x)|, for x of any size and scales that broadcast to it."""
 
     @property
     def unit(self) -> int:
@@ -84,25 +72,16 @@ class Blockwise(Codec):
         return torch.float32
 
     def nbytes(self, length: int) -> int:
-        whole, rest = divmod(check_length(length), self.block)
+        whole, rest = divmod(check_int("length", length, 0), self.block)
         size = whole * (SCALE_BYTES + self._width(self.block))
         return size + (SCALE_BYTES + self._width(rest) if rest else 0)
 
-    def bound(self, x: Tensor) -> Tensor:
-        length = x.numel()
-        blocks = functional.pad(x.to(torch.float32), (0, -length % self.block))
-        blocks = blocks.view(-1, self.block)
-        scale = self.scales(blocks.abs().amax(1, keepdim=True)).to(torch.float32)
-        return self.error(blocks, scale).reshape(-1)[:length]
-
-    def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
-        codes, _, in_range = self.quantized(x.to(torch.float32), payload, generator)
+    def encode_units(self, x: Tensor, payload: Tensor) -> Tensor:
+        codes, _, in_range = self.quantized(x.to(torch.float32), payload)
         self.write(codes, payload[:, SCALE_BYTES:])
         return in_range
 
-    def quantized(
-        self, x: Tensor, payload: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def quantized(self, x: Tensor, payload: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Write the blocks' scales into ``payload``, and return the codes of x, float32.
 
         Also returns the scales, and whether all elements are in range. The codes themselves are not
@@ -113,7 +92,7 @@ class Blockwise(Codec):
         payload[:, :SCALE_BYTES] = scale.view(torch.uint8)
         scale = scale.to(torch.float32)
         in_range = peak.amax() <= torch.finfo(torch.float32).max
-        return self.quantize(x / scale, generator), scale, in_range
+        return self.quantize(x / scale), scale, in_range
 
     def decode_units(self, payload: Tensor, out: Tensor) -> None:
         scale = payload[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format)
@@ -125,11 +104,7 @@ class Blockwise(Codec):
         """Return s, in bfloat16, for blocks with the largest magnitudes ``peak``, in float32."""
         # Divide by a tensor: accelerators multiply by the rounded inverse of a Python number.
         step = peak / torch.full((), self.levels, device=peak.device)
-        scale = step.to(torch.bfloat16)
-        if self.stochastic:
-            above = (scale.view(torch.int16) + 1).view(torch.bfloat16)
-            scale = torch.where(scale.to(torch.float32) < step, above, scale)
-        return scale.clamp_(MIN_SCALE, largest_scale(self.levels))
+        return step.to(torch.bfloat16).clamp_(MIN_SCALE, largest_scale(self.levels))
 
     def write(self, codes: Tensor, payload: Tensor) -> None:
         """Write ``codes``, (n, m) numbers, into the bytes ``payload``, (n, w).

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.codecs.codec import PIECE, Codec, check_length
-from laconic.errors import check_choice
+from laconic.codecs.codec import PIECE, Codec
+from laconic.errors import check_choice, check_int
 
 FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -45,17 +45,9 @@ class Cast(Codec):
         return FORMATS[self.format]
 
     def nbytes(self, length: int) -> int:
-        return check_length(length) * self.dtype.itemsize
+        return check_int("length", length, 0) * self.dtype.itemsize
 
-    def bound(self, x: Tensor) -> Tensor:
-        size = x.to(torch.float32).abs()
-        if self.format == "float32":
-            return torch.zeros_like(size)
-        kind = torch.finfo(self.dtype)
-        # eps / 2 bounds the relative rounding error, tiny * eps is the smallest subnormal number
-        return torch.clamp(size * (kind.eps / 2), min=kind.tiny * kind.eps / 2)
-
-    def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
+    def encode_units(self, x: Tensor, payload: Tensor) -> Tensor:
         x = x.to(torch.float32)
         payload.view(self.dtype).copy_(x)
         return x.abs().amax() <= torch.finfo(self.dtype).max

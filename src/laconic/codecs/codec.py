@@ -10,7 +10,7 @@ from typing import ClassVar, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from laconic.errors import NotFiniteError, check_int
+from laconic.errors import NotFiniteError
 from laconic.tensors import mean_in_rank_order
 
 PIECE = 2**18
@@ -42,8 +42,8 @@ class Codec(ABC):
     """A lossy code for flat tensors.
 
     Elements are coded in units of ``unit`` elements. Each unit is coded on its own, one after the
-    other, and the last may be shorter. For a and b multiples of ``unit`` and no stochastic
-    rounding, ``encode(x[a:b]) == encode(x)[nbytes(a):nbytes(b)]``.
+    other, and the last may be shorter. For a and b multiples of ``unit``,
+    ``encode(x[a:b]) == encode(x)[nbytes(a):nbytes(b)]``.
 
     No code may consist of bytes of 255 alone: these mark a message that could not be coded. Ranks
     and checkpoints compare codecs by their ``repr``, which must show all settings, as that of a
@@ -81,22 +81,16 @@ class Codec(ABC):
         """Return the length in bytes of the code of ``length`` elements."""
 
     @abstractmethod
-    def bound(self, x: Tensor) -> Tensor:
-        """Return the bound on ``|x - Q(x)|`` for each element of a flat x, taken as float32."""
-
-    @abstractmethod
-    def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
+    def encode_units(self, x: Tensor, payload: Tensor) -> Tensor:
         """Encode each row of x, (n, m) with m at most ``unit``, taken as float32.
 
         Writes into ``payload``, uint8 (n, nbytes(m)). Returns whether all elements are in range, as
         a tensor of one bool.
         """
 
-    def encode_and_subtract(
-        self, x: Tensor, payload: Tensor, generator: torch.Generator | None
-    ) -> Tensor:
+    def encode_and_subtract(self, x: Tensor, payload: Tensor) -> Tensor:
         """Encode as ``encode_units`` does, then x <- x - Q(x) if all elements are in range."""
-        in_range = self.encode_units(x, payload, generator)
+        in_range = self.encode_units(x, payload)
         if bool(in_range):
             decoded = torch.empty_like(x, dtype=torch.float32)
             self.decode_units(payload, decoded)
@@ -111,7 +105,6 @@ class Codec(ABC):
     def encode(
         self,
         x: Tensor,
-        generator: torch.Generator | None = None,
         *,
         less: Tensor | None = None,
         plus: Tensor | None = None,
@@ -122,7 +115,6 @@ class Codec(ABC):
 
         Args:
             x: a flat tensor, float32 or another floating-point dtype, which is cast to float32.
-            generator: for stochastic rounding; None uses torch's own.
             less, plus: tensors of x's shape and dtype. First, ``x <- x - less + plus``.
             subtract: at the end, ``x <- x - Q(x)``.
             out: where to write the code.
@@ -146,12 +138,8 @@ class Codec(ABC):
             raise ValueError("x is changed in place and must be contiguous: call x.contiguous()")
         size = self.nbytes(x.numel())
         payload = torch.empty(size, dtype=torch.uint8, device=x.device) if out is None else out
-        if payload.dtype != torch.uint8 or payload.shape != (size,) or not payload.is_contiguous():
-            raise ValueError(
-                f"{self} codes {x.numel()} elements as {size} contiguous uint8 values, but out has "
-                f"{payload.dtype} and shape {tuple(payload.shape)}"
-            )
-        in_range = self.encode_flat(x.contiguous(), payload, generator, less, plus, subtract)
+        self._check_code(payload, x.numel())
+        in_range = self.encode_flat(x.contiguous(), payload, less, plus, subtract)
         if not bool(in_range):
             raise NotFiniteError(self._nonfinite_message(x))
         return payload
@@ -165,27 +153,15 @@ class Codec(ABC):
         Writes them to ``out`` if given, or adds them to ``out`` with ``add``. Raises ``ValueError``
         if the lengths do not fit.
         """
-        size = self.nbytes(length)
-        if payload.dtype != torch.uint8 or payload.shape != (size,):
-            raise ValueError(
-                f"{self} codes {length} elements as {size} uint8 values, not as {payload.dtype} of "
-                f"shape {tuple(payload.shape)}"
-            )
+        self._check_code(payload, length)
         if out is None:
             if add:
                 raise ValueError("add=True needs out, the tensor to add to")
             out = torch.empty(length, dtype=torch.float32, device=payload.device)
-        elif (
-            out.dtype != torch.float32
-            or out.shape != (length,)
-            or not out.is_contiguous()
-            or out.device != payload.device
-        ):
-            raise ValueError(
-                f"out must be {length} contiguous float32 values on {payload.device}, not "
-                f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
-            )
-        self.decode_flat(payload.contiguous(), out, add)
+        if out.dtype != torch.float32:
+            raise ValueError(f"out must be {length} contiguous float32 values, not {out.dtype}")
+        _check_out(out, payload, length)
+        self.decode_flat(payload, out, add)
         return out
 
     @_without_grad
@@ -196,28 +172,13 @@ class Codec(ABC):
         the rows may be columns of longer ones. ``out`` is flat and contiguous, and its length is a
         multiple of ``grain``. Raises ``ValueError`` if the lengths do not fit.
         """
-        if out.dim() != 1 or not out.is_contiguous() or out.device != rows.device:
-            raise ValueError(
-                f"out must be flat, contiguous and on {rows.device}, not of shape "
-                f"{tuple(out.shape)} on {out.device}"
-            )
         length = out.numel()
-        size = self.nbytes(length)
+        _check_out(out, rows, length)
         if length % self.grain:
             raise ValueError(
                 f"{self} computes means of a multiple of {self.grain} elements, not of {length}"
             )
-        if (
-            rows.dtype != torch.uint8
-            or rows.dim() != 2
-            or not len(rows)
-            or rows.shape[1] != size
-            or rows.stride(1) != 1
-        ):
-            raise ValueError(
-                f"{self} codes {length} elements as a contiguous row of {size} uint8 values, not "
-                f"as {rows.dtype} of shape {tuple(rows.shape)} and strides {rows.stride()}"
-            )
+        self._check_code(rows, length, dim=2)
         self.mean_of_rows(rows, out)
         return out
 
@@ -230,7 +191,6 @@ class Codec(ABC):
         self,
         x: Tensor,
         payload: Tensor,
-        generator: torch.Generator | None,
         less: Tensor | None,
         plus: Tensor | None,
         subtract: bool,
@@ -240,7 +200,7 @@ class Codec(ABC):
             x.sub_(less)
         if plus is not None:
             x.add_(plus)
-        return self.encode_rows(x[None], payload[None], generator, subtract)
+        return self.encode_rows(x[None], payload[None], subtract)
 
     def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
         """Implement ``decode`` for a contiguous ``payload``."""
@@ -251,21 +211,13 @@ class Codec(ABC):
         if add:
             out += decoded
 
-    def encode_rows(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        generator: torch.Generator | None,
-        subtract: bool = False,
-    ) -> Tensor:
+    def encode_rows(self, x: Tensor, payload: Tensor, subtract: bool = False) -> Tensor:
         """Encode each row of x, (n, m), as ``encode`` does, into a row of ``payload``.
 
         Returns whether all elements are in range, as a tensor of one bool.
         """
-        in_range = []
-        for rows, codes in self._pieces(x, payload):
-            code = self.encode_and_subtract if subtract else self.encode_units
-            in_range.append(code(rows, codes, generator))
+        code = self.encode_and_subtract if subtract else self.encode_units
+        in_range = [code(rows, codes) for rows, codes in self._pieces(x, payload)]
         return torch.stack(in_range).all() if in_range else torch.ones((), dtype=torch.bool)
 
     def decode_rows(self, payload: Tensor, out: Tensor) -> None:
@@ -287,6 +239,17 @@ class Codec(ABC):
             b = min(a + unit, m)
             yield from _split(x[:, a:b], payload[:, self.nbytes(a) : self.nbytes(b)])
 
+    def _check_code(self, code: Tensor, length: int, dim: int = 1) -> None:
+        """Raise ``ValueError`` unless ``code`` can hold that of ``length`` elements; with ``dim`` 2
+        one in each row."""
+        size, shape = self.nbytes(length), code.shape
+        fits = code.dtype == torch.uint8 and len(shape) == dim and shape[-1] == size
+        if not fits or (dim == 2 and not len(code)) or (size > 1 and code.stride(-1) != 1):
+            raise ValueError(
+                f"{self} codes {length} elements as {size} uint8 values, not as {code.dtype} of "
+                f"shape {tuple(shape)} and strides {code.stride()}"
+            )
+
     def _nonfinite_message(self, x: Tensor) -> str:
         """Describe the first element that is out of range, in one line."""
         largest = torch.finfo(self.dtype).max
@@ -305,6 +268,15 @@ def _split(x: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(torch.split(x, rows), torch.split(payload, rows), strict=True)
 
 
+def _check_out(out: Tensor, code: Tensor, length: int) -> None:
+    """Raise ``ValueError`` unless ``out`` has room for what ``code`` decodes to."""
+    if out.shape != (length,) or not out.is_contiguous() or out.device != code.device:
+        raise ValueError(
+            f"out must be {length} contiguous float32 values on {code.device}, not of shape "
+            f"{tuple(out.shape)} on {out.device}"
+        )
+
+
 def check_repr(codec: Codec) -> None:
     """Raise ``ValueError`` if a user's codec has no ``repr`` that shows its settings."""
     if type(codec).__repr__ is object.__repr__:
@@ -312,8 +284,3 @@ def check_repr(codec: Codec) -> None:
             f"codec {type(codec).__name__} needs a repr that shows all its settings, because ranks "
             "and checkpoints compare it: make it a dataclass"
         )
-
-
-def check_length(length: int) -> int:
-    """Return ``length`` if it is a number of elements, else raise ``ValueError``."""
-    return check_int("length", length, 0)

@@ -1,61 +1,23 @@
-"""Codecs with compiled kernels. Tensor operations serve tensors that the kernels do not."""
+"""Which kernels serve which tensors. Tensor operations serve those that no kernel does."""
 
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple, Protocol
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from laconic.codecs import kernels
-from laconic.codecs.codec import Codec
 
 
-class Kernel(NamedTuple):
-    """A kernel for ``bits`` bits per element, blocks of ``block``, and scales up to ``max_scale``.
-
-    ``encodes``: whether it can encode, and not only decode.
-    """
-
-    bits: int
-    block: int
-    max_scale: float
-    encodes: bool
-
-
-class Kernels(Protocol):
-    """Kernels for one kind of device: `laconic.codecs.kernels`, `laconic.codecs.gpu_kernels`."""
-
-    def encode(
-        self,
-        bits: int,
-        block: int,
-        x: Tensor,
-        less: Tensor | None,
-        plus: Tensor | None,
-        payload: Tensor,
-        residual: Tensor | None,
-        max_scale: float,
-    ) -> Tensor | bool:
-        """See `laconic.codecs.kernels.encode`."""
-
-    def decode(self, bits: int, block: int, payload: Tensor, out: Tensor, add: bool) -> None:
-        """See `laconic.codecs.kernels.decode`."""
-
-    def decode_mean(self, bits: int, block: int, rows: Tensor, out: Tensor) -> None:
-        """See `laconic.codecs.kernels.decode_mean`."""
-
-
-def kernels_for(kernel: Kernel, *tensors: Tensor) -> Kernels | None:
-    """The kernels for ``tensors``, or None if there are none."""
-    if kernel.block > kernels.MAX_BLOCK or not all(map(_is_plain, tensors)):
-        return None
+def kernels_for(*tensors: Tensor) -> ModuleType | None:
+    """`laconic.codecs.kernels` or `laconic.codecs.gpu_kernels`, whichever serves these ``tensors``;
+    None if neither does. Both have the functions ``encode``, ``decode`` and ``decode_mean``."""
     device = tensors[0].device
-    if any(t.device != device for t in tensors):
+    if not all(_is_plain(t) and t.device == device for t in tensors):
         return None
     if device.type == "cpu":
         return kernels if kernels.library() is not None else None
@@ -71,7 +33,7 @@ def _is_plain(t: Tensor) -> bool:
 
 
 @cache
-def gpu_kernels(device: torch.device) -> Kernels | None:
+def gpu_kernels(device: torch.device) -> ModuleType | None:
     """The kernels for a GPU, if Triton is installed and can compile them there."""
     if find_spec("triton") is None:
         return None
@@ -90,46 +52,3 @@ def gpu_kernels(device: torch.device) -> Kernels | None:
         )
         return None
     return found
-
-
-class Compiled(Codec):
-    """A codec with a kernel for contiguous float32 on CPUs and GPUs."""
-
-    @property
-    @abstractmethod
-    def kernel(self) -> Kernel | None:
-        """Return the codec's kernel, or None."""
-
-    def encode_flat(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        generator: torch.Generator | None,
-        less: Tensor | None,
-        plus: Tensor | None,
-        subtract: bool,
-    ) -> Tensor | bool:
-        others = [t for t in (less, plus) if t is not None]
-        kernel = self.kernel
-        found = kernels_for(kernel, x, *others) if kernel is not None and kernel.encodes else None
-        if kernel is None or found is None or (others and not subtract):
-            return super().encode_flat(x, payload, generator, less, plus, subtract)
-        residual = x if subtract else None
-        at = (x, less, plus, payload, residual)
-        return found.encode(kernel.bits, kernel.block, *at, kernel.max_scale)
-
-    def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
-        kernel = self.kernel
-        found = kernels_for(kernel, out) if kernel is not None else None
-        if kernel is None or found is None:
-            super().decode_flat(payload, out, add)
-        else:
-            found.decode(kernel.bits, kernel.block, payload, out, add)
-
-    def mean_of_rows(self, rows: Tensor, out: Tensor) -> None:
-        kernel = self.kernel
-        found = kernels_for(kernel, out) if kernel is not None else None
-        if kernel is None or found is None:
-            super().mean_of_rows(rows, out)
-        else:
-            found.decode_mean(kernel.bits, kernel.block, rows, out)

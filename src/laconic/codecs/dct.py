@@ -8,6 +8,7 @@ the inverse is C_h^T Y C_w, and the transform preserves sums of squares.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,11 +39,8 @@ class Tiling:
         The sides of tiles are the largest divisors that are at most ``chunk`` (at least 1). With a
         chunk of 64, a side of 64 stays whole, 100 is cut into 50s, and a prime number into 1s.
         """
-        numel = 1
-        for side in shape:
-            numel *= side
         rows = shape[0] if len(shape) > 1 else 1
-        columns = numel // rows
+        columns = math.prod(shape) // rows
         return cls(rows, columns, divisor(rows, chunk), divisor(columns, chunk))
 
     @property

@@ -19,30 +19,21 @@ class E3M0(Blockwise):
     2 + ceil(block / 2) bytes. This is the 4-bit code of Streaming DiLoCo (Douillard et al., 2025,
     arXiv 2501.18512). Symbols, the scale s, and y are those of `laconic.codecs.blocks`.
 
-    Nearest rounding takes the level nearest in value, which gives the smallest error for each
-    element: at most |x|/3. The nearest level in logarithm is off by up to 0.41 |x|, and no level is
+    The level is the one nearest in value, which gives the smallest error for each element: at most
+    |x|/3. The nearest level in logarithm is off by up to 0.41 |x|, and no level is
     nearest to 0 in logarithm. Ties go to the larger level. ``z = max(|y|, |y|/2 + 1/2)`` maps 0..1
     to the octave 1/2..1. After half of its octave is added to the bits of z, e is its binary
     exponent. The error is at most ``(1 + 2^-20) * max(|x|/3, s/2)``.
-
-    Stochastic rounding adds a uniform number of 23 bits instead of the half. z is then rounded up
-    with a probability equal to its position in the octave, and E[Q(x)] = x. The error is at most
-    ``(1 + 2^-20) * max(|x|, s)``. Blocks within 0.4 % of the largest float32 are clipped.
     """
 
     bits: ClassVar[int] = 4
     levels: ClassVar[float] = 64.0
 
-    def quantize(self, y: Tensor, generator: torch.Generator | None) -> Tensor:
+    def quantize(self, y: Tensor) -> Tensor:
         sign = y.view(torch.int32) >> 31  # 0 or -1
         y = y.abs_()
-        if self.stochastic:
-            y = y.clamp_(max=self.levels)
         z = torch.maximum(y, (y * 0.5).add_(0.5)).view(torch.int32)
-        if self.stochastic:
-            z += torch.empty_like(z).random_(0, 2**23, generator=generator)
-        else:
-            z += 2**22
+        z += 2**22
         z -= 126 << 23  # the exponent field of numbers from 1/2 to 1
         z >>= 23
         return z.sub_(sign, alpha=8).to(torch.uint8)
@@ -54,7 +45,3 @@ class E3M0(Blockwise):
         size = (1 << (code & 7)) >> 1
         sign = 1 - ((code & 8) >> 2)  # 1, or -1 as a byte
         return (size * sign).view(torch.int8)
-
-    def error(self, x: Tensor, scale: Tensor) -> Tensor:
-        share, steps = (1.0, 1.0) if self.stochastic else (1 / 3, 0.5)
-        return torch.maximum(x.abs() * share, scale * steps) * (1 + 2.0**-20)

@@ -3,59 +3,77 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from laconic.codecs.blocks import SCALE_BYTES, Blockwise, largest_scale
-from laconic.codecs.compiled import Compiled, Kernel
+from laconic.codecs.compiled import kernels_for
+from laconic.codecs.kernels import MAX_BLOCK
 
 COMPILED = ((8, 127.0), (4, 7.0), (2, 1.0))
 """Bits and levels that have a kernel."""
 
 
 @dataclass(frozen=True)
-class Integers(Compiled, Blockwise):
+class Integers(Blockwise):
     """Levels q in -L..L with L = 2^(bits-1) - 1.
 
     A code is ``q + 2^(bits-1)``; code 0 is not used. Symbols, the scale s, and y are those of
     `laconic.codecs.blocks`.
 
-    Nearest rounding: ``q = round(y)``, ties to even. The error ``|x - Q(x)|`` is at most
+    ``q = round(y)``, ties to even. The error ``|x - Q(x)|`` is at most
     ``s * (1/2 + L * 2^-23)``: half a step, plus the rounding of y to float32.
-
-    Stochastic rounding (QSGD: Alistarh et al., NIPS 2017, arXiv 1610.02132, where the scale is the
-    2-norm): ``q = floor(y) + [u < y - floor(y)]`` with u uniform in [0, 1), so that E[q] = y, and
-    ``|x - Q(x)| <= s * (1 + L * 2^-23)``. Blocks within 0.4 % of the largest float32 are clipped.
     """
 
-    def quantize(self, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        if not self.stochastic:
-            return y.round_()
-        low = y.floor()
-        u = torch.rand(y.shape, generator=generator, device=y.device)
-        # ceil(y - low - u) equals [u < y - low] and is twice as fast. floor(y + u) would not be
-        # exact, because the sum is rounded.
-        q: Tensor = y.sub_(low).sub_(u).ceil_().add_(low)
-        return q.clamp_(-self.levels, self.levels)
+    def quantize(self, y: Tensor) -> Tensor:
+        return y.round_()
 
-    def encode_and_subtract(
-        self, x: Tensor, payload: Tensor, generator: torch.Generator | None
-    ) -> Tensor:
+    def encode_and_subtract(self, x: Tensor, payload: Tensor) -> Tensor:
         if x.dtype != torch.float32:
-            return super().encode_and_subtract(x, payload, generator)
-        q, scale, in_range = self.quantized(x, payload, generator)
+            return super().encode_and_subtract(x, payload)
+        q, scale, in_range = self.quantized(x, payload)
         if bool(in_range):
-            x.addcmul_(q, scale, value=-1)  # s * q is exact, so this equals decoding
+            x.addcmul_(q, scale, value=-1)  # the bits of the kernels: zeros of both signs leave +0
         self.write(q, payload[:, SCALE_BYTES:])
         return in_range
 
-    @property
-    def kernel(self) -> Kernel | None:
-        if (self.bits, self.levels) not in COMPILED:
-            return None
-        return Kernel(self.bits, self.block, largest_scale(self.levels), not self.stochastic)
+    def kernels(self, *tensors: Tensor) -> ModuleType | None:
+        """Return the kernels for ``tensors``, None if there are none."""
+        known = (self.bits, self.levels) in COMPILED and self.block <= MAX_BLOCK
+        return kernels_for(*tensors) if known else None
+
+    def encode_flat(
+        self,
+        x: Tensor,
+        payload: Tensor,
+        less: Tensor | None,
+        plus: Tensor | None,
+        subtract: bool,
+    ) -> Tensor | bool:
+        others = [t for t in (less, plus) if t is not None]
+        found = self.kernels(x, *others)
+        if found is None or (others and not subtract):
+            return super().encode_flat(x, payload, less, plus, subtract)
+        at = x, less, plus, payload, x if subtract else None, largest_scale(self.levels)
+        in_range: Tensor | bool = found.encode(self.bits, self.block, *at)
+        return in_range
+
+    def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
+        found = self.kernels(out)
+        if found is None:
+            super().decode_flat(payload, out, add)
+        else:
+            found.decode(self.bits, self.block, payload, out, add)
+
+    def mean_of_rows(self, rows: Tensor, out: Tensor) -> None:
+        found = self.kernels(out)
+        if found is None:
+            super().mean_of_rows(rows, out)
+        else:
+            found.decode_mean(self.bits, self.block, rows, out)
 
     def store(self, total: Tensor, payload: Tensor) -> None:
         # A sum of q * 2^(bits*k) fits int8. Floats convert to int8 6 times as fast as to uint8.
@@ -64,10 +82,6 @@ class Integers(Compiled, Blockwise):
 
     def level(self, code: Tensor) -> Tensor:
         return (code - (1 << (self.bits - 1))).view(torch.int8)
-
-    def error(self, x: Tensor, scale: Tensor) -> Tensor:
-        steps = (1.0 if self.stochastic else 0.5) + self.levels * 2.0**-23
-        return (scale * steps).expand_as(x)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, 
     const int half = 1 << (bits - 1);
     const float levels = (float)(half - 1);
     float v[MOST_BLOCK];
-    int8_t q[MOST_BLOCK];
+    int8_t q[MOST_BLOCK + 3];
     uint32_t peak = 0;
 
     for (int64_t j = 0; j < m; j++) v[j] = x[j];
@@ -104,22 +104,12 @@ INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, 
 
     const int64_t w = width_of(m, bits);
     uint8_t *to = code + 2;
-    if (w * (8 / bits) == m) {
-        for (int64_t j = 0; j < w; j++) {
-            uint32_t byte = 0;
-            for (int k = 0; k < 8 / bits; k++)
-                byte |= (uint32_t)((q[k * w + j] + half) & (2 * half - 1)) << (bits * k);
-            to[j] = (uint8_t)byte;
-        }
-    } else {
-        for (int64_t j = 0; j < w; j++) {
-            uint32_t byte = 0;
-            for (int k = 0; k < 8 / bits; k++) {
-                int value = k * w + j < m ? q[k * w + j] : 0;
-                byte |= (uint32_t)((value + half) & (2 * half - 1)) << (bits * k);
-            }
-            to[j] = (uint8_t)byte;
-        }
+    for (int64_t j = m; j < w * (8 / bits); j++) q[j] = 0; /* unused bits hold codes of level 0 */
+    for (int64_t j = 0; j < w; j++) {
+        uint32_t byte = 0;
+        for (int k = 0; k < 8 / bits; k++)
+            byte |= (uint32_t)((q[k * w + j] + half) & (2 * half - 1)) << (bits * k);
+        to[j] = (uint8_t)byte;
     }
     return 1;
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs.cast import Cast
-from laconic.codecs.codec import Codec, check_length, check_repr
+from laconic.codecs.codec import Codec, check_repr
 from laconic.errors import check_int
 
 INDEX_BITS = 12
@@ -60,24 +60,16 @@ class TopK(Codec):
         return self.values.dtype
 
     def nbytes(self, length: int) -> int:
-        whole, rest = divmod(check_length(length), self.chunk)
+        whole, rest = divmod(check_int("length", length, 0), self.chunk)
         return whole * self._chunk_bytes(self.chunk) + (self._chunk_bytes(rest) if rest else 0)
 
-    def bound(self, x: Tensor) -> Tensor:
-        x = x.to(torch.float32)
-        bounds = [torch.empty_like(x[:0])]
-        for part in torch.split(x, self.chunk) if x.numel() else ():
-            kept = self._largest(part[None])[0]
-            bounds.append(part.abs().scatter(0, kept, self.values.bound(part[kept])))
-        return torch.cat(bounds)
-
-    def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
+    def encode_units(self, x: Tensor, payload: Tensor) -> Tensor:
         x = x.to(torch.float32)
         kept = self._largest(x)
         n, k = kept.shape
         size = index_bytes(k)
         values = payload.new_empty(n, self.values.nbytes(k))
-        in_range = self.values.encode_rows(x.gather(1, kept), values, generator)
+        in_range = self.values.encode_rows(x.gather(1, kept), values)
         payload[:, :size] = pack_indices(kept)
         payload[:, size:] = values
         return in_range

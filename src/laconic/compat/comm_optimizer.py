@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.algorithms import elastic_recipes, recipes
+from laconic.algorithms import recipes
 from laconic.algorithms.round import Recipe
 from laconic.attach import attach
 from laconic.engine.attached import claim
@@ -247,6 +247,6 @@ def _recipe(
     pull = check_float("local_pulling_strength", local_pulling_strength, 0.0, 1.0)
     if name == "EASGD":
         c = check_float("dist_pulling_strength", dist_pulling_strength, 0.0, strict=True, most=1.0)
-        return elastic_recipes.easgd(period, c, pull=pull)
+        return recipes.easgd(period, c, pull=pull)
     c = check_float("dist_pulling_strength", dist_pulling_strength, 0.0, 1.0)
-    return elastic_recipes.lsgd(period, local_period=0, pull=c, drift=pull)
+    return recipes.lsgd(period, local_period=0, pull=c, drift=pull)

@@ -108,8 +108,8 @@ class ChannelSet:
         self._replica = replica
         self._session = session
         self.all: list[Channel] = []
-        self.joined: list[list[Tensor]] = []
-        """The parameters that were taken in together: those share buckets."""
+        self._begun = False
+        """Whether parameters were added before."""
 
     @property
     def vary(self) -> bool:
@@ -121,16 +121,7 @@ class ChannelSet:
     def add(self, params: Sequence[Tensor]) -> None:
         """Open channels for ``params``, which join x with the same values on all workers: x0."""
         self._add(self._selected({id(p) for p in params}))
-        self.joined.append(list(params))
-
-    @property
-    def positions(self) -> list[list[int]]:
-        """`joined`, as positions in the optimizer's order."""
-        position = {id(p): k for k, p in enumerate(self._held())}
-        return [[position[id(p)] for p in batch] for batch in self.joined]
-
-    def _held(self) -> list[Tensor]:
-        return [p for group in self._session.held() for p in group]
+        self._begun = True
 
     def replace(self, tensors: Tensors) -> None:
         """Open channels for ``tensors``, which vary, in place of those before."""
@@ -155,7 +146,9 @@ class ChannelSet:
         # rest
         spans = tensors if update.uses_lr else [[t for group in tensors for t in group]]
         found = []
-        for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=update.whole):
+        for bucket in bucketize(
+            spans, multiple, most_bytes=most_bytes, whole=update.scope == "tensors"
+        ):
             bucket.number, number = number, number + 1
             each = bucket.length // replica.size
             part = slice(replica.rank * each, (replica.rank + 1) * each)
@@ -195,7 +188,7 @@ class ChannelSet:
         if isinstance(part, Fragment):
             groups = [[p for p in g if id(p) in joining] for g in session.held()]
             return part.segments(session.model, groups)
-        others = set() if self.joined else {id(p) for p in self._held()}
+        others = set() if self._begun else {id(p) for group in session.held() for p in group}
         return [
             [t for t in group.values() if id(t) in joining or (others and id(t) not in others)]
             for group in part(session.model, session.bound)

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -19,18 +19,19 @@ from laconic.engine.channel import Channel
 from laconic.engine.driver import Driver
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.reports import Reports
-from laconic.engine.saved_state import Stateful, checksum
+from laconic.engine.saved_state import Runner, Stateful, checksum
 from laconic.engine.session import Session
 from laconic.errors import LinkError, after_step
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.link import ElasticLink, Settings
+from laconic.links.elastic.rank_link import RankLink
 from laconic.links.elastic.relay import numbers_of
 from laconic.links.elastic.relay_frames import Bequest, Snapshot, StepSettings
-from laconic.tensors import plain
+from laconic.tensors import local, plain
 
 log = logging.getLogger("laconic")
 
-RESIDUALS = "residual", "lag"
+RESIDUALS = RESIDUAL, LAG = "residual", "lag"
 """What a worker has left out of its own messages, in the state of an exchange. A newcomer has left
 out nothing."""
 LEFT = 128 + signal.SIGTERM
@@ -42,13 +43,17 @@ policy hands over."""
 
 class Donor:
     """Sends the state of ``driver`` to newcomers that ask for it, with that of the ``others``, the
-    user's objects."""
+    user's objects. In a worker of several ranks, rank 0 does so for all, and all leave together."""
 
     def __init__(
-        self, driver: Driver, link: ElasticLink, reports: Reports, others: Mapping[str, Stateful]
+        self,
+        driver: Driver,
+        link: ElasticLink | RankLink,
+        reports: Reports,
+        others: Mapping[str, Stateful],
     ) -> None:
         self._driver, self._link, self._reports = driver, link, reports
-        self._others = others
+        self._others, self._inside = others, driver.session.inside
         self._settings: dict[int, _Settings] = {}
         """By the number of steps before the one that begins with them."""
         self._rounds = 0
@@ -96,7 +101,8 @@ class Donor:
 
     def _failed(self, error: BaseException) -> None:
         """The training has ended by ``error``. After SIGTERM this worker leaves all the same."""
-        if self._leaving and isinstance(error, Exception) and not isinstance(error, LinkError):
+        leaves = self._leaving and self._inside.size == 1  # other ranks would have to leave, too
+        if leaves and isinstance(error, Exception) and not isinstance(error, LinkError):
             log.warning("after SIGTERM: %s: %s", type(error).__name__, error)
             self._leave_run()
 
@@ -155,7 +161,7 @@ class Donor:
                 "optimizer": session.bound.state_dict(),
                 "outer": [dict(channel.state) for channel in silent_channels(run)],
             }
-            return Snapshot(session.step, plain_copy(values))
+            return Snapshot(session.step, [plain_copy(values)])
 
         return (digest_of(session), *self._settings_now(self._copy_others())), state
 
@@ -166,30 +172,42 @@ class Donor:
         began = rounds > self._rounds or self._driver.run.averages_gradients(session.step)
         self._rounds = rounds
         self._reports.after_step(session.comm.latest() if began else None)
-        if self._leaving or self._link.reception.leaves(session.step):
+        reception, inside = self._link.reception, self._inside
+        leaves = self._leaving or reception.leaves(session.step)
+        bequests = [] if leaves else reception.bequests(session.step)
+        callers = [] if leaves else reception.callers(session.step)
+        left, inherits, called = inside.any(bool(leaves), bool(bequests), bool(callers))
+        if left:
             self._leave_run()
-        for id, received in self._link.reception.bequests(session.step):
-            session.comm.drain()
-            take_over(self._driver, received.held, received.workers)
-            self._link.units.note({"from": id, "step": session.step})
-        callers = self._link.reception.callers(session.step)
-        snapshot = Snapshot(session.step, self._state()) if callers else None
-        for relay in callers:
-            assert snapshot is not None
-            self._link.relays.append(relay)
-            relay.begin(snapshot)
-            log.info("sending the state %s to a newcomer", after_step(self._driver.session.step))
+        if inherits:
+            self._take_over(bequests)
+        if called:
+            snapshot = self._snapshot()
+            for relay in callers:
+                self._link.relays.append(relay)
+                relay.begin(snapshot)
+                log.info("sending the state %s to a newcomer", after_step(session.step))
+
+    def _take_over(self, bequests: Sequence[tuple[str, Bequest]]) -> None:
+        """Take over what workers that have left held, each rank that of the same rank."""
+        self._driver.session.comm.drain()
+        ranks = range(self._inside.size)
+        by_rank = [[[b.held[r], b.workers] for _, b in bequests] for r in ranks]
+        for held, workers in self._inside.deal(by_rank if bequests else None):
+            take_over(self._driver, held, workers)
+        for id, _ in bequests:
+            self._link.units.note({"from": id, "step": self._driver.session.step})
 
     def _leave_run(self) -> None:
         session, link = self._driver.session, self._link
         session.comm.drain()
         active, me, step = link.units.active, link.units.me, session.step
         place = active.index(me) if me in active else 0
-        held = held_alone(self._driver)
+        held = self._inside.collect(held_alone(self._driver))
         self._reports.leave()
         link.units.note({"left": step})
         link.members.leave()
-        if held:
+        if any(held):
             heirs = [*active[place + 1 :], *active[:place]]
             link.reception.bequeath(Bequest(held, len(active)), heirs, step)
         link.close()
@@ -204,22 +222,29 @@ class Donor:
     def _send_state(self) -> None:
         """Newcomers repeat rounds only: they begin again with the state that `finish` or a change
         of recipe has left."""
-        for relay in self._link.relays:
-            relay.put(Snapshot(self._driver.session.step, self._state()))
+        if self._inside.any(bool(self._link.relays))[0]:
+            snapshot = self._snapshot()
+            for relay in self._link.relays:
+                relay.put(snapshot)
+
+    def _snapshot(self) -> Snapshot:
+        """The state of all ranks, on rank 0."""
+        return Snapshot(self._driver.session.step, self._inside.collect(self._state()))
 
     def _state(self) -> dict[str, Any]:
         session = self._driver.session
         session.comm.drain()
-        state = {
-            "model": session.model.state_dict(),
-            "optimizer": session.bound.state_dict(),
-            "sync": self._driver.state_dict(),
-            "others": self._read_others() or {},
-            "policy": self._policy(),
-        }
-        copied = {name: plain_copy(value) for name, value in state.items()}
-        leave_out_residuals(copied["sync"])
-        return copied
+        state: dict[str, Any] = plain_copy(
+            {
+                "model": session.model.state_dict(),
+                "optimizer": session.bound.state_dict(),
+                "sync": self._driver.state_dict(),
+                "others": self._read_others() or {},
+                "policy": self._policy(),
+            }
+        )
+        leave_out_residuals(state["sync"])
+        return state
 
 
 def leave_out_residuals(sync: Mapping[str, Any]) -> None:
@@ -235,7 +260,7 @@ def leave_out_residuals(sync: Mapping[str, Any]) -> None:
 def plain_copy(state: Any) -> Any:
     """A copy of ``state`` as it is sent to another worker, in host memory."""
     if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
+        return local(state).to("cpu", copy=True)
     if isinstance(state, Mapping):
         return {key: plain_copy(item) for key, item in state.items()}
     if isinstance(state, (list, tuple)):
@@ -248,7 +273,7 @@ def digest_of(session: Session) -> int:
     states = session.bound.state
     own = [states.get(p, {}) for p in session.params()]
     tensors = [t for state in own for _, t in sorted(state.items()) if isinstance(t, Tensor)]
-    return 1 + checksum([*session.params(), *tensors])
+    return checksum([*session.params(), *tensors])
 
 
 def steps_before(call: Call) -> int:
@@ -262,18 +287,10 @@ def silent_channels(run: RecipeRun) -> list[Channel]:
     return [channel for running in silent for channel in running.channels]
 
 
-LAG, RESIDUAL = "lag", "residual"
-
-
-def _channels(driver: Driver) -> Iterator[tuple[str, Channel, str | None]]:
-    """Every channel with a name, and the name of its push weight."""
-    run = driver.run
-    for running in run.rounds:
-        for index, channel in enumerate(running.channels):
-            yield f"{running.round.name} {index}", channel, running.round.update.weight
-    for number, gradients in enumerate(run.gradients):
-        for index, channel in enumerate(gradients.channels):
-            yield f"gradients {number} {index}", channel, None
+def channels_of(run: RecipeRun) -> list[tuple[Channel, str | None]]:
+    """Every channel, with the name of its push weight."""
+    rounds: list[Runner] = [*run.rounds, *run.gradients]
+    return [(channel, r.round.update.weight) for r in rounds for channel in r.channels]
 
 
 def held_alone(driver: Driver) -> dict[str, Any]:
@@ -283,18 +300,14 @@ def held_alone(driver: Driver) -> dict[str, Any]:
         if running.round.update.weight is not None:
             running.fold_due(driver.session.step, early=True)
     held: dict[str, Any] = {}
-    for name, channel, weight in _channels(driver):
-        slots = channel.exchange.slots
-        own = {
-            k: t.to("cpu", copy=True)
-            for k, t in channel.exchange_state.items()
-            if slots.get(k) == "pooled"
-        }
+    for index, (channel, weight) in enumerate(channels_of(driver.run)):
+        slots, state = channel.exchange.slots, channel.exchange_state
+        own = {k: t.to("cpu", copy=True) for k, t in state.items() if slots.get(k) == "pooled"}
         if weight is not None:
             own["x"] = channel.bucket.pack(channel.bucket.empty()).cpu()
             own["w"] = channel.state[weight].clone()
         if own:
-            held[name] = own
+            held[str(index)] = own
     return held
 
 
@@ -308,8 +321,9 @@ def take_over(driver: Driver, held: dict[str, Any], workers: int) -> None:
     the mean's coding error (``lag``) counts fully: the other one adds it times n - 1. With push
     weights it takes over all of x and w: z = (w*z + w'*z')/(w + w'), so the mean over workers
     stays."""
-    for name, channel, weight in _channels(driver):
-        other = {slot: _on_device(t, channel) for slot, t in held.get(name, {}).items()}
+    for index, (channel, weight) in enumerate(channels_of(driver.run)):
+        device, given = channel.bucket.device, held.get(str(index), {})
+        other = {slot: t.to(device) if t.dim() else t for slot, t in given.items()}
         with channel.states() as (own, state):
             for slot, tensor in other.items():
                 if slot == LAG and RESIDUAL in state:
@@ -322,7 +336,3 @@ def take_over(driver: Driver, held: dict[str, Any], workers: int) -> None:
                 x.mul_(w / (w + more)).add_(other["x"], alpha=more / (w + more))
                 channel.bucket.unpack(x)
                 own[weight].fill_(w + more)
-
-
-def _on_device(t: Tensor, channel: Channel) -> Tensor:
-    return t.to(channel.bucket.device) if t.dim() else t

@@ -165,14 +165,14 @@ class DriftCheck:
         """The state that is the same on all workers, and that each of them keeps."""
         every_worker_owns = running.exchange.owners(self._workers(running)) is None
         slots = ("everywhere", "owner") if every_worker_owns else ("everywhere",)
-        found = []
-        for channel in running.channels:
-            for kept, state in (
-                (running.round.update.slots, channel.state),
-                (channel.exchange.slots, channel.exchange_state),
-            ):
-                found += [t for k, t in sorted(state.items()) if kept.get(k, "owner") in slots]
-        return [t for t in found if t.dim()]
+        update, exchange = running.round.update, running.exchange
+        return [
+            t
+            for channel in running.channels
+            for kept, state in ((update, channel.state), (exchange, channel.exchange_state))
+            for k, t in sorted(state.items())
+            if kept.slots.get(k, "owner") in slots and t.dim()
+        ]
 
     def _report(self, found: Difference, what: str, link: Link, settings: str = "") -> None:
         """Count the difference, and warn about the first one. ``what``: the warning's text.

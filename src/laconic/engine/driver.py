@@ -190,7 +190,7 @@ class Driver:
         session.recorder.after_step(skipped=skipped)
         policy, elastic = session.policy, session.elastic
         follows = elastic is not None and elastic.replaying  # its donor decides
-        if policy is not None and not follows and policy.after_step(session.step):
+        if policy is not None and not follows and policy.after_step():
             self._switch(policy.recipe)
         self.events.tell("step ended")
 

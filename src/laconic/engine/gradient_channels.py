@@ -92,7 +92,7 @@ class GradientChannels:
             exchange.multiple(1 if elastic else link.size),
             most_bytes=each,
             first_bytes=first,
-            whole=exchange.whole,
+            whole=exchange.scope == "tensors",
         )
         self.all = [self._open(bucket, unsent or {}) for bucket in buckets]
         self.of_param: dict[int, list[GradientChannel]] = {}

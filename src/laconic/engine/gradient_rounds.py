@@ -225,7 +225,7 @@ class GradientRunner:
             seed = self._session.settings.seed
             self._now = Clock(step + 1, math.nan, step, 0, *present, seed=seed)
             self._overlap.use(len(self.channels))
-        now = replace(self._now, bucket=len(self._pending))
+        now = self._now
         exchange = channel.exchange
         if "residual" in channel.exchange_state and ends(self.round.when, now.step):
             exchange = LastMean(exchange, channel.owned)
@@ -243,7 +243,7 @@ class GradientRunner:
         message = flat
         if self._elastic:
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
-            if exchange.slots and not exchange.keeps_message:
+            if exchange.slots:
                 message = flat.clone()
         try:
             arrival = await exchange.run(
@@ -311,7 +311,7 @@ class GradientRunner:
         gradient, and for frozen ones, which may have a residual."""
         found = set[int]().union(*(channel.nonzero() for channel in self.channels))
         doubtful = [p for p in self._params if id(p) not in found or not p.requires_grad]
-        if not doubtful:
+        if not self._session.inside.any(bool(doubtful))[0]:
             return set()
         had = torch.tensor([float(p.grad is not None) for p in doubtful])
         had = had.to(self.channels[0].bucket.device)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,21 +29,9 @@ from laconic.engine import saved_state
 from laconic.engine.consensus import successor
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.joint_optimizer import JointOptimizer
-from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.recipe_run import RecipeRun
-from laconic.engine.saved_state import (
-    Others,
-    Saved,
-    Source,
-    States,
-    channel_states,
-    difference,
-    load_channels,
-    load_round,
-    round_state,
-    wide,
-)
-from laconic.engine.session import Session
+from laconic.engine.saved_state import Others, Saved, Source, States, difference, wide
+from laconic.engine.session import Session, Sets
 from laconic.links.agreement import agree
 from laconic.links.simulated import idle_link
 from laconic.parts import module_buffers
@@ -71,8 +60,18 @@ def header(run: RecipeRun) -> Saved:
         "ranks": session.world.size,
         "workers": session.workers.size,
         "rank": session.world.rank,
-        "parameters": saved_state.checksum([p for group in session.held() for p in group]),
+        "parameters": saved_state.checksum(chain(*session.held())),
     }
+
+
+def _positions(run: RecipeRun) -> list[list[int]]:
+    """`RecipeRun.joined`, as positions in the optimizer's order."""
+    position = {id(p): k for k, p in enumerate(chain(*run.session.held()))}
+    return [[position[id(p)] for p in batch if id(p) in position] for batch in run.joined]
+
+
+def _gradient_state(gradients: GradientRunner) -> Saved:
+    return {**saved_state.channel_states(gradients), "scale": gradients.set.scale}
 
 
 @torch.no_grad()
@@ -87,8 +86,9 @@ def state_dict(run: RecipeRun) -> Saved:
             **header(run),
             "step": run.session.step,
             "in_step": run.session.in_step,
+            "joined": _positions(run),
             "rounds": [saved_state.round_state(running) for running in run.rounds],
-            "gradients": [{**channel_states(g), "scale": g.set.scale} for g in _stateful(run)],
+            "gradients": [_gradient_state(gradients) for gradients in _stateful(run)],
             "auto": None if policy is None else policy.state_dict(),
             "scores": None if run.scores is None else run.scores.state_dict(),
             "quorum": None if run.quorum is None else run.quorum.state_dict(),
@@ -128,44 +128,51 @@ class Loading:
         return loading
 
     def _read(self, state: States, load_model: LoadModel | None) -> None:
-        here = header(self.run)
-        parts: Any = saved_state.parts_of(state, here) if load_model is None else state
-        policy = self.run.session.policy
-        if policy is not None:
-            self._undo.append(policy.undo())
+        session, here = self.run.session, header(self.run)
+        parts: Any = saved_state.by_rank(state, here) if load_model is None else state
         mine = saved_state.own_part(parts, here, regroup=load_model is not None)
-        if mine is None and self.run.quorum is not None:
+        source: Source = None
+        if mine is not None:
+            parts = {mine: parts[mine]}
+        elif self.run.quorum is not None:
             raise ValueError(
                 "rounds with a quorum are resumed by the same ranks, each from its own state: to "
                 "go on with others, call sync.finish(), save the model, and attach again"
             )
-        if mine is None and self.run.session.sharded:
-            parts = _of_own_shard(self.run.session, parts)
-        ranks = sorted(parts) if mine is None else [mine]
-        first = parts[ranks[0]]
-        source: Source = None if mine is not None else _others(self.run.session, parts)
-        joined = {k for r in first["rounds"] for batch in r["joined"] for k in batch}
-        if joined:
-            self._undo.append(self.run.session.join_at(joined))
+        else:
+            parts, source = _others(session, parts)
+        first = parts[min(parts)]
+        if first["joined"]:  # else no optimizer was bound
+            self._undo.append(session.join_at(list(chain(*first["joined"]))))
         self.run.refresh()
-        if policy is not None:
-            policy.load_state_dict(first["auto"])
-            self.run, undo = successor(self.run, policy.recipe, {})
+        if session.policy is not None:
+            self._undo.append(session.policy.undo())
+            session.policy.load_state_dict(first["auto"])
+            self.run, undo = successor(self.run, session.policy.recipe, {})
             self._undo.append(undo)
-        run = self.run
-        saved = [parts[rank] for rank in ranks]
-        rounds = [[part["rounds"][i] for part in saved] for i in range(len(run.rounds))]
-        if mine is None:
-            rounds = _consensus_of(run, parts, load_model)
-            params = run.session.params()
-            self.mark = (1, saved_state.digest(parts), saved_state.checksum(params))
-        for running, states in zip(run.rounds, rounds, strict=True):
-            self._load.append(saved_state.load_round(running, states, source))
+        held = list(chain(*session.held()))
+        joined = [[held[k] for k in batch] for batch in first["joined"]] or self.run.joined
+        saved = [part for _, part in sorted(parts.items())]
+        if source is not None:
+            saved = _at_rest(self.run, parts, joined, load_model)
+            weights = saved_state.checksum(session.params())
+            self.mark = (1, saved_state.number_of(parts), weights)
+        self._put(saved, joined, source)
+
+    def _put(self, saved: list[Saved], joined: list[list[Tensor]], source: Source) -> None:
+        """Prepare what `complete` puts in place, from ``saved`` parts of ``source``."""
+        run, first = self.run, saved[0]
+        for index, running in enumerate(run.rounds):
+            states = [part["rounds"][index] for part in saved]
+            new = saved_state.loaded(running, states, joined, source)
+            self._load.append(partial(running.become, new))
+        self._load.append(partial(setattr, run, "joined", joined))
         for index, gradients in enumerate(_stateful(run)):
             states = [part["gradients"][index] for part in saved]
-            self._load.append(load_channels(gradients, states, source))
+            for state, values in saved_state.loaded_states(gradients, states, source):
+                self._load.append(partial(state.update, values))
             self._load.append(partial(setattr, gradients.set, "scale", float(states[0]["scale"])))
-        if run.scores is not None and mine is not None:
+        if run.scores is not None and source is None:
             self._load.append(run.scores.loader(first["scores"]))
         self.step, self.in_step = int(first["step"]), bool(first["in_step"])
         if run.quorum is not None:
@@ -174,15 +181,14 @@ class Loading:
     def agree(self, session: Session) -> None:
         """Raise ``ValueError`` on every rank, with nothing changed, if any rank has a problem or
         they load different states."""
-        everyone = session.gather(torch.tensor([int(self.problem is not None), *self.mark]))
-        problem = self.problem
-        if not bool(everyone[:, 0].any()):
-            problem = _disagreement(session, everyone[:, 1:])
-            everyone[:, 0] = int(problem is not None)
-        failed = everyone[:, 0]
-        if bool(failed.any()):
+        try:
+            agree(session.gather, self.problem)
+            problem = _disagreement(session, session.gather(torch.tensor(self.mark)))
+            if problem is not None:
+                raise ValueError(problem)
+        except BaseException:
             self.cancel()
-        agree(session.gather, problem, failed)
+            raise
 
     def cancel(self) -> None:
         """Restore what `prepare` has changed."""
@@ -211,137 +217,115 @@ def _disagreement(session: Session, marks: Tensor) -> str | None:
     return _DIFFERENT_WEIGHTS if bool(apart[2]) else None
 
 
-def _of_own_shard(session: Session, parts: Mapping[int, Saved]) -> dict[int, Saved]:
-    """Those of ``parts``, by the rank that saved them, that have the same shard of the model."""
-    shards = session.world.size // session.workers.size
+def _others(session: Session, parts: Mapping[int, Saved]) -> tuple[dict[int, Saved], Others]:
+    """Those of ``parts``, by the rank that saved them, that have this rank's shard of the model, as
+    the source of its state."""
     first = parts[min(parts)]
-    if first["ranks"] != shards * first["workers"]:
+    ranks_per_worker = first["ranks"] // first["workers"]
+    shards = session.world.size // session.workers.size if session.sharded else 1
+    if shards > 1 and ranks_per_worker != shards:
         raise ValueError(
-            f"the state was saved with {first['ranks'] // first['workers']} ranks in each worker, "
-            f"and there are {shards} now: a sharded model needs as many"
+            f"the state was saved with {ranks_per_worker} ranks in each worker, and there are "
+            f"{shards} now: a sharded model needs as many"
         )
     own = {r: part for r, part in parts.items() if r % shards == session.world.rank % shards}
     if not own:
         raise ValueError("the last copy of this rank's shard of the state is lost")
-    return own
+    savers = [rank // ranks_per_worker for rank in sorted(own)]
+    return own, Others(savers, session.workers.rank, session.workers.size)
 
 
-def _others(session: Session, parts: Mapping[int, Saved]) -> Others:
-    """``parts``, by the rank that saved them, as the source of this rank's state."""
-    first = parts[min(parts)]
-    ranks_per_worker = first["ranks"] // first["workers"]
-    savers = [rank // ranks_per_worker for rank in sorted(parts)]
-    return Others(savers, session.workers.rank, session.workers.size)
-
-
-def _consensus_of(
-    run: RecipeRun, parts: Mapping[int, Saved], load_model: LoadModel | None
-) -> list[list[Saved]]:
-    """What other ranks' rounds keep at rest, by round and rank. With ``load_model`` their consensus
-    is written into the model, which otherwise stays as it is."""
+def _at_rest(
+    run: RecipeRun,
+    parts: Mapping[int, Saved],
+    joined: Sequence[Sequence[Tensor]],
+    load_model: LoadModel | None,
+) -> list[Saved]:
+    """Other ranks' ``parts`` after ``finish()``, by rank. With ``load_model`` their consensus is
+    written into the model, which otherwise stays as it is."""
     session = run.session
-    params = {id(p): p for p in session.params()}
-    tensors = {id(t): t for t in (*session.model.parameters(), *session.model.buffers())} | params
-    before = [] if load_model else copies(tensors.values())
-    kept = session.settings.buffers == "keep"
-    averaged = {} if kept else module_buffers(session.model)[0]
-    buffers = {id(b): b for b in averaged.values()}
+    params: list[Tensor] = []
+    buffers: list[Tensor] = []
+    before = copies(session.state().values()) if load_model is None else []
+    if load_model is not None:
+        params = session.params()
+        kept = session.settings.buffers == "keep"
+        buffers = [] if kept else list(module_buffers(session.model)[0].values())
+    means = {id(t): _Mean() for t in (*params, *buffers)}
+    found = []
+    seen: set[int] = set()  # workers, whose ranks all have the same x
     try:
-        found, mean = _come_to_rest(
-            run, parts, list(params.values()), list(buffers.values()), load_model
-        )
+        for rank, part in sorted(parts.items()):
+            if load_model is not None:
+                load_model(rank)
+            rounds, weights = _finished(run, part, joined)
+            found.append({**part, "rounds": rounds})
+            worker = rank // (part["ranks"] // part["workers"])
+            for t in (*(() if worker in seen else params), *buffers):
+                means[id(t)].add(local(t), weights.get(id(t), 1.0))
+            seen.add(worker)
     finally:
         restore(before)
     if load_model is not None:
         load_model(None)
-        for tensor, values in zip((*params.values(), *buffers.values()), mean, strict=True):
-            overwrite(local(tensor), values)
+        for t in (*params, *buffers):
+            overwrite(local(t), means[id(t)].value)
     return found
-
-
-def _places(saved: Saved, sharded: bool) -> dict[str, tuple[int, int]]:
-    """The size of each named set of ranks in the run that ``saved``, and this rank's place there:
-    ranks are in workers of consecutive ones, and those in groups. ``sharded``: each rank of a
-    worker had a shard of the model."""
-    ranks, workers, group = saved["ranks"], saved["workers"], saved["group_size"] or 1
-    worker, within = divmod(saved["rank"], ranks // workers)
-    return {
-        "world": (ranks, saved["rank"]),
-        "workers": (workers, worker),
-        "group": (group, worker % group),
-        "replica": (1, 0) if sharded else (ranks // workers, within),
-    }
-
-
-@torch.no_grad()
-def _come_to_rest(
-    run: RecipeRun,
-    parts: Mapping[int, Saved],
-    params: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    load: LoadModel | None,
-) -> tuple[list[list[Saved]], list[Tensor]]:
-    """Bring the saved ranks (``parts``, by rank) to rest. Return the state of their rounds then, by
-    round and rank, and float64 means as in `Synchronizer.finish`: of ``params`` over the saved
-    workers, then of ``buffers`` over the saved ranks.
-
-    ``load(rank)`` loads a saved rank's model into this one. None: that model is unknown, and there
-    are no means.
-    """
-    at_rest: list[list[Saved]] = [[] for _ in run.rounds]
-    means = [_Mean() for _ in (*params, *buffers)]
-    seen: set[int] = set()  # workers, whose ranks all have the same x
-    for rank, part in sorted(parts.items()):
-        if load is not None:
-            load(rank)
-        places, weights = _places(part, run.session.sharded), dict[int, float]()
-        for index, running in enumerate(run.rounds):
-            saved, of_round = _at_rest(running, part["rounds"][index], part, places)
-            at_rest[index].append(saved)
-            weights.update(of_round)
-        worker = places["workers"][1]
-        if load is not None:
-            for k, t in enumerate((*params, *buffers)):
-                if k >= len(params) or worker not in seen:
-                    means[k].add(local(t), weights.get(id(t), 1.0))
-        seen.add(worker)
-    return at_rest, [mean.value for mean in means if mean.value is not None]
 
 
 class _Mean:
     """A running weighted mean of tensors, exact if they are equal."""
 
+    value: Tensor
+
     def __init__(self) -> None:
-        self.value: Tensor | None = None
         self._total = 0.0
 
     def add(self, x: Tensor, weight: float) -> None:
         """Add ``x`` to the mean."""
         self._total += weight
-        if self.value is None:
+        if self._total == weight:
             self.value = wide(x)
         else:
             self.value.add_(difference(x, self.value), alpha=weight / self._total)
 
 
-def _at_rest(
-    running: ParameterRunner, saved: Saved, part: Saved, places: Mapping[str, tuple[int, int]]
-) -> tuple[Saved, dict[int, float]]:
-    """Return a rank's `round_state` after ``finish()``, from its state ``saved``, of its ``part``.
-    The parameters are that rank's, and come to rest too. Also return their push weights, by tensor
-    id, if gossip has given them some. Lost workers' weights are missing, so that the sum need not
-    be the number of workers."""
-    update = running.round.update
-    if running.set.vary:  # tensors that come and go are averaged as they were at the save
-        return {**saved, "flights": []}, {}
-    if not saved["flights"] and update.quiesce is None:
-        return saved, {}
-    step, links = part["step"], {name: idle_link(*place) for name, place in places.items()}
-    former = running.fresh(saved["joined"], links)
-    load_round(former, [saved], None)()
-    if part["in_step"]:
-        former.undo_before_step(step + 1)
-    former.fold_at_end(step)
-    weights = former.push_weights()
-    former.finish(step, weighted=bool(weights))
-    return round_state(former), weights
+def _idle_links(part: Saved, sharded: bool) -> Sets:
+    """Links by named set of ranks, which know their size, and the place of the rank that saved
+    ``part``: ranks were in workers of consecutive ones, and those in groups. ``sharded``: each rank
+    of a worker had a shard of the model."""
+    ranks, workers, group = part["ranks"], part["workers"], part["group_size"] or 1
+    worker, within = divmod(part["rank"], ranks // workers)
+    return {
+        "world": idle_link(ranks, part["rank"]),
+        "workers": idle_link(workers, worker),
+        "group": idle_link(group, worker % group),
+        "replica": idle_link(1, 0) if sharded else idle_link(ranks // workers, within),
+    }
+
+
+@torch.no_grad()
+def _finished(
+    run: RecipeRun, part: Saved, joined: Sequence[Sequence[Tensor]]
+) -> tuple[list[Saved], dict[int, float]]:
+    """What the rank that saved ``part``, and whose x the model has, would have after ``finish()``:
+    the state of its rounds, and in the model its x. Also the push weights of that, by tensor id, if
+    gossip has given it some. Lost workers' weights are missing, so that the sum need not be the
+    number of workers."""
+    links, step = _idle_links(part, run.session.sharded), part["step"]
+    found, weights = [], dict[int, float]()
+    for index, running in enumerate(run.rounds):
+        saved = part["rounds"][index]
+        if running.set.vary or not (saved["flights"] or running.round.update.quiesce):
+            # tensors that come and go are averaged as they were at the save
+            found.append({**saved, "flights": []})
+            continue
+        former = saved_state.loaded(running, [saved], joined, None, links)
+        if part["in_step"]:
+            former.undo_before_step(step + 1)
+        former.fold_at_end(step)
+        own = former.push_weights()
+        former.finish(step, weighted=bool(own))
+        weights.update(own)
+        found.append(saved_state.round_state(former))
+    return found, weights

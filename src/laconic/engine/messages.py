@@ -63,8 +63,8 @@ class Messenger:
             own = (group for group in groups if any(each is p for each in group["params"]))
             lr = float((next(own, None) or groups[bucket.group])["lr"])  # p may be no parameter
         seed, delay = self._session.settings.seed, self._round.delay
-        clock = Clock(step, lr, executed, delay, *present, seed=seed, bucket=bucket.number)
-        if update.whole:
+        clock = Clock(step, lr, executed, delay, *present, seed=seed)
+        if update.scope == "tensors":
             sharded = any(is_sharded(s.tensor) for s in bucket.segments)
             at = self._session.links["shards"], self._session.comm
             tensors = ShardedTensors(bucket, *at) if sharded else Tensors(bucket.shapes)
@@ -84,7 +84,7 @@ class Messenger:
         with channel.states() as (state, _):
             message = returned(update, "send", update.send(y, state, clock), state)
         if self._round.delay and update.keeps_sent:
-            if message is y and update.sends_changes:
+            if message is y and update.sends == "change":
                 raise ValueError(
                     f"{type(update).__name__}.send overwrites x, which its `fold` needs "
                     "(keeps_sent): return a new tensor"
@@ -107,9 +107,9 @@ class Messenger:
         elastic = self._session.elastic is not None
         if elastic:  # another attempt may be among others, and needs the message
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
-            if channel.exchange.slots and not channel.exchange.keeps_message:
+            if channel.exchange.slots:
                 message = message.clone()
-        slice_clock = replace(clock, tensors=Tensors()) if update.whole else clock
+        slice_clock = replace(clock, tensors=Tensors())
 
         names = owned_names(update, channel.state)
         replica = self._replica

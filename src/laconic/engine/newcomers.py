@@ -17,7 +17,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,13 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from laconic.engine.donor import RESIDUALS, digest_of, silent_channels, steps_before
+from laconic.engine.donor import (
+    RESIDUALS,
+    channels_of,
+    digest_of,
+    silent_channels,
+    steps_before,
+)
 from laconic.engine.driver import Driver
 from laconic.engine.joint_optimizer import members
 from laconic.engine.saved_state import Stateful
@@ -34,8 +40,10 @@ from laconic.errors import LinkError, after_step
 from laconic.links.calls import FINISH, GRADIENTS, Call
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.rank_link import RankLink, combined
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Frame, Record, Snapshot, Start
+from laconic.tensors import as_shard, local, reshard
 
 log = logging.getLogger("laconic")
 
@@ -47,16 +55,18 @@ MOST_BEHIND = 200
 
 
 class Newcomer:
-    """A worker that joins a run. ``ready()`` is called once it takes part."""
+    """A worker that joins a run. ``ready()`` is called once it takes part. In a worker of several
+    ranks, rank 0 hears from the donor, and says what all ranks do next."""
 
     def __init__(
         self,
         driver: Driver,
-        link: ElasticLink,
+        link: ElasticLink | RankLink,
         others: Mapping[str, Stateful],
         ready: Callable[[], None],
     ) -> None:
         self._driver, self._link, self._others, self._ready = driver, link, others, ready
+        self._inside = driver.session.inside
         self._pace = math.inf
         """How many seconds the latest step took to repeat."""
         self._said_ready = False
@@ -64,7 +74,7 @@ class Newcomer:
         self._donors = itertools.count()
         self._feed: Feed | None = None
         """Of the present donor, once it has sent its state."""
-        self._snapshot = Snapshot(0, {})
+        self._snapshot = Snapshot(0, [])
         """That state."""
         self._most = 0
         """How many frames may wait to be taken in."""
@@ -80,7 +90,7 @@ class Newcomer:
         """Load the state of a worker of the run. `arrive` follows by itself, at the end of this
         worker's first backward pass, or else in its first step."""
         session = self._driver.session
-        self._with_donor(lambda feed: self._load(self._snapshot.state))
+        self._with_donor(lambda feed: self._load_all(self._snapshot))
         session.newcomer = self
         for p in session.params():
             if p.requires_grad:
@@ -124,7 +134,7 @@ class Newcomer:
                 finished = finished or frame.call.name == FINISH
             elif finished and isinstance(frame, Snapshot):
                 self._snapshot = frame
-                self._load(frame.state)
+                self._load_all(frame)
                 return
         raise LinkError(
             f"{FINISH} comes before this worker's first step in a plan that has it step"
@@ -133,6 +143,9 @@ class Newcomer:
     def _with_donor(self, work: Callable[[Feed], None]) -> None:
         """Have ``work`` take in what a donor sends after its state. If that donor is lost, again
         with the next one."""
+        if self._inside.rank:
+            self._follow_rank_0()
+            return
         try:
             end = time.monotonic() + self._link.members.wait
             while not self._try_donor(work, end):
@@ -140,6 +153,7 @@ class Newcomer:
                     end = time.monotonic() + self._link.members.wait
                 self._close_feed()
                 time.sleep(RETRY_SECONDS)
+            self._tell("end")
         except BaseException:
             self._link.close()  # it may be in a view, and the others wait for it
             raise
@@ -161,8 +175,7 @@ class Newcomer:
                 raise LinkError(
                     f"the worker that sent its state was lost ({error}): start this one again"
                 ) from None
-            self._driver.session.comm.drain()  # a job may have met the error first
-            self._driver.session.comm.recover()
+            self._recover()
             log.info("a donor was lost (%s): asking another one", error)
             if self._feed is None and time.monotonic() >= end:
                 raise LinkError(
@@ -170,10 +183,44 @@ class Newcomer:
                 ) from None
             return False
 
+    def _recover(self) -> None:
+        """Begin again: a donor was lost."""
+        self._driver.session.comm.drain()  # a job may have met the error first
+        self._driver.session.comm.recover()
+
     def _close_feed(self) -> None:
         if self._feed is not None:
             self._feed.close()
         self._feed = None
+
+    # -- all ranks of this worker ----
+
+    def _tell(self, what: str, of_each: Sequence[Any] | None = None) -> None:
+        """On rank 0: the other ranks do the same. ``of_each``: what it is about, by rank."""
+        if self._inside.size > 1:
+            each = [None] * self._inside.size if of_each is None else of_each
+            self._inside.deal([[what, about] for about in each])
+
+    def _follow_rank_0(self) -> None:
+        """On another rank: do what rank 0 says, until the end."""
+        while True:
+            what, about = self._inside.deal(None)
+            try:
+                if what == "load":
+                    self._recover()
+                    self._load(about)
+                elif what == "replay":
+                    self._replay(Call(*about[0]), about[1])
+                elif what == "start":
+                    self._start(Start(**{**about, "call": Call(*about["call"])}))
+                else:
+                    return
+            except RelayError:
+                self._recover()  # rank 0 begins again
+
+    def _load_all(self, snapshot: Snapshot) -> None:
+        self._tell("load", snapshot.state)
+        self._load(snapshot.state[0])
 
     # -- catching up ----
 
@@ -181,12 +228,12 @@ class Newcomer:
         """Take in what ``feed`` brings until this worker takes part."""
         replay = self._link.replay
         replay.feed = None
-        self._load(self._snapshot.state)  # the first step may have changed buffers
+        self._load_all(self._snapshot)  # the first step may have changed buffers
         replay.feed, replay.wake = feed.record, feed.wake
         while not isinstance(frame := self._next(feed), Start):
             if isinstance(frame, Snapshot):
                 feed.pop()
-                self._load(frame.state)
+                self._load_all(frame)
                 continue
             assert isinstance(frame, Record), "settings were taken out"
             if feed.waiting > self._most and not self._said_ready:
@@ -195,7 +242,9 @@ class Newcomer:
             repeated = steps_before(frame.call) < self._driver.session.step
             if frame.call.name in rounds and not repeated:
                 begun = time.perf_counter()
-                self._replay(frame.call, feed)
+                groups = self._settings_of(frame.call, feed)
+                self._tell("replay", [[list(frame.call), groups]] * self._inside.size)
+                self._replay(frame.call, groups)
                 if feed.waiting:  # else it has waited for a frame
                     self._pace = time.perf_counter() - begun
             else:
@@ -204,6 +253,8 @@ class Newcomer:
                 if frame.outputs:
                     self._outputs[frame.call.name] = frame.outputs[-1]
         feed.pop()
+        of_each = [{**vars(frame), "call": list(frame.call)}] * self._inside.size
+        self._tell("start", of_each)
         self._start(frame, feed)
         self._link.units.note({"donor": feed.donor, "step": feed.first_step})
 
@@ -218,7 +269,8 @@ class Newcomer:
     def _load(self, state: dict[str, Any]) -> None:
         driver = self._driver
         self._load_model(state)
-        own = {**state["sync"], "ranks": 1, "workers": 1, "rank": 0}
+        ranks = self._inside.size
+        own = {**state["sync"], "ranks": ranks, "workers": 1, "rank": self._inside.rank}
         problem = driver.load_here(own)
         if problem is not None:
             raise LinkError(f"the state of another worker cannot be loaded: {problem}")
@@ -238,20 +290,27 @@ class Newcomer:
 
     def _load_model(self, state: dict[str, Any]) -> None:
         session = self._driver.session
+        reshard(session.model)
         weights = session.model.state_dict()  # with its modules' versions, which are not sent
-        weights.update(state["model"])
+        given = state["model"].items()
+        weights.update({k: as_shard(t, weights[k]) if k in weights else t for k, t in given})
         session.model.load_state_dict(weights)
-        session.bound.load_state_dict(state["optimizer"])
+        session.bound.load_state_dict(_with_shards(session.bound, state["optimizer"]))
 
-    def _replay(self, call: Call, feed: Feed) -> None:
-        """Repeat the step that ``call`` belongs to."""
-        session, run = self._driver.session, self._driver.run
+    def _settings_of(self, call: Call, feed: Feed) -> list[dict[str, Any]] | None:
+        """Of the optimizer in the step that ``call`` belongs to, if its gradients were averaged."""
+        step = steps_before(call)
+        averaged = any(g.round.when(step + 1) for g in self._driver.run.gradients)
+        return feed.settings_of(step) if averaged else None
+
+    def _replay(self, call: Call, groups: list[dict[str, Any]] | None) -> None:
+        """Repeat the step that ``call`` belongs to. ``groups``: see `_settings_of`."""
+        session = self._driver.session
         self._skip_to(steps_before(call))
-        step = session.step + 1
-        if any(gradients.round.when(step) for gradients in run.gradients):
-            self._use(feed.settings_of(session.step))
-            for p in session.params():
-                p.grad = None
+        if groups is not None:
+            self._use(groups)
+            for p in session.params():  # nothing is sent of a shard without elements
+                p.grad = None if local(p).numel() else torch.zeros_like(p)
             self._take_step(session.bound)  # its hook averages: the gradients of the donor
         else:
             self._driver.advance()
@@ -275,12 +334,12 @@ class Newcomer:
         for group, numbers in zip(optimizer.param_groups, groups, strict=True):
             group.update(numbers)
 
-    def _start(self, start: Start, feed: Feed) -> None:
-        """Take part from the unit on that ``start`` names."""
+    def _start(self, start: Start, feed: Feed | None = None) -> None:
+        """Take part from the unit on that ``start`` names. ``feed``: on rank 0."""
         self._skip_to(steps_before(start.call))
-        if start.digest and start.digest != digest_of(self._driver.session):
+        if start.digest and start.digest != self._digest():
             log.info("the repeated steps gave another result: this worker gets the state again")
-            state = feed.ask_for_state().state
+            state = self._inside.deal(None if feed is None else feed.ask_for_state().state)
             self._load_model(state)
             outer = zip(silent_channels(self._driver.run), state["outer"], strict=True)
             for channel, saved in outer:
@@ -291,24 +350,37 @@ class Newcomer:
             self._others[name].load_state_dict(state)
         if start.policy is not None:
             self._follow_policy(start.policy)
-        run = self._driver.run
-        channels = [c for r in run.rounds for c in r.channels]
-        channels += [c for g in run.gradients for c in g.channels]
-        for channel in channels:
-            for name in RESIDUALS:
-                if name in channel.exchange_state:
-                    channel.exchange_state[name].zero_()
+        for channel, weight in channels_of(self._driver.run):
+            for name in channel.exchange_state.keys() & RESIDUALS:
+                channel.exchange_state[name].zero_()
+            if weight is not None:
+                channel.state[weight].fill_(1.0)
         for running in self._driver.run.rounds:
-            weight = running.round.update.weight
-            for channel in running.channels:
-                if weight is not None:
-                    channel.state[weight].fill_(1.0)
             running.present = start.present
         self._link.take_part_from(start)
         session = self._driver.session
         for p in session.params():
             p.grad = None
         log.info("caught up %s", after_step(session.step))
+
+    def _digest(self) -> int:
+        """See `digest_of`: that of all ranks."""
+        own = digest_of(self._driver.session)
+        digests = [said[0] for said in self._inside.gather([own])]
+        return combined(digests) if len(digests) > 1 else own
+
+
+def _with_shards(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """The state ``saved`` of ``optimizer``, whose tensors are shards where the parameters are."""
+    if "optimizers" in saved:
+        both = zip(members(optimizer), saved["optimizers"], strict=True)
+        return {"optimizers": [_with_shards(each, state) for each, state in both]}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = {
+        k: {name: as_shard(t, params[k]) for name, t in own.items()}
+        for k, own in saved["state"].items()
+    }
+    return {**saved, "state": states}
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

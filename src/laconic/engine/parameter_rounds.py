@@ -16,7 +16,7 @@ from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock, EveryStep, State, returned
 from laconic.buckets import Bucket, bucketize
-from laconic.engine.channel import ByGroup, Channel, ChannelSet, by_tensor, is_owned
+from laconic.engine.channel import Channel, ChannelSet, by_tensor, is_owned
 from laconic.engine.comparison import held_by_all
 from laconic.engine.joint_optimizer import forget
 from laconic.engine.messages import InFlightBucket, InFlightRound, Messenger
@@ -90,14 +90,13 @@ class ParameterRunner:
         return f"{self.round.name} {after_step(step)}"
 
     def fresh(
-        self, positions: Sequence[Sequence[int]], links: Sets | None = None
+        self, joined: Sequence[Sequence[Tensor]], links: Sets | None = None
     ) -> ParameterRunner:
-        """A new runner, as if parameters had joined at these `ChannelSet.positions`; perhaps on the
-        rank of another run, over its ``links``."""
+        """A new runner, as if these parameters had ``joined`` x, one batch after the other; perhaps
+        on the rank of another run, over its ``links``."""
         made = ParameterRunner(self.round, self._session, self._scores, links or self._links)
-        held = [p for group in self._session.held() for p in group]
-        for batch in positions:
-            made.set.add([held[k] for k in batch])
+        for batch in joined:
+            made.set.add(batch)
         return made
 
     def become(self, other: ParameterRunner) -> None:
@@ -125,14 +124,24 @@ class ParameterRunner:
                 for segment in channel.bucket.segments:
                     forget(self._session.bound, segment.tensor)
 
-    def _to_send(self, present: ByGroup) -> list[list[Tensor]]:
+    def _to_send(self, groups: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Of tensors that come and go, those that all ranks have; of buffers, whose mean this is
         about, only those that differ."""
-        differing, groups = self.round.part is module_buffers, list(present.values())
+        differing = self.round.part is module_buffers
         if differing and self._replica.size > 1:
             self._equalize(groups)
-        found = held_by_all(self.link, groups, differing=differing)
-        return [list(group.values()) for group in found]
+        return held_by_all(self.link, groups, differing=differing)
+
+    def _with_other_ranks(
+        self, groups: Sequence[dict[str, Tensor]], found: Sequence[dict[str, Tensor]]
+    ) -> list[list[Tensor]]:
+        """What was ``found`` of ``groups`` on any rank of this worker: all send the same."""
+        own = [f"{number} {name}" for number, group in enumerate(found) for name in group]
+        names = self._session.inside.union(own)
+        return [
+            [t for name, t in group.items() if f"{number} {name}" in names]
+            for number, group in enumerate(groups)
+        ]
 
     def _equalize(self, groups: Sequence[dict[str, Tensor]]) -> None:
         """Give the ranks of this worker, which share its messages, the mean of their buffers."""
@@ -156,8 +165,9 @@ class ParameterRunner:
         if self.set.vary:
             if delay and self._can_select_later:
                 return self._launch_varying(step)
-            job = partial(self._to_send, self.set.varying())
-            self.set.replace(self._session.comm.call(job, label))
+            groups = list(self.set.varying().values())
+            found = self._session.comm.call(partial(self._to_send, groups), label)
+            self.set.replace(self._with_other_ranks(groups, found))
         together = self._overlap.use(len(self.channels))
         if not delay:
             sent = self._sent_in_turn(step, AHEAD if together else 0)
@@ -195,7 +205,8 @@ class ParameterRunner:
 
         async def send() -> list[InFlightBucket]:
             found = []
-            for channel in self.set.cut(self._to_send(copies)):
+            groups = [list(group.values()) for group in self._to_send([*copies.values()])]
+            for channel in self.set.cut(groups):
                 at_work = self.link.size, self.link.rank
                 clock = messenger.clock(channel.bucket, step, executed, at_work)
                 carry, sent = messenger.message(channel, clock, channel.bucket.empty())
@@ -288,7 +299,7 @@ class ParameterRunner:
 
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
-        if self.round.update.pulls:
+        if self.round.update.in_every_step:
             self._on_every_tensor(self.round.update.after_step, step)
 
     def _on_every_tensor(self, method: EveryStep | None, step: int) -> None:

@@ -21,6 +21,7 @@ from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import Pending
+from laconic.links.cost import Cost
 from laconic.links.quorum.port import (
     Announcement,
     Appointment,
@@ -93,6 +94,24 @@ class Kind:
         return self.schedule(step)
 
 
+def appointments(
+    exchange: QuorumMean,
+    period: int,
+    workers: int,
+    speeds: Mapping[int, Speed],
+    roster: Sequence[int],
+) -> Sequence[Appointment]:
+    """Return when each worker of ``roster`` takes part again: see `Paces`."""
+    if exchange.pace == "equal":
+        return [Appointment(0)] * len(roster)
+    fastest = max((s.steps for s in speeds.values()), default=0.0)
+    usual = median_low([s.sending for s in speeds.values()] or [0.0])
+    known = [speeds.get(rank, Speed(fastest, usual)) for rank in roster]
+    skip = exchange.workers is not None and exchange.workers < workers
+    pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
+    return [Appointment(*pace(s.steps, sending=s.sending - usual)) for s in known]
+
+
 class QuorumRounds:
     """The rounds of a recipe that close with a quorum. All ranks must make one at the same time."""
 
@@ -107,6 +126,8 @@ class QuorumRounds:
             partial(open_port, self._link, like, session.step, self._make_syncer),
             "opening rounds with a quorum",
         )
+        self._booked = self.port.served
+        """What of `Port.served` is in the ledger."""
         for kind in self.kinds:
             kind.since, kind.began = session.step, self._worked(session.step)
             if kind.exchange.pace == "own":
@@ -124,16 +145,8 @@ class QuorumRounds:
     def _paces(
         self, kind: int, speeds: Mapping[int, Speed], roster: Sequence[int]
     ) -> Sequence[Appointment]:
-        exchange, n = self.kinds[kind].exchange, self._link.size
-        if exchange.pace == "equal":
-            return [Appointment(0)] * len(roster)
-        fastest = max((s.steps for s in speeds.values()), default=0.0)
-        usual = median_low([s.sending for s in speeds.values()] or [0.0])
-        period, unknown = self.kinds[kind].schedule.period, Speed(fastest, usual)
-        known = [speeds.get(rank, unknown) for rank in roster]
-        skip = exchange.workers is not None and exchange.workers < n
-        pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
-        return [Appointment(*pace(s.steps, sending=s.sending - usual)) for s in known]
+        period = self.kinds[kind].schedule.period
+        return appointments(self.kinds[kind].exchange, period, self._link.size, speeds, roster)
 
     # -- one round ----
 
@@ -155,7 +168,7 @@ class QuorumRounds:
                 exchange, bucket = _exchange(channel), channel.bucket
                 clock = running.clock(bucket, step)
                 x = running.round.update.send(bucket.pack(bucket.empty()), channel.state, clock)
-                message = exchange.message(x, channel.exchange_state, clock)
+                message = exchange.message(x, channel.exchange_state)
                 messages.append(message)
                 room.append(exchange.room(message, x))
                 if not kind.known and kind.exchange.needs_bases:
@@ -163,12 +176,25 @@ class QuorumRounds:
         seconds, steps = self._worked(step) - kind.began, step - kind.since
         about = Announcement(index, kind.base, steps, seconds, step, kind.rates, kind.known)
         delivery = Delivery(about, messages, bases or None, room)
-        job, label = partial(self.port.deliver, delivery), kind.runners[0].label(step)
+        job, label = partial(self._carry, delivery), kind.runners[0].label(step)
         comm, start = self._session.comm, time.perf_counter()
         kind.sent = Sent(step, messages, comm.submit(job, label))
         if kind.sent.pending.done():  # where there is no thread, `submit` has waited
             comm.record_wait(start)
         self._take_over(kind, kind.sent)
+
+    def _carry(self, delivery: Delivery) -> Outcome:
+        """Deliver, and book what this process has sent and received since the previous delivery: on
+        rank 0, the results of all rounds that have closed meanwhile."""
+        ledger, start = self._session.ledger, time.perf_counter()
+        with ledger.watched():
+            outcome = self.port.deliver(delivery)
+        sent, received = delivery.nbytes, outcome.nbytes
+        if self._link.rank == 0:
+            before, self._booked = self._booked, self.port.served
+            sent, received = (now - was for now, was in zip(self._booked, before, strict=True))
+        ledger.add("quorum", "workers", Cost(sent, 1), received, start)
+        return outcome
 
     def settle(self, *, failed: bool = False) -> None:
         """Take over the results of rounds whose wait something has interrupted, such as a signal
@@ -374,12 +400,11 @@ class Merger:
         clock = Clock(
             *(first.step, first.rates[at], closing.number - 1, 0, self._workers, 0),
             seed=self._seed,
-            bucket=channel.bucket.number,
             arrived=len(arrived),
         )
         names = owned_names(update, channel.state)
         result = combined(update, mean, channel.state, names, clock)
-        return exchange.publish(result, self.results[at], clock)
+        return exchange.publish(result, self.results[at])
 
     def all_hold(self, number: int) -> None:
         """Record that all workers continue from the result of round ``number``."""

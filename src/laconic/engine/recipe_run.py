@@ -51,6 +51,8 @@ class RecipeRun:
         window = score_window(recipe)
         self.scores = Scores(session.params, window) if window else None
         self.rounds: list[ParameterRunner] = []
+        self.joined: list[list[Tensor]] = []
+        """The parameters in x, in the batches in which they joined it: those share buckets."""
         self.gradients: list[GradientRunner] = []
         self.differ = workers_differ(recipe)
         """Whether workers may hold different models after a step."""
@@ -65,8 +67,7 @@ class RecipeRun:
         session = self.session
         session.scratch.clear()  # of the recipe before this one
         self.rounds = [ParameterRunner(r, session, self.scores) for r in self._planned]
-        for running in self.rounds:
-            running.set.add(session.params())
+        self._add(session.params())
         if any(isinstance(r.exchange, QuorumMean) for r in self._planned):
             self.quorum = QuorumRounds(session, self.rounds)
 
@@ -104,9 +105,13 @@ class RecipeRun:
         check_alike(self)
         session.broadcast(new)
         session.join(new)
-        for running in self.rounds:
-            running.set.add(new)
+        self._add(new)
         session.note_order()
+
+    def _add(self, params: list[Tensor]) -> None:
+        self.joined.append(params)
+        for running in self.rounds:
+            running.set.add(params)
 
     def detach(self) -> None:
         """Remove the gradient rounds' hooks."""
@@ -269,7 +274,7 @@ class RecipeRun:
     def _prepare(self, running: ParameterRunner) -> None:
         """Quiesce the other rounds where ``running`` asks for it, and announce it."""
         step = self.session.step
-        if running.round.update.quiesces_others:
+        if running.round.quiesces_others:
             for other in self.rounds:
                 if other is not running:
                     other.quiesce(step, averaged=running.round.exchange.agrees)

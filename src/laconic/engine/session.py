@@ -7,7 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -28,7 +28,9 @@ from laconic.errors import LinkError, after_step, error_text
 from laconic.links.agreement import agree
 from laconic.links.calls import Call
 from laconic.links.comm_thread import CommThread
+from laconic.links.elastic.inside import Inside
 from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.rank_link import RankLink
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
@@ -79,7 +81,7 @@ class Policy(Protocol):
     def start(self, session: Session) -> None:
         """Called once, when the ranks have met, and before any round: it may change `recipe`."""
 
-    def after_step(self, step: int) -> bool:
+    def after_step(self) -> bool:
         """Return whether `recipe` has changed. Every rank calls it after the same steps."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +114,8 @@ class Settings:
     ranks. ``scaler``: the GradScaler, unless there is none, or it checks for no overflow.
     ``policy``: what changes the recipe, if anything does. ``hooked``: the optimizer's hooks run the
     rounds; otherwise the front end calls `Driver.advance`. ``elastic``: the link to all workers,
-    where they come and go. ``offload``: outer state is in host memory.
+    where they come and go; ``inside``: the other ranks of this worker then. ``offload``: outer
+    state is in host memory.
     """
 
     buffers: Buffers
@@ -121,7 +124,8 @@ class Settings:
     scaler: torch.amp.GradScaler | None = None
     policy: Policy | None = None
     hooked: bool = True
-    elastic: ElasticLink | None = None
+    elastic: ElasticLink | RankLink | None = None
+    inside: Inside = field(default_factory=Inside)
     offload: bool = False
 
 
@@ -146,7 +150,7 @@ class Session:
         self.ledger = Ledger()
         self.links = {name: Metered(link, self.ledger, name) for name, link in sets.items()}
         self.world, self.workers = self.links["world"], self.links["workers"]
-        self.elastic = settings.elastic
+        self.elastic, self.inside = settings.elastic, settings.inside
         self.newcomer: Joining | None = None
         """Until this worker takes part in the rounds of an elastic run that was under way."""
         if self.elastic is None:
@@ -378,6 +382,8 @@ class Session:
             if those or link is self.world:  # other ranks may have buffers that this one lacks
                 job = partial(held_by_all, link, [those], differing=True)
                 found.update(self.comm.call(job, "comparing the models")[0])
+        names = self.inside.union(list(found))
+        found = {name: t for name, t in tensors.items() if name in names}
         for name, t in found.items():
             if kind := read_only(local(t)):
                 raise ValueError(

@@ -425,3 +425,8 @@ class Synchronizer:
         """Have ``observer(start, end)`` (`time.perf_counter`) called after every time that training
         waited for a round: the parts of ``stats().seconds_waiting``."""
         self._session.comm.observer = observer
+
+    def observe_collectives(self, observer: Callable[[float, float], None]) -> None:
+        """Have ``observer(start, end)`` (`time.perf_counter`) called after every collective of the
+        rounds, in the thread that makes it."""
+        self._session.ledger.observer = observer

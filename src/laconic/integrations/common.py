@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +15,11 @@ from laconic.algorithms.round import Recipe, workers_differ
 from laconic.attach import init
 from laconic.elastic import COORDINATOR_VARIABLE, Elastic
 from laconic.engine.synchronizer import Synchronizer
-from laconic.errors import TIMEOUT, LinkError
+from laconic.errors import TIMEOUT, LinkError, refuse
 from laconic.links.rank_sets import refused_by_all
 
 FOLDER = "laconic"
 """The folder for every rank's state, in the folder of a checkpoint."""
-
-
-def refuse(problems: Mapping[str, object]) -> None:
-    """Raise ``ValueError`` with the first of these messages whose value is true."""
-    for problem, there in problems.items():
-        if there:
-            raise ValueError(problem)
 
 
 def refuse_on_all(options: Mapping[str, Any], problems: Mapping[str, object]) -> None:
@@ -80,24 +73,14 @@ def averages_gradients(recipe: Recipe | Auto) -> bool:
     return not isinstance(recipe, Auto) and not workers_differ(recipe)
 
 
-@contextmanager
-def consensus(sync: Synchronizer | None) -> Iterator[None]:
+def consensus(sync: Synchronizer | None) -> AbstractContextManager[object]:
     """A context in which the model holds the consensus weights, as far as ``sync`` is attached."""
-    if sync is None or not sync.attached:
-        yield
-        return
-    with sync.consensus():
-        yield
+    return nullcontext() if sync is None or not sync.attached else sync.consensus()
 
 
-@contextmanager
-def no_sync(sync: Synchronizer | None) -> Iterator[None]:
+def no_sync(sync: Synchronizer | None) -> AbstractContextManager[None]:
     """A context in which no gradients are averaged, as far as ``sync`` is attached."""
-    if sync is None or not sync.attached:
-        yield
-        return
-    with sync.no_sync():
-        yield
+    return nullcontext() if sync is None or not sync.attached else sync.no_sync()
 
 
 def defer_averaging(accelerator: Any, sync_of: Callable[[Any], Synchronizer | None]) -> None:

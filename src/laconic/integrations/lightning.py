@@ -30,8 +30,9 @@ from laconic.attach import attach
 from laconic.checkpoint import load, save
 from laconic.checkpoints.random_state import load_random_state, random_state
 from laconic.engine.synchronizer import Synchronizer
+from laconic.errors import refuse
 from laconic.integrations import common
-from laconic.integrations.common import FOLDER, refuse
+from laconic.integrations.common import FOLDER
 
 OPTIONS = (
     "accelerator",

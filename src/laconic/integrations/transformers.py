@@ -31,8 +31,9 @@ from laconic.algorithms.round import Recipe
 from laconic.attach import attach
 from laconic.checkpoint import load, save
 from laconic.engine.synchronizer import Synchronizer
+from laconic.errors import refuse
 from laconic.integrations import common
-from laconic.integrations.common import FOLDER, refuse
+from laconic.integrations.common import FOLDER
 from laconic.sampler import ElasticSampler
 
 logger = logging.get_logger(__name__)

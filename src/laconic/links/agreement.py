@@ -6,7 +6,7 @@ whether it has a problem; if any has, all of them raise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -36,7 +36,8 @@ def agree(gather: Gather, problem: str | None, flags: Tensor | None = None) -> N
     if not all(flagged):  # else no rank needs another one's text
         own = clean(problem or "")[:MOST_CHARACTERS]
         texts = [clean(text)[:MOST_CHARACTERS] for text in exchange_texts(gather, own)]
-    raise ValueError(problem if problem is not None else _in_words(flagged, texts))
+    others = {rank: text for rank, text in enumerate(texts) if flagged[rank]}
+    raise ValueError(problem if problem is not None else in_words(others))
 
 
 @contextmanager
@@ -51,11 +52,15 @@ def on_all_ranks(gather: Gather) -> Iterator[None]:
     agree(gather, None)
 
 
-def _in_words(flagged: list[bool], texts: list[str]) -> str:
-    """The problems, each once, with the ranks that have it; as many as fit."""
-    ranks: dict[str, list[str]] = {}
-    for rank, text in enumerate(texts):
-        if flagged[rank]:
-            ranks.setdefault(text, []).append(str(rank))
-    parts = [f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {text}" for text, who in ranks.items()]
+def in_words(problems: Mapping[int, str]) -> str:
+    """The ``problems``, by rank, each once, with the ranks that have it; as many as fit."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in problems.items():
+        ranks.setdefault(text, []).append(rank)
+    parts = [f"{rank_list(who)}: {text}" for text, who in ranks.items()]
     return "; ".join(parts)[: 2 * MOST_CHARACTERS]
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """``ranks`` as text, such as ``ranks 0, 2``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

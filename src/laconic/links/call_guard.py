@@ -19,7 +19,7 @@ import torch
 from laconic.errors import TIMEOUT, LinkError
 from laconic.links import health, job_secret, long_wait
 from laconic.links.addresses import Address
-from laconic.links.calls import FINISH, Call, CallPosition
+from laconic.links.calls import FINISH, SAME_CALLS, Call, CallPosition
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import NOTHING, Answer, Request, Verdict
 from laconic.links.long_wait import LongWait, Patience
@@ -382,11 +382,7 @@ class CallGuard:
     def _refuse(self, positions: Mapping[int, CallPosition]) -> NoReturn:
         """The ranks of the link are at ``positions``, which cannot meet."""
         where = "; ".join(f"rank {self.ranks[r]}: {positions[r]}" for r in sorted(positions))
-        text = (
-            f"the ranks are at different places ({where}). Every rank must take the same "
-            "optimizer steps and make the same laconic calls; a GradScaler that skips steps "
-            "is passed as attach(..., scaler=)"
-        )
+        text = f"the ranks are at different places ({where}). {SAME_CALLS}"
         # a rank that has not seen it yet will only see this process end
         self.conclude(text, [self.ranks[r] for r, p in positions.items() if p.left or p.broken])
 

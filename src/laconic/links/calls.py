@@ -11,6 +11,13 @@ FINISH = "finish()"
 """The name of the call after which the ranks owe each other nothing until the next one."""
 
 
+SAME_CALLS = (
+    "Every rank must take the same optimizer steps and make the same laconic calls; a GradScaler "
+    "that skips steps is passed as scaler= to laconic.attach or laconic.CommOptimizer"
+)
+"""What to do where ranks are in different calls, for messages."""
+
+
 class Call(NamedTuple):
     """One thing that all ranks do together, such as a round: its ``name``, and the number of
     optimizer steps taken before it; 0 also where ranks need not have taken equally many. A call may

@@ -163,14 +163,12 @@ class Collectives(Blocking):
         """As `awaited`, but several can be under way."""
         return cast("AsyncLink", _Awaited(self, overlaps=True))
 
-    async def _mean(self, x: Tensor, parts: Parts | None = None, overlaps: bool = False) -> None:
-        if self.size == 1 or x.numel() % self.size:
-            whole = parts or Parts([x.numel()])
-            whole.fill_all([0])
-            if self.size > 1:
-                everyone = await self._gather(x, overlaps)
-                x.copy_(mean_in_rank_order(everyone.unbind()))
-            whole.use_all([0])
+    async def _mean(self, x: Tensor, overlaps: bool = False) -> None:
+        if self.size == 1:
+            return
+        if x.numel() % self.size:
+            everyone = await self._gather(x, overlaps)
+            x.copy_(mean_in_rank_order(everyone.unbind()))
             return
         # each part of this rank's slice goes out as soon as it has come from all others. A rank
         # sends a part of its slice after it has received that part from this one, so what comes
@@ -181,13 +179,11 @@ class Collectives(Blocking):
         room = scratch.take((self.size - 1) * length, x.dtype, x.device)
         pieces = dict(zip(others, room.view(-1, length), strict=True))
         rows = {r: slices[r] for r in others}
-        there = self._post(rows, pieces, ready=False, joins=overlaps)
-        if overlaps:
-            self._fill(there, parts, x.element_size())
+        there = self._post(rows, pieces, ready=overlaps, joins=overlaps)
         await self._sent(there, overlaps)
         back = self._post(dict.fromkeys(others, own), rows, ready=False, joins=True)
         if not overlaps:  # what follows is known by now
-            self._fill(there, parts, x.element_size())
+            self._send_all(there)
         count = max(1, min(MEAN_PARTS, length * x.element_size() // LEAST_PART))
         for part in Parts([length * (k + 1) // count for k in range(count)]):
             for r in others[::-1]:
@@ -200,10 +196,7 @@ class Collectives(Blocking):
         self._wait(there)
         self._give_back(scratch)
         await self._sent(back, overlaps)
-        if parts is None:
-            self._wait(back)
-        else:
-            self._receive(back, parts, arrivals(me, self.size), x.element_size())
+        self._wait(back)
 
     def _lend(self) -> Scratch:
         """Memory that no other collective under way uses, until `_give_back`."""
@@ -226,16 +219,9 @@ class Collectives(Blocking):
                     self._send(transfer, r, part.stop * itemsize)
 
     async def _reduce_scatter(
-        self,
-        x: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-        overlaps: bool = False,
+        self, x: Tensor, owners: int | None = None, overlaps: bool = False
     ) -> Tensor:
         slices = x.view(owners or self.size, -1).unbind()
-        if parts is not None and len(slices) < self.size:
-            parts.fill_all(range(len(slices)))
-            parts = None
         if self.rank >= len(slices):
             transfer = self._post_all(slices, [], joins=overlaps)
             await self._sent(transfer, overlaps)
@@ -246,8 +232,7 @@ class Collectives(Blocking):
         room = scratch.take((self.size - 1) * length, x.dtype, x.device)
         pieces = list(torch.split(room, length)) if self.size > 1 else []
         pieces.insert(self.rank, slices[self.rank])
-        transfer = self._post_all(slices, pieces, ready=False, joins=overlaps)
-        self._fill(transfer, parts, x.element_size())
+        transfer = self._post_all(slices, pieces, joins=overlaps)
         await self._sent(transfer, overlaps)
 
         def arrived() -> Iterator[Tensor]:

@@ -6,10 +6,10 @@ conversations run at once in one thread, so strangers that connect do not delay 
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from laconic.errors import LinkError
 from laconic.links import handshake, secured
@@ -50,8 +50,6 @@ class Connecting:
         """Of the ranks to call."""
         self._callers: set[int] = set()
         """The ranks that call this one."""
-        self._next: dict[int, float] = {}
-        """When to call a rank again; infinity while a call is under way."""
 
     def run(
         self, server: socket.socket, addresses: Sequence[str], check: Callable[[], None]
@@ -62,8 +60,10 @@ class Connecting:
         self._callers = set(range(self._rank + 1, len(addresses)))
         check_at = time.monotonic() + self._check_seconds
         talks = Talks()
-        talks.serve(server, self._answer, HELLO_SECONDS, self._answered)
+        talks.serve([server], self._answer, HELLO_SECONDS, self._answered)
         try:
+            for rank in self._addresses:
+                self._call(talks, rank)
             while missing := self.missing:
                 now = time.monotonic()
                 if now >= self._deadline:
@@ -74,8 +74,7 @@ class Connecting:
                 if now >= check_at:
                     check()
                     check_at = now + self._check_seconds
-                call_at = self._call_all(talks, now)
-                talks.turn(max(min(self._deadline, check_at, call_at) - now, 0))
+                talks.turn(max(min(self._deadline, check_at) - now, 0))
         finally:
             talks.close()
 
@@ -111,14 +110,6 @@ class Connecting:
 
     # -- this rank calls those before it ----
 
-    def _call_all(self, talks: Talks, now: float) -> float:
-        """Call the ranks whose time has come; returns when the next one's comes."""
-        for rank in self._addresses:
-            if self._next.get(rank, 0) <= now:
-                self._next[rank] = math.inf
-                self._call(talks, rank)
-        return min(self._next.values(), default=math.inf)
-
     def _call(self, talks: Talks, rank: int) -> None:
         host, port, key = self._addresses[rank]
         exchange = handshake.call(
@@ -133,7 +124,7 @@ class Connecting:
             elif secured.about_certificates(error):
                 self._refused(rank, error)
             else:  # strangers may have flooded it
-                self._next[rank] = time.monotonic() + RETRY_SECONDS
+                talks.later(RETRY_SECONDS, partial(self._call, talks, rank))
 
         try:
             talks.call(host, port, exchange, self._deadline, ended)

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import multiprocessing.util
 import secrets
 import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -28,7 +27,7 @@ from laconic.links import congestion, forks, handshake, tls
 from laconic.links.addresses import Address, listen
 from laconic.links.calls import Call, CallPosition
 from laconic.links.handshake import KEY_BYTES, MOST_BYTES
-from laconic.links.talks import Talk, Talks
+from laconic.links.talks import Service, Talk, Talks
 from laconic.links.texts import clean
 
 PURPOSE = b"beacon"
@@ -231,16 +230,16 @@ class Beacon:
     def __init__(self, host: str | None = None) -> None:
         tls.contexts()  # what is wrong with variables is raised here, and not in a thread
         congestion.chosen()
-        self._server, self._host = listen(host)
-        self._port = int(self._server.getsockname()[1])
-        self._closed = False
+        server, self._host = listen(host)
+        self._port = int(server.getsockname()[1])
         self.status = "starting"
         self.links: dict[str, LinkRecord] = {}
         self._since = time.monotonic()
         self._general: dict[bytes, str] = {}
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="laconic-beacon")
-        self._thread.start()
+        at = "laconic-beacon", [server], self._exchange, ANSWER_SECONDS, self._answered
+        self._service = Service(*at)
+        self._service.open()
         # of multiprocessing, whose processes do not run what atexit has
         multiprocessing.util.Finalize(None, self.announce_exit, exitpriority=0)
 
@@ -276,20 +275,9 @@ class Beacon:
                 asked += [(a, *at) for r, a in link.others.items() if r not in link.left]
         ask_each(asked, ANSWER_SECONDS)
 
-    def _serve(self) -> None:
-        talks = Talks()
-        talks.serve(self._server, self._exchange, ANSWER_SECONDS, self._answered)
-        while not self._closed:
-            talks.turn()
-        talks.close()
-        self._server.close()
-
     def close(self) -> None:
         """Answer nobody from now on."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join(ANSWER_SECONDS)
+        self._service.close()
 
     def _exchange(self) -> handshake.Exchange:
         return handshake.answer(PURPOSE, self._secret_of, self._reply)
@@ -300,10 +288,7 @@ class Beacon:
 
     def _reply(self, hello: handshake.Hello, text: bytes) -> bytes:
         link = self.links[hello.key.hex()]
-        try:
-            request = Request.unpack(text)
-        except ValueError as error:
-            raise handshake.RefusedError(str(error)) from None
+        request = Request.unpack(text)
         if request.verdict is not None:
             link.adopt(request.verdict)
         if request.left is not None:
@@ -376,20 +361,24 @@ def ask_all(
 
 class _Question:
     """One beacon to ask, several times if needed: a beacon that strangers flood may have dropped
-    this caller to make room."""
+    this caller to make room. ``answered`` is called once."""
 
-    def __init__(self, address: str, secret: bytes, rank: int, request: Request) -> None:
-        self.host, self.port, key = Address.parse(address)
+    def __init__(
+        self,
+        asked: tuple[str, bytes, int, Request],
+        deadline: float,
+        talks: Talks,
+        answered: Callable[[Answer], None],
+    ) -> None:
+        address, secret, rank, request = asked
+        self._host, self._port, key = Address.parse(address)
         self._say = secret, PURPOSE, bytes.fromhex(key), rank, request.pack()
-        self.answer: Answer | None = None
-        self.again = 0.0
-        """When to ask again; infinity while it is being asked."""
+        self._deadline, self._talks, self._answered = deadline, talks, answered
 
-    def begin(self, talks: Talks, deadline: float) -> None:
-        self.again = math.inf
-        self._deadline = deadline
+    def ask(self) -> None:
+        at = self._host, self._port, handshake.call(*self._say), self._deadline
         try:
-            talks.call(self.host, self.port, handshake.call(*self._say), deadline, self._ended)
+            self._talks.call(*at, self._ended)
         except OSError as error:
             self._failed(error, connecting=True)
 
@@ -398,25 +387,23 @@ class _Question:
             self._failed(error, connecting=talk.connecting)
             return
         try:
-            self.answer = unpack_answer(talk.result)
-            if self.answer.stalled:
-                talk.kept = True
-                self.answer = replace(self.answer, connection=talk.connection)
+            answer = unpack_answer(talk.result)
         except ValueError:
-            self.answer = OTHER  # it knows the secret, and runs another version
+            answer = OTHER  # it knows the secret, and runs another version
+        talk.kept = answer.stalled
+        self._answered(replace(answer, connection=talk.connection) if talk.kept else answer)
 
     def _failed(self, error: Exception, *, connecting: bool) -> None:
-        now = time.monotonic()
         if isinstance(error, ConnectionRefusedError):
-            self.answer = GONE
+            self._answered(GONE)
         elif connecting:
-            self.answer = UNREACHABLE
+            self._answered(UNREACHABLE)
         elif isinstance(error, TimeoutError):
-            self.answer = SILENT
-        elif now + RETRY_SECONDS < self._deadline:
-            self.again = now + RETRY_SECONDS
+            self._answered(SILENT)
+        elif time.monotonic() + RETRY_SECONDS < self._deadline:
+            self._talks.later(RETRY_SECONDS, self.ask)
         else:
-            self.answer = OTHER if isinstance(error, handshake.RefusedError) else ENDING
+            self._answered(OTHER if isinstance(error, handshake.RefusedError) else ENDING)
 
 
 def ask_each(
@@ -426,25 +413,21 @@ def ask_each(
 ) -> list[Answer]:
     """The answers to questions, each an address, a secret, a rank and a request as in `ask`, in
     that order. Waits for each at most ``seconds``."""
-    questions = [_Question(*each) for each in asked]
-    places = {question: index for index, question in enumerate(questions)}
-    waiting, under_way = deque(questions), dict[_Question, float]()
-    talks = Talks()
+    answers, talks, begun = dict[int, Answer](), Talks(), 0
+
+    def answered(index: int, answer: Answer) -> None:
+        answers[index] = answer
+        if heard is not None:
+            heard(index, answer)
+
     try:
-        while waiting or under_way:
-            now = time.monotonic()
-            while waiting and len(under_way) < MOST_AT_ONCE:
-                under_way[waiting.popleft()] = now + seconds
-            for question, deadline in under_way.items():
-                if question.answer is None and question.again <= now:
-                    question.begin(talks, deadline)
-            for question in [q for q in under_way if q.answer is not None]:
-                del under_way[question]
-                if heard is not None and question.answer is not None:
-                    heard(places[question], question.answer)
-            if under_way:
-                talks.turn(min(max(min(q.again for q in under_way) - now, 0), seconds))
+        while len(answers) < len(asked):
+            if begun < len(asked) and begun - len(answers) < MOST_AT_ONCE:
+                at = asked[begun], time.monotonic() + seconds, talks, partial(answered, begun)
+                begun += 1
+                _Question(*at).ask()
+            else:
+                talks.turn()
     finally:
         talks.close()
-    answers = [question.answer for question in questions]
-    return [answer for answer in answers if answer is not None]
+    return [answers[index] for index in range(len(asked))]

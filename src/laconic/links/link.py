@@ -8,6 +8,7 @@ one order of collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import coroutine
@@ -61,18 +62,29 @@ class Parts:
         return (slice(a, b) for a, b in pairwise((0, *self.ends)))
 
     def fill_all(self, rows: Sequence[int]) -> None:
-        """Fill all parts of the rows for these ranks. For links that send all at once."""
+        """Fill all parts of the rows for these ranks."""
         if self.fill is not None:
             for part in self:
                 for r in rows:
                     self.fill(r, part)
 
     def use_all(self, rows: Sequence[int]) -> None:
-        """Use all parts of these ranks' rows. For links that receive all at once."""
+        """Use all parts of these ranks' rows."""
         if self.use is not None:
             for part in self:
                 for r in rows:
                     self.use(r, part)
+
+
+@contextmanager
+def at_once(parts: Parts | None, sends: Sequence[int], brings: Sequence[int]) -> Iterator[None]:
+    """A context for links that send all at once, and receive all at once: fills all ``parts`` of
+    the rows ``sends`` before, and uses those of ``brings`` afterward."""
+    if parts is not None:
+        parts.fill_all(sends)
+    yield
+    if parts is not None:
+        parts.use_all(brings)
 
 
 class Sent(NamedTuple):
@@ -97,12 +109,10 @@ class AsyncLink(Protocol):
     def size(self) -> int:
         """As `Link.size`."""
 
-    async def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+    async def mean(self, x: Tensor) -> None:
         """As `Link.mean`."""
 
-    async def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
+    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         """As `Link.reduce_scatter`."""
 
     async def all_gather(
@@ -146,11 +156,12 @@ class _OneByOne:
 
 def one_by_one(link: Link) -> AsyncLink:
     """The collectives of ``link``, which never pause: each is complete once it is awaited."""
-    if isinstance(link, Blocking):
-        kind = type(link)
-        if all(getattr(kind, name) is getattr(Blocking, name) for name in COLLECTIVES):
-            return link.awaited
-    return cast("AsyncLink", _OneByOne(link))
+    kind = type(link)
+    if isinstance(link, Blocking) and all(
+        getattr(kind, name) is getattr(Blocking, name) for name in COLLECTIVES
+    ):
+        return link.awaited
+    return cast("AsyncLink", _OneByOne(link))  # also where a subclass has its own of some
 
 
 class Link(Protocol):
@@ -214,19 +225,14 @@ class Link(Protocol):
         """Tell the other ranks, when they ask, that this one makes no more calls, and, if
         ``broken``, that it does not complete the last one."""
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        """``x <- mean over ranks of x``, in place; the same bits on every rank. ``parts`` of the n
-        slices of x are filled and used, if n divides its length; else all of x is one part of one
-        row, number 0."""
+    def mean(self, x: Tensor) -> None:
+        """``x <- mean over ranks of x``, in place; the same bits on every rank."""
 
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         """Cut ``x`` into ``owners`` slices (None: n), and return the mean over ranks of slice
         ``rank``; an empty tensor on the ranks from ``owners`` on. Sums in float32 at least.
         Overwrites ``x``. The result belongs to the link or is a view of x, and is valid until the
-        next call. The length of x is a multiple of ``owners``, which is at most n. ``parts`` of
-        the owners' slices are filled."""
+        next call. The length of x is a multiple of ``owners``, which is at most n."""
 
     def all_gather(
         self,

@@ -36,7 +36,7 @@ class Ledger:
 
     Not counted: packet headers and acknowledgements of the network (below 5% for large messages).
     ``failed`` is called with a link's error, in the thread that raises it. ``measures``: see
-    `measuring`.
+    `measuring`. ``observer(start, end)`` (`time.perf_counter`) is called after every collective.
     """
 
     bytes_sent: int = 0
@@ -45,6 +45,7 @@ class Ledger:
     by_set: dict[str, int] = field(default_factory=dict)
     by_call: dict[str, CallTotals] = field(default_factory=dict)
     failed: Callable[[LinkError], None] | None = None
+    observer: Callable[[float, float], None] | None = None
     call: str = "setting up"
     measures: bool = False
 
@@ -82,12 +83,14 @@ class Ledger:
         start = time.perf_counter()
         with self.watched():
             yield
-        self.add(collective, ranks, amount, received, time.perf_counter() - start)
+        self.add(collective, ranks, amount, received, start)
 
-    def add(self, collective: str, ranks: str, amount: Cost, received: int, seconds: float) -> None:
-        """Book a collective that has completed in ``seconds``."""
-        totals = self.by_call.setdefault(self.call, CallTotals())
-        totals.seconds += seconds
+    def add(self, collective: str, ranks: str, amount: Cost, received: int, start: float) -> None:
+        """Book a collective that began at ``start`` (`time.perf_counter`), and has completed."""
+        end, totals = time.perf_counter(), self.by_call.setdefault(self.call, CallTotals())
+        if self.observer is not None:
+            self.observer(start, end)
+        totals.seconds += end - start
         totals.bytes += amount.bytes
         self.bytes_sent += amount.bytes
         self.bytes_received += received
@@ -120,8 +123,8 @@ class Metered(Wrapped):
 
     def check(self) -> None:
         with self.ledger.watched():
-            super().check()
+            self.link.check()
 
     def check_peers(self) -> None:
         with self.ledger.watched():
-            super().check_peers()
+            self.link.check_peers()

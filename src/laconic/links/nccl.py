@@ -22,7 +22,7 @@ from torch import Tensor
 from laconic.buckets import Scratch
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
-from laconic.links.link import Link, Parts, Quiet, arrivals, hops
+from laconic.links.link import Link, Parts, Quiet, arrivals, at_once, hops
 from laconic.links.tcp import gather_over, takes_cpu
 from laconic.tensors import mean_in_rank_order, state_dtype
 
@@ -100,10 +100,6 @@ class NcclLink(Quiet):
             dist.destroy_process_group(self._group)
             del self._group  # torch closes its connections once nobody holds it
 
-    def abort(self) -> None:
-        """As `close`, though a collective may be under way that never ends."""
-        self._group.abort()
-
     @contextmanager
     def _blaming(self) -> Iterator[None]:
         """A context for collectives: an error of torch's inside names the ranks to blame."""
@@ -125,8 +121,7 @@ class NcclLink(Quiet):
 
     # -- collectives ----
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        assert parts is None, "it stages nothing"
+    def mean(self, x: Tensor) -> None:
         if self.size == 1:
             return
         if self._only_on_device(x, self.mean):
@@ -144,10 +139,7 @@ class NcclLink(Quiet):
             self._run(dist.all_reduce, x)
             x.div_(self.size)
 
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
-        assert parts is None, "it stages nothing"
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         op, slices = dist.ReduceOp.AVG, x.view(owners or self.size, -1).unbind()
         if state_dtype(x.dtype) != x.dtype:
             if len(slices) == self.size:
@@ -187,25 +179,19 @@ class NcclLink(Quiet):
     ) -> None:
         slices = list(out.view(owners or self.size, -1).unbind())
         order = [r for r in arrivals(self.rank, self.size) if r < len(slices)]
-        if parts is not None:
-            parts.fill_all([r for r in order if r == self.rank])
-        if len(slices) < self.size:
+        with at_once(parts, [r for r in order if r == self.rank], order):
+            if len(slices) == self.size:
+                all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+                self._run(all_gather, out, mine.to(out.dtype))
+                return
             for r, piece in enumerate(slices):
                 if r == self.rank:
                     piece.copy_(mine)
                 self.broadcast(piece, r)
-        else:
-            all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            self._run(all_gather, out, mine.to(out.dtype))
-        if parts is not None:
-            parts.use_all(order)
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        if parts is not None:
-            parts.fill_all(hops(self.rank, self.size))
-        self._run(dist.all_to_all_single, out, x)
-        if parts is not None:
-            parts.use_all(arrivals(self.rank, self.size))
+        with at_once(parts, hops(self.rank, self.size), arrivals(self.rank, self.size)):
+            self._run(dist.all_to_all_single, out, x)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         if self._only_on_device(x, partial(self.broadcast, root=root)):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic.links.calls import Call
-from laconic.links.link import Parts, Quiet, arrivals, hops
+from laconic.links.link import Parts, Quiet, arrivals, at_once, hops
 
 
 class NullLink(Quiet):
@@ -33,18 +33,10 @@ class NullLink(Quiet):
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         return False
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+    def mean(self, x: Tensor) -> None:
         """Does nothing: all ranks have the same."""
-        if parts is not None:
-            order = hops(self.rank, self.size) if x.numel() % self.size == 0 else [0]
-            parts.fill_all(order)
-            parts.use_all(order)
 
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
-        if parts is not None:
-            parts.fill_all(range(owners or self.size))
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         return x.view(owners or self.size, -1)[0]
 
     def all_gather(
@@ -55,20 +47,15 @@ class NullLink(Quiet):
         parts: Parts | None = None,
     ) -> None:
         rows = out.view(owners or self.size, -1)
-        if parts is not None:
-            parts.fill_all([self.rank])
-        if mine.data_ptr() != rows.data_ptr():
-            rows[0].copy_(mine)
-        rows[1:].copy_(rows[0].expand_as(rows[1:]))
-        if parts is not None:
-            parts.use_all([r for r in arrivals(self.rank, self.size) if r < len(rows)])
+        order = [r for r in arrivals(self.rank, self.size) if r < len(rows)]
+        with at_once(parts, [self.rank], order):
+            if mine.data_ptr() != rows.data_ptr():
+                rows[0].copy_(mine)
+            rows[1:].copy_(rows[0].expand_as(rows[1:]))
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        if parts is not None:
-            parts.fill_all(hops(self.rank, self.size))
-        out.copy_(x)
-        if parts is not None:
-            parts.use_all(arrivals(self.rank, self.size))
+        with at_once(parts, hops(self.rank, self.size), arrivals(self.rank, self.size)):
+            out.copy_(x)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         """Does nothing: all ranks have the same."""

@@ -131,9 +131,9 @@ def layout_of(
     problem, layout, launched = None, [[0]], 0
     try:
         launched = 0 if current_link.get() else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        _check_dimensions(sharded)
+        check_dimensions(sharded)
         layout = _layout(world, nprocs_per_node, mesh, bool(sharded))
-        _check_shards(sharded, layout[world.rank // len(layout[0])])
+        check_shards(sharded, layout[world.rank // len(layout[0])])
     except Exception as error:
         problem = error_text(error)
     inner = len(layout[0])
@@ -153,7 +153,7 @@ def layout_of(
     return layout
 
 
-def _check_dimensions(sharded: Sequence[Tensor]) -> None:
+def check_dimensions(sharded: Sequence[Tensor]) -> None:
     """Refuse a mesh of two dimensions: FSDP shards over one and replicates over the other."""
     for p in sharded:
         over = p.device_mesh  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ def _check_dimensions(sharded: Sequence[Tensor]) -> None:
             )
 
 
-def _check_shards(sharded: Sequence[Tensor], worker: list[int]) -> None:
+def check_shards(sharded: Sequence[Tensor], worker: list[int]) -> None:
     """Refuse parameters that are not sharded over exactly the ranks of ``worker``."""
     for p in sharded:
         over: list[int] = p.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links.calls import Call
-from laconic.links.link import Link, Parts, Quiet, arrivals, hops
+from laconic.links.calls import SAME_CALLS, Call
+from laconic.links.link import Link, Parts, Quiet, arrivals, at_once, hops
 from laconic.tensors import mean_in_rank_order
 
 T = TypeVar("T")
@@ -155,8 +155,7 @@ class Stage:
             stuck = "; ".join(f"ranks {sorted(c.received)} in {c.call}" for c in waiting)
             ended = ""
             if self.left:
-                same = "do all workers take the same number of steps?"
-                ended = f"; ranks {sorted(self.left)} have ended: {same}"
+                ended = f"; ranks {sorted(self.left)} have ended. {SAME_CALLS}"
             late = "; ".join(why for each in self.syncers.values() if (why := str(each)))
             reasons = "; ".join(part for part in (stuck, late) if part) + ended
             self.fail(f"the workers wait for each other in vain: {reasons}", self.left)
@@ -200,7 +199,7 @@ class Stage:
         if collective.call != call:
             self.fail(
                 f"ranks disagree on what comes next: rank {rank} calls {call} where ranks "
-                f"{sorted(collective.received)} call {collective.call}"
+                f"{sorted(collective.received)} call {collective.call}. {SAME_CALLS}"
             )
             raise self.error()
         collective.received[rank] = x
@@ -268,14 +267,10 @@ class SimulatedLink(Quiet):
     def digests(self) -> Sequence[int]:
         return self._digests
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        assert parts is None, "it stages nothing"
+    def mean(self, x: Tensor) -> None:
         x.copy_(self._join("mean", x, mean_in_rank_order))
 
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
-        assert parts is None, "it stages nothing"
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         mean = self._join("reduce_scatter", x, mean_in_rank_order)
         owners = owners or self.size
         own = mean.view(owners, -1)[self.rank] if self.rank < owners else mean[:0]
@@ -289,20 +284,14 @@ class SimulatedLink(Quiet):
         parts: Parts | None = None,
     ) -> None:
         slices = owners or self.size
-        if parts is not None and self.rank < slices:
-            parts.fill_all([self.rank])
-        out.copy_(
-            self._join("all_gather", mine.to(out.dtype), lambda x: torch.cat(x[:slices]), out.shape)
-        )
-        if parts is not None:
-            parts.use_all([r for r in arrivals(self.rank, self.size) if r < slices])
+        order = [r for r in arrivals(self.rank, self.size) if r < slices]
+        with at_once(parts, [r for r in order if r == self.rank], order):
+            own = mine.to(out.dtype)
+            out.copy_(self._join("all_gather", own, lambda x: torch.cat(x[:slices]), out.shape))
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        if parts is not None:
-            parts.fill_all(hops(self.rank, self.size))
-        out.copy_(self._join("all_to_all", x, torch.stack)[:, self.rank])
-        if parts is not None:
-            parts.use_all(arrivals(self.rank, self.size))
+        with at_once(parts, hops(self.rank, self.size), arrivals(self.rank, self.size)):
+            out.copy_(self._join("all_to_all", x, torch.stack)[:, self.rank])
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         x.copy_(self._join("broadcast", x, lambda everyone: everyone[root].clone()))

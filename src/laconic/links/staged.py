@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from laconic.device import Accelerator, Event, accelerator
-from laconic.links.link import AsyncLink, Blocking, Link, Parts, arrivals, hops, one_by_one
+from laconic.links.link import AsyncLink, Blocking, Link, Parts, arrivals, at_once, hops, one_by_one
 from laconic.links.wrapped import Around
 
 
@@ -107,22 +107,18 @@ class _AsyncStaged:
         self._link, self._inner = link, inner
         self.rank, self.size = link.rank, link.size
 
-    async def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+    async def mean(self, x: Tensor) -> None:
         if not self._link.staged(x):
-            await self._inner.mean(x, parts)
+            await self._inner.mean(x)
             return
-        assert parts is None, "only links of the host get them"
         with self._link.copied(x) as host:
             await self._inner.mean(host)
             self._link.copy(host, x)
 
-    async def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
+    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         link = self._link
         if not link.staged(x):
-            return await self._inner.reduce_scatter(x, owners, parts)
-        assert parts is None, "only links of the host get them"
+            return await self._inner.reduce_scatter(x, owners)
         with link.copied(x) as host:
             mean = await self._inner.reduce_scatter(host, owners)
             if not mean.numel():
@@ -144,28 +140,27 @@ class _AsyncStaged:
         if not link.staged(out):
             await self._inner.all_gather(mine, out, owners, parts)
             return
-        owning = self.rank < (owners or self.size)
-        if parts is not None and owning:
-            parts.fill_all([self.rank])
-        with link.copied(mine) as own, link.memory.borrow(out.numel(), out.dtype) as host:
+        order = [r for r in arrivals(self.rank, self.size) if r < (owners or self.size)]
+        with (
+            at_once(parts, [r for r in order if r == self.rank], order),
+            link.copied(mine) as own,
+            link.memory.borrow(out.numel(), out.dtype) as host,
+        ):
             await self._inner.all_gather(own, host, owners)
             link.copy(host, out)
-        if parts is not None:
-            count = owners or self.size
-            parts.use_all([r for r in arrivals(self.rank, self.size) if r < count])
 
     async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         link = self._link
         if not link.staged(x):
             await self._inner.all_to_all(x, out, parts)
             return
-        if parts is not None:
-            parts.fill_all(hops(self.rank, self.size))
-        with link.copied(x) as sent, link.memory.borrow(x.numel(), x.dtype) as came:
+        with (
+            at_once(parts, hops(self.rank, self.size), arrivals(self.rank, self.size)),
+            link.copied(x) as sent,
+            link.memory.borrow(x.numel(), x.dtype) as came,
+        ):
             await self._inner.all_to_all(sent, came.view(x.shape))
             link.copy(came.view(x.shape), out)
-        if parts is not None:
-            parts.use_all(arrivals(self.rank, self.size))
 
     async def broadcast(self, x: Tensor, root: int = 0) -> None:
         link = self._link

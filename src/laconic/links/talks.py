@@ -1,33 +1,78 @@
-"""Many short conversations over sockets, at once and in one thread. Each has one deadline for the
-whole conversation, so a caller that sends nothing, or one byte at a time, does not delay the
-others. If the job uses TLS (`laconic.links.tls`), every conversation begins with a TLS
-handshake."""
+"""Many conversations over sockets, at once and in one thread.
+
+Short ones (`Talk`) prove who the other side is, and say one thing each. Each has one deadline for
+the whole conversation, so a caller that sends nothing, or one byte at a time, does not delay the
+others. A connection may go on after that, as `Lines`. If the job uses TLS (`laconic.links.tls`),
+every conversation begins with a TLS handshake.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
+import logging
+import math
 import os
+import random
+import re
 import select
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from laconic.links import forks, secured, tls
-from laconic.links.handshake import Exchange, RefusedError
+from laconic.links.handshake import Exchange
 from laconic.links.sockets import watch
-from laconic.links.strangers import (
-    AT_ONCE,
-    MOST_STRANGERS,
-    PAUSE,
-    accepted,
-    log_refused,
-    superfluous,
-)
+
+T = TypeVar("T")
+log = logging.getLogger("laconic")
+
+MOST_STRANGERS = 128
+"""The most callers at a time that have not proved who they are. The next one replaces another."""
+AT_ONCE = 32
+"""The most callers accepted at once, before other conversations continue."""
+PAUSE = 0.1
+"""Seconds without new callers after the process has run out of file descriptors."""
+MOST_LINE = 2**22
+"""The longest of `Lines` in bytes, and the most that wait to be sent."""
+CLOSE_SECONDS = 2.0
+"""How long the end of `Lines` waits until all was sent, and that of a `Service` for its thread."""
+_WOULD_WAIT = BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError
+_MOST_REASONS = 20
+_reasons: set[str] = set()
+"""Why callers were refused. Each reason is logged once, so that strangers cannot fill a log."""
+_logging = threading.Lock()
+_random = random.SystemRandom()  # programs seed the other generator
 
 
 class EndedError(ConnectionError):
     """The other side closed the connection too early."""
+
+
+def superfluous(strangers: Mapping[T, str]) -> T:
+    """Whom to drop of these ``strangers``, given with their addresses, where they are too many: one
+    at random of those at the address from which most have come. So a flood from some addresses
+    delays nobody else's calls, and every caller from a flooding address has its chance."""
+    addresses = Counter(strangers.values())
+    most = max(addresses.values())
+    crowd = [s for s, address in strangers.items() if addresses[address] == most]
+    return _random.choice(crowd)
+
+
+def _log_refused(caller: str, error: Exception) -> None:
+    """Log that the caller at an address was refused, once for each reason."""
+    why = secured.reason(error) if isinstance(error, ssl.SSLError) else str(error)
+    kind = re.sub(r"\d+", "", why)
+    with _logging:
+        if kind in _reasons or len(_reasons) >= _MOST_REASONS:
+            return
+        _reasons.add(kind)
+    log.warning("refused a caller at %s: %s (further ones are not logged)", caller, why)
 
 
 class Talk:
@@ -117,29 +162,105 @@ class Talk:
         self._context = None  # it is complete
 
 
+class Lines:
+    """A connection that goes on after its `Talk`: lines of JSON, in both directions. ``heard`` is
+    called with each that comes; what it raises ends the connection. ``ended`` is called once, with
+    the error, or with None once `close_soon` has closed it."""
+
+    connecting = inbound = kept = False
+
+    def __init__(
+        self,
+        talk: Talk,
+        deadline: float,
+        heard: Callable[[bytes], None],
+        ended: Callable[[Lines, Exception | None], None],
+    ) -> None:
+        self.connection, self.number, self.caller = talk.connection, talk.number, talk.caller
+        self.deadline = deadline
+        self.heard, self.ended = heard, ended
+        self._in = self._out = b""
+        self._closing = False
+
+    @property
+    def events(self) -> int:
+        """The events to poll for."""
+        if self._closing:
+            return select.POLLOUT
+        return select.POLLIN | (select.POLLOUT if self._out else 0)
+
+    def send(self, value: object) -> None:
+        """Send ``value`` as a line, as soon as possible."""
+        if self._closing:
+            return
+        self._out += json.dumps(value).encode() + b"\n"
+        if len(self._out) > MOST_LINE:
+            self.abort()  # it reads nothing
+
+    def close_soon(self) -> None:
+        """Close the connection once all was sent. Nothing is heard any more."""
+        self._closing = True
+        self.deadline = min(self.deadline, time.monotonic() + CLOSE_SECONDS)
+
+    def abort(self) -> None:
+        """Have the connection end at the next turn."""
+        self.deadline = 0.0
+
+    def advance(self) -> bool:
+        """Send and receive what is possible without waiting; returns whether the connection is to
+        be closed. Raises `OSError`, and what `heard` does."""
+        if not self._closing:
+            with contextlib.suppress(*_WOULD_WAIT):
+                self._receive()  # first: what came counts even where nothing can be sent any more
+        with contextlib.suppress(*_WOULD_WAIT):
+            while self._out:
+                self._out = self._out[self.connection.send(self._out) :]
+        return self._closing and not self._out
+
+    def _receive(self) -> None:
+        piece = self.connection.recv(2**16)
+        if not piece:
+            raise EndedError("closed by the other side")
+        *lines, self._in = (self._in + piece).split(b"\n")
+        for line in lines:
+            if not self._closing:
+                self.heard(line)
+        if len(self._in) > MOST_LINE:
+            raise ValueError("a line that is too long")
+
+
 class Talks:
     """Conversations under way. `turn` advances them."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._talks: dict[int, Talk] = {}
+        self._talks: dict[int, Talk | Lines] = {}
         self._strangers = 0
-        self._server: socket.socket | None = None
-        self._paused_until = 0.0
+        self._servers: dict[int, socket.socket] = {}
+        self._later: list[tuple[float, Callable[[], None]]] = []
         self._contexts = tls.contexts()
 
     def serve(
         self,
-        server: socket.socket,
+        servers: Sequence[socket.socket],
         exchange: Callable[[], Exchange],
         seconds: float,
         ended: Callable[[Talk, Exception | None], None],
     ) -> None:
-        """Answer all callers of ``server``, each within ``seconds``."""
-        server.setblocking(False)
-        self._server = server
+        """Answer all callers of ``servers``, each within ``seconds``."""
         self._answers = exchange, seconds, ended
-        self._poll.register(server, select.POLLIN)
+        for server in servers:
+            server.setblocking(False)
+            self._servers[server.fileno()] = server
+        self._listen()
+
+    def _listen(self) -> None:
+        for number in self._servers:
+            self._poll.register(number, select.POLLIN)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Have `turn` call ``action`` after so many ``seconds``."""
+        self._later.append((time.monotonic() + seconds, action))
 
     def call(
         self,
@@ -162,41 +283,45 @@ class Talks:
             connection.close()
             raise OSError(number, os.strerror(number))
         context = None if self._contexts is None else self._contexts.client
-        self._begin(Talk(connection, exchange, deadline, ended, connecting=True, context=context))
+        self.begin(Talk(connection, exchange, deadline, ended, connecting=True, context=context))
 
     def turn(self, seconds: float | None = None) -> None:
         """Wait for the next event, at most ``seconds``, and advance all conversations."""
-        now = time.monotonic()
-        times = [talk.deadline for talk in self._talks.values()]
-        if self._paused_until:
-            times.append(self._paused_until)
-        if seconds is not None:
-            times.append(now + seconds)
-        wait = None if not times else max(1000 * (min(times) - now), 0) + 1
-        for number, _ in self._poll.poll(wait):
-            if self._server is not None and number == self._server.fileno():
-                self._accept(self._server)
+        now, times = time.monotonic(), [at for at, _ in self._later]
+        for talk in self._talks.values():
+            times.append(talk.deadline)
+            if isinstance(talk, Lines):  # it may have been told to send something
+                self._poll.modify(talk.number, talk.events)
+        wait = min(min(times, default=math.inf) - now, math.inf if seconds is None else seconds)
+        for number, _ in self._poll.poll(None if wait == math.inf else max(1000 * wait, 0) + 1):
+            if number in self._servers:
+                self._accept(self._servers[number])
             elif number in self._talks:
                 self._move(self._talks[number])
         now = time.monotonic()
         for talk in [t for t in self._talks.values() if t.deadline <= now]:
             self._end(talk, TimeoutError("took too long"))
-        if self._server is not None and 0 < self._paused_until <= now:
-            self._paused_until = 0.0
-            self._poll.register(self._server, select.POLLIN)
+        due = [action for at, action in self._later if at <= now]
+        self._later = [(at, action) for at, action in self._later if at > now]
+        for action in due:
+            action()
 
     def _accept(self, server: socket.socket) -> None:
         exchange, seconds, ended = self._answers
         for _ in range(AT_ONCE):
             try:
-                found = accepted(server)
+                with forks.guard:
+                    connection, address = server.accept()
+                    forks.close_in_child(connection)
+            except (BlockingIOError, ConnectionAbortedError):
+                return
             except OSError:  # no file descriptors are left
-                self._poll.unregister(server)
-                self._paused_until = time.monotonic() + PAUSE
+                for number in self._servers:
+                    self._poll.modify(number, 0)
+                self.later(PAUSE, self._listen)
                 return
-            if found is None:
-                return
-            connection, caller = found
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._strangers >= MOST_STRANGERS:
                 callers = {talk: talk.caller for talk in self._talks.values() if talk.inbound}
                 error = TimeoutError("made room for another caller")
@@ -204,19 +329,20 @@ class Talks:
             deadline = time.monotonic() + seconds
             context = None if self._contexts is None else self._contexts.server
             at = connection, exchange(), deadline, ended
-            self._begin(Talk(*at, context=context, caller=caller))
+            self.begin(Talk(*at, context=context, caller=str(address[0])))
 
-    def _begin(self, talk: Talk) -> None:
+    def begin(self, talk: Talk | Lines) -> None:
+        """Take care of ``talk``; of `Lines` when their `Talk` has ended, and was kept."""
         self._talks[talk.number] = talk
         self._strangers += talk.inbound
         self._poll.register(talk.number, talk.events)
         if not talk.connecting:
             self._move(talk)  # its first message has often come already
 
-    def _move(self, talk: Talk) -> None:
+    def _move(self, talk: Talk | Lines) -> None:
         try:
             said = talk.advance()
-        except (RefusedError, OSError) as error:
+        except Exception as error:  # whatever one caller sends, the others' conversations go on
             self._end(talk, error)
         else:
             if said:
@@ -224,14 +350,18 @@ class Talks:
             else:
                 self._poll.modify(talk.number, talk.events)
 
-    def _end(self, talk: Talk, error: Exception | None) -> None:
+    def _end(self, talk: Talk | Lines, error: Exception | None) -> None:
         self._poll.unregister(talk.number)
         del self._talks[talk.number]
         self._strangers -= talk.inbound
-        if talk.inbound and isinstance(error, (RefusedError, ssl.SSLError)):
-            log_refused(talk.caller, error)
+        lost = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)
+        if talk.caller and error is not None and not lost:
+            _log_refused(talk.caller, error)
         try:
-            talk.ended(talk, error)
+            if isinstance(talk, Lines):
+                talk.ended(talk, error)
+            else:
+                talk.ended(talk, error)
         finally:
             if not talk.kept:
                 talk.connection.close()
@@ -243,6 +373,58 @@ class Talks:
             talk.connection.close()
         self._talks.clear()
         self._strangers = 0
+
+
+class Service:
+    """Answers all callers of ``servers`` from a thread called ``name``, from `open` to `close`; see
+    `Talks.serve`. ``look()`` is called in it, every ``pause`` seconds."""
+
+    def __init__(
+        self,
+        name: str,
+        servers: Sequence[socket.socket],
+        exchange: Callable[[], Exchange],
+        seconds: float,
+        ended: Callable[[Talk, Exception | None], None],
+        look: Callable[[], None] = lambda: None,
+        pause: float = 1.0,
+    ) -> None:
+        self.talks, self._servers = Talks(), servers
+        self.talks.serve(servers, exchange, seconds, ended)
+        self._look, self._pause = look, pause
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, daemon=True, name=name)
+
+    def open(self) -> None:
+        """Answer callers from now on."""
+        self._thread.start()
+
+    def _serve(self) -> None:
+        look_at = time.monotonic()
+        try:
+            while not self._closed:
+                if (now := time.monotonic()) >= look_at:
+                    self._look()
+                    look_at = now + self._pause
+                self.talks.turn(look_at - now)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self.talks.close()
+        for server in self._servers:
+            server.close()
+
+    def close(self) -> None:
+        """Answer nobody from now on."""
+        self._closed = True
+        if not self._thread.is_alive():
+            self._end()
+            return
+        for server in self._servers:
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # wakes the thread, on most systems
+        self._thread.join(CLOSE_SECONDS)
 
 
 class UnreachableError(OSError):

@@ -7,22 +7,17 @@ way of host memory, or by the accelerator's own collectives, of which there are 
 
 from __future__ import annotations
 
-import math
-import threading
-import time
-import warnings
+import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from laconic.device import accelerator, synchronize
-from laconic.errors import error_text
+from laconic.device import accelerator
 from laconic.links.agreement import agree
-from laconic.links.comm_thread import Pending
 from laconic.links.link import Link
 from laconic.links.nccl import NcclLink
 from laconic.links.rendezvous import default_rendezvous
@@ -31,16 +26,7 @@ from laconic.links.tcp import TcpLink
 
 Choice = Literal["auto", "tcp", "nccl"]
 CHOICES = ("auto", "tcp", "nccl")
-"""What messages between ranks travel by; ``"auto"``: by what is faster."""
-PROBES = (2**16, 2**19, 2**22)
-"""Bytes of the means that are timed, the first of which also warms up."""
-LONG = 0.05
-"""No larger mean is timed once one takes so many seconds."""
-DEADLINE = 60.0
-"""Seconds after which the accelerator's own collectives count as failed."""
-FASTER = 0.8
-"""The accelerator's own collectives are used if they take at most this share of the time. At equal
-speed the host's are better: they find lost ranks, encrypt, and sum in one order."""
+"""What messages between ranks travel by; ``"auto"``: see `_on_one_host`."""
 
 
 OWN: dict[str, Callable[..., NcclLink]] = {"nccl": NcclLink.over}
@@ -109,16 +95,24 @@ def world_link(device: torch.device, timeout: timedelta, choice: Choice = "auto"
     backend = own_backend(device)
     if backend is None or choice == "tcp":
         return _host_link(_new_group(timeout), device, timeout, owned=True)
-    host = None
     if choice == "auto":
         host = _host_link(_new_group(timeout), device, timeout, owned=True)
-        try:
+        with ExitStack() as on_exit:
+            on_exit.callback(host.close)
             agree(host.gather, None)
-        except BaseException:
-            host.close()
-            raise
-    own = OWN[backend](_new_group(timeout), device, timeout, owned=True)
-    return own if host is None else _faster(host, own, device)
+            if not _on_one_host(host, device):
+                on_exit.pop_all()
+                return host
+    return OWN[backend](_new_group(timeout), device, timeout, owned=True)
+
+
+def _on_one_host(link: Link, device: torch.device) -> bool:
+    """Whether the launcher has started all ranks on one host, each with an accelerator of its own.
+    There the accelerator's own collectives are faster. Between hosts, those over host memory find
+    lost ranks, encrypt, and sum in one order, which matters more."""
+    here = os.environ.get("LOCAL_WORLD_SIZE") == str(link.size)
+    places = link.gather(torch.tensor([(device.index or 0) if here else -1])).flatten().tolist()
+    return min(places) >= 0 and len({*places}) == link.size
 
 
 def inner_link(layout: Sequence[Sequence[int]], device: torch.device, timeout: timedelta) -> Link:
@@ -132,59 +126,3 @@ def inner_link(layout: Sequence[Sequence[int]], device: torch.device, timeout: t
         mine = group if dist.get_rank() in ranks else mine
     assert mine is not None, "every rank belongs to a worker"
     return OWN[backend](mine, device, timeout, owned=True)
-
-
-def _faster(host: Link, own: NcclLink, device: torch.device) -> Link:
-    """The faster link of the two, the same on all ranks. The other one is closed."""
-    if host.overlapping is not None:  # a long way, for which an accelerator's own are not made
-        own.close()
-        return host
-    seconds, failed = [0.0, 0.0], ""
-    for size in PROBES:
-        taken = torch.tensor([_seconds(host, device, size), math.inf])
-        host.gather(torch.zeros(1))  # all ranks begin together
-        try:
-            taken[1] = _in_time(partial(_seconds, own, device, size), device)
-        except Exception as error:  # it does not work here: two ranks on one GPU, no network
-            failed = (error_text(error) or type(error).__name__).splitlines()[-1]
-        seconds = host.gather(taken).amax(0).tolist()
-        if seconds[1] == math.inf:
-            warnings.warn(
-                f"NCCL does not work here ({failed or 'another rank has failed'}): laconic uses "
-                "link='tcp'",
-                stacklevel=2,
-            )
-            own.abort()
-            return host
-        if size > PROBES[0] and seconds[0] >= LONG:
-            break
-    better, other = (own, host) if seconds[1] <= FASTER * seconds[0] else (host, own)
-    other.close()
-    return better
-
-
-def _seconds(link: Link, device: torch.device, size: int) -> float:
-    """The seconds of a mean of about ``size`` bytes."""
-    x = torch.zeros(size // 4 // link.size * link.size, device=device)
-    synchronize(device)
-    start = time.perf_counter()
-    link.mean(x)
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def _in_time(run: Callable[[], float], device: torch.device) -> float:
-    """What ``run`` returns, in a thread of its own: it may wait forever for a rank that has failed,
-    or that it cannot reach. Raises ``TimeoutError`` after `DEADLINE` seconds."""
-    probing = Pending[float](None)
-
-    def probe() -> float:
-        kind = accelerator(device)
-        if kind is not None and device.index is not None:
-            kind.select(device.index)
-        return run()
-
-    threading.Thread(target=probing.run, args=(probe,), daemon=True, name="laconic-probe").start()
-    if not probing.end.event.wait(DEADLINE):
-        raise TimeoutError(f"no answer within {DEADLINE:g} s")
-    return probing.wait()

@@ -3,23 +3,27 @@ collective, which receives the collective's cost."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from types import coroutine
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from laconic.links import cost
 from laconic.links.calls import Call
 from laconic.links.cost import Cost
-from laconic.links.link import AsyncLink, Blocking, Job, Link, Parts, Sent, T, one_by_one
-from laconic.links.quorum.port import Port, no_quorum
+from laconic.links.link import AsyncLink, Blocking, Job, Link, Parts, T, one_by_one
 
 
 def size_of(x: Tensor) -> int:
     """Bytes of a tensor's elements."""
     return x.numel() * x.element_size()
+
+
+def _inner(name: str) -> Any:
+    """That attribute of the link inside."""
+    return property(lambda around: getattr(around.link, name))
 
 
 class Around:
@@ -28,49 +32,19 @@ class Around:
     def __init__(self, link: Link) -> None:
         self.link = link
 
-    @property
-    def rank(self) -> int:
-        return self.link.rank
-
-    @property
-    def size(self) -> int:
-        return self.link.size
-
-    @property
-    def threaded(self) -> bool:
-        return self.link.threaded
-
-    @property
-    def queues(self) -> bool:
-        return self.link.queues
-
-    @property
-    def joined(self) -> float:
-        return self.link.joined
-
-    def begin_call(self, call: Call, *, wait: bool) -> bool:
-        return self.link.begin_call(call, wait=wait)
-
-    def digests(self) -> Sequence[int]:
-        return self.link.digests()
-
-    def sent(self) -> Mapping[int, Sent]:
-        return self.link.sent()
-
-    def check(self) -> None:
-        self.link.check()
-
-    def check_peers(self) -> None:
-        self.link.check_peers()
-
-    def leave(self, broken: bool) -> None:
-        self.link.leave(broken)
-
-    def status(self, text: str) -> None:
-        self.link.status(text)
-
-    def close(self) -> None:
-        self.link.close()
+    rank: int = _inner("rank")
+    size: int = _inner("size")
+    threaded: bool = _inner("threaded")
+    queues: bool = _inner("queues")
+    joined = _inner("joined")
+    begin_call = _inner("begin_call")
+    digests = _inner("digests")
+    sent = _inner("sent")
+    check = _inner("check")
+    check_peers = _inner("check_peers")
+    leave = _inner("leave")
+    status = _inner("status")
+    close = _inner("close")
 
 
 class Wrapped(Blocking, Around):
@@ -89,10 +63,6 @@ class Wrapped(Blocking, Around):
         """``link``, wrapped as this one is."""
         raise NotImplementedError
 
-    def around_port(self, port: Port) -> Port:
-        """``port``, wrapped as this link is. Raises ``ValueError`` if this link cannot do so."""
-        raise no_quorum(self)
-
     @property
     def overlapping(self) -> AsyncLink | None:
         inner = self.link.overlapping if self.overlaps else None
@@ -103,7 +73,7 @@ class Wrapped(Blocking, Around):
         return _WrappedAsync(one_by_one(self.link), self)
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
-        sent = super().begin_call(call, wait=wait)
+        sent: bool = self.link.begin_call(call, wait=wait)
         if sent:
             amount = cost.gather(8, self.size)  # the call's id
             with self.around("agree", amount, amount.bytes):
@@ -122,15 +92,13 @@ class _WrappedAsync:
         self._inner, self._wrapped = inner, wrapped
         self.rank, self.size = inner.rank, inner.size
 
-    async def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+    async def mean(self, x: Tensor) -> None:
         amount = cost.mean(size_of(x), self.size, x.numel() % self.size == 0)
-        await self._around("mean", amount, amount.bytes, self._inner.mean(x, parts))
+        await self._around("mean", amount, amount.bytes, self._inner.mean(x))
 
-    async def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
+    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         sends, brings = self._to_and_from(size_of(x), owners)
-        job = self._inner.reduce_scatter(x, owners, parts)
+        job = self._inner.reduce_scatter(x, owners)
         return await self._around("reduce_scatter", sends, brings.bytes, job)
 
     async def all_gather(

@@ -54,9 +54,11 @@ would do for gradients, but the latency does not."""
 PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 512: 1.9}
 """Periods of `laconic.streaming_diloco` with Int4 and their steps: measured with a delay of 1 for
 periods up to 64, of which a run of 480 steps has a few, and extrapolated by 0.08 per doubling."""
-MUON = {8: 0.91, 12: 0.98, 16: 1.06, 24: 1.2, 32: 1.31, 48: 1.45, 64: 1.55}
-MUON |= {128: 1.7, 256: 1.8, 512: 1.9}
-"""The same with ``outer="muon"``: measured with a delay of 2, interpolated for 12, 24 and 48."""
+MUON = {8: 0.91, 12: 0.98, 16: 1.06, 20: 1.14, 24: 1.2, 28: 1.26, 32: 1.31, 40: 1.39, 48: 1.45}
+MUON |= {64: 1.55, 128: 1.7, 256: 1.8, 512: 1.9}
+"""The same with ``outer="muon"``: measured with a delay of 2 for powers of two up to 64. Those
+between them are interpolated, so that a network too slow for one period does not wait for one half
+as long again; longer ones are extrapolated."""
 SHORTEST = 8
 """The least period to choose. Period 4 takes 4% fewer steps, but loses more than that by a message
 in every step, which `predict` does not include if processors are few: at 10 Mbit/s with 4 emulated

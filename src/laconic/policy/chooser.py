@@ -96,8 +96,6 @@ class Chooser:
         """Whether the facts were loaded: they may be of another network."""
         self._workers = workers
         """The number of workers in the latest measurement."""
-        self._step = 0
-        """The optimizer steps taken."""
         self._steps, self._due = 0, 0
         """Steps with the current recipe, and the number of steps at which `_paces` is read."""
         self._spans: list[tuple[float, float]] = []
@@ -145,13 +143,12 @@ class Chooser:
         """The current recipe."""
         return self.now.recipe
 
-    def after_step(self, step: int) -> bool:
+    def after_step(self) -> bool:
         """Measure the step, and return whether the `recipe` has changed. Every rank must call it
         after the same steps."""
         if self._alone:
             return False
         now = self._now()
-        self._step = step
         self._steps += 1
         kind = self._session.settings.buffers
         if self._buffers is None and kind != "keep":
@@ -164,7 +161,7 @@ class Chooser:
         if self._steps == warmup:
             self._before = usage(self._session)
         before = self.now
-        self._review(step)
+        self._review()
         self._last = self._now()
         return self.now.text != before.text
 
@@ -173,12 +170,12 @@ class Chooser:
         waiting = self._comm.seconds_waiting + self._session.round_seconds
         return time.perf_counter(), waiting
 
-    def _review(self, step: int) -> None:
+    def _review(self) -> None:
         first = WARMUP + WINDOW
         if not self.choices:
             hurry = not workers_differ(self.now.recipe)
             if self._steps >= (sum(self._first) if hurry else first):
-                self._choose_anew(step)
+                self._choose_anew()
         elif self._paces is None and self._due_for_review():
             own = [*self._pace(), *self._used(again=True)]
             row = torch.tensor(own, dtype=torch.float64, device=self._device)
@@ -191,9 +188,9 @@ class Chooser:
             wall, each, compute = paces[:, :3].amax(0).tolist()
             carry, contention = _busiest(paces[:, 3:])
             if paces.shape[0] // self._ranks != self._workers:
-                self._choose_anew(step)  # workers have come or gone
+                self._choose_anew()  # workers have come or gone
             elif self._workers > 1:
-                self._compare(step, [wall, each], (compute, carry, contention))
+                self._compare([wall, each], (compute, carry, contention))
 
     def _due_for_review(self) -> bool:
         """Whether steps are to be compared: each time over whole intervals between rounds."""
@@ -205,7 +202,7 @@ class Chooser:
     def _announce(self, name: str) -> None:
         """Announce that the next job of the communication thread is a separate call, not part of a
         round."""
-        begin = partial(self._world.begin_call, Call(self._step, name), wait=False)
+        begin = partial(self._world.begin_call, Call(self._session.step, name), wait=False)
         self._comm.before_next(begin)
 
     def _pace(self) -> list[float]:
@@ -229,7 +226,7 @@ class Chooser:
             self._before = now if again else self._before
         return self._work
 
-    def _compare(self, step: int, pace: list[float], measured: tuple[float, float, float]) -> None:
+    def _compare(self, pace: list[float], measured: tuple[float, float, float]) -> None:
         """Choose again if a step's time is not as predicted, or not as before."""
         assert self._facts is not None, "measured before the first choice"
         if not self._baseline:
@@ -242,25 +239,25 @@ class Chooser:
                 if self._rests(facts):
                     return
             self._extra[self.now.kind] = pace[0] - expected(self.now.recipe, facts)
-            self._choose(step, facts)
+            self._choose(facts)
             return
         pairs = list(zip(pace, self._baseline, strict=True))
         self._baseline = [before or now for now, before in pairs]
         if any(not 1 / CHANGE < now / before < CHANGE for now, before in pairs if now * before):
             self._baseline = pace
-            self._choose_anew(step, pace[0])
+            self._choose_anew(pace[0])
 
-    def _choose_anew(self, step: int, wall: float | None = None) -> None:
+    def _choose_anew(self, wall: float | None = None) -> None:
         """Measure and choose. ``wall``: the usual seconds of a step, where they are known."""
         facts, lately = self._measure()
         if self._rests(facts):
             return
         beyond = (lately if wall is None else wall) - expected(self.now.recipe, facts)
         self._extra = {self.now.kind: max(beyond, 0.0)}
-        self._choose(step, facts)
+        self._choose(facts)
 
-    def _choose(self, step: int, facts: Facts) -> None:
-        self._probed = None
+    def _choose(self, facts: Facts) -> None:
+        self._probed, step = None, self._session.step
         differ = workers_differ(self.now.recipe)  # else a change from the first one is cheap
         before = self.now if self.choices or differ else None
         by_text = {c.text: c for c in candidates(facts, before)}

@@ -23,22 +23,18 @@ were sent a quarter of a round trip after it are acknowledged (RACK, RFC 8985)."
 class Net:
     """The network as one rank sees it.
 
-    ``rate`` is in bit/s, ``one_way`` in seconds per message, half of a round trip. ``burst`` is the
-    number of bytes that a traffic shaper lets through at once after a pause."""
+    ``rate`` is in bit/s, ``one_way`` in seconds per message, half of a round trip."""
 
     rate: float
     one_way: float
-    burst: float = 0.0
 
     def seconds(self, amount: Cost, buckets: int = 1) -> float:
         """Return the seconds of a collective split into ``buckets``.
 
-        Each bucket pays the latency of its messages. Only the first one benefits from the burst,
-        because the network is idle before it.
+        Each bucket pays the latency of its messages.
         """
         whole = amount.seconds(self.rate, self.one_way)
-        whole += (buckets - 1) * amount.messages * self.one_way
-        return whole - 8 * min(self.burst, amount.bytes) / self.rate
+        return whole + (buckets - 1) * amount.messages * self.one_way
 
 
 @dataclass(frozen=True)
@@ -52,17 +48,17 @@ class Facts:
     Optional: ``loss``, the share of packets that are lost; ``backward``, B; ``ranks`` per worker;
     ``work``, w by `work_key`; ``contention``, k; ``carry``, processor seconds per byte sent;
     ``skew``, s. ``nets`` gives the network by rank set, as one rank sees it when all ranks use it
-    at once: ``"workers"``, ``"world"``, ``"replica"``, and ``"peers"`` for a message to one other
-    worker. ``computes`` are the seconds of a step on each worker, and ``rates`` the bit/s at which
-    each one sends, by rank; empty if they are alike. ``compute`` and ``rate`` are then those of the
-    slowest, for which the others wait. ``receives`` are the bit/s at which each one receives; empty
-    if as it sends. ``overlapping`` is whether buckets overlap (`Link.overlapping`); None: where the
-    latency says so. ``muon``: whether outer steps in Muon's direction may be chosen
-    (`laconic.policy.candidates.takes_muon`); ``turning``: the seconds for which training stops to
-    turn the steps of all matrices once; ``largest``: the share of the model in the largest fragment
-    by layers, 0 if unknown. ``buffers``: the bytes of each of the module's buffers that rounds
-    average, and ``changing``, of those that training changes: others are not sent. ``broadcast``:
-    these are all buffers, which every step shares instead.
+    at once: ``"workers"``, ``"world"``, ``"replica"``. ``computes`` are the seconds of a step on
+    each worker, and ``rates`` the bit/s at which each one sends, by rank; empty if they are alike.
+    ``compute`` and ``rate`` are then those of the slowest, for which the others wait. ``receives``
+    are the bit/s at which each one receives; empty if as it sends. ``overlapping`` is whether
+    buckets overlap (`Link.overlapping`); None: where the latency says so. ``muon``: whether outer
+    steps in Muon's direction may be chosen (`laconic.policy.candidates.takes_muon`); ``turning``:
+    the seconds for which training stops to turn the steps of all matrices once; ``largest``: the
+    share of the model in the largest fragment by layers, 0 if unknown. ``buffers``: the bytes of
+    each of the module's buffers that rounds average, and ``changing``, of those that training
+    changes: others are not sent. ``broadcast``: these are all buffers, which every step shares
+    instead.
     """
 
     workers: int

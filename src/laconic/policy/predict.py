@@ -50,7 +50,7 @@ seconds; k_i = H, or at own pace the steps that it takes while the fastest takes
     closed  = min(largest t, q-th smallest t + grace)
     seconds = n / sum_i k_i / max(t_i, closed)                              per step of a worker
 
-T_ri is the time of what rank 0 receives from all and then sends to all (`Exchange.busiest`), or
+T_ri is the time of what rank 0 receives from all and then sends to all (`QuorumMean.busiest`), or
 longer if worker i's own network needs more for its message or for the result. Rank 0's own message
 does not travel, so T_r0 = 0.
 
@@ -86,7 +86,6 @@ from laconic.algorithms.round import (
     Round,
     describe,
     fragments_of,
-    typical,
 )
 from laconic.algorithms.schedules import After, Every, Schedule, every, own_pace
 from laconic.algorithms.updates import Replace
@@ -95,7 +94,7 @@ from laconic.engine.gradient_channels import bucket_bytes
 from laconic.engine.overlap import AHEAD, turns_at_once
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.parts import module_buffers
+from laconic.parts import Fragment, module_buffers
 from laconic.policy.facts import Facts
 
 UTILIZATION = 0.7
@@ -126,10 +125,22 @@ class Prediction:
     hidden: float = 0.0
 
 
+def typical(r: AnyRound) -> AnyRound:
+    """Return ``r`` at every step, over the workers, without delay, of the first fragment: rounds
+    that are equal then cost the processors the same."""
+    if isinstance(r, GradientRound):
+        return replace(r, when=every(1), over="workers")
+    part, exchange = r.part, r.exchange
+    if isinstance(part, Fragment):
+        part = replace(part, index=0)
+    if isinstance(exchange, QuorumMean):
+        exchange = replace(exchange, workers=None, grace=0.0, pace="equal")
+    return replace(r, when=every(1), delay=0, part=part, over="workers", exchange=exchange)
+
+
 def work_key(r: AnyRound) -> str:
     """Return a key that is equal for rounds with equal processor work."""
-    canonical = typical(r)
-    return describe((canonical,))
+    return describe((typical(r),))
 
 
 @dataclass(frozen=True)
@@ -182,7 +193,7 @@ def _loads(rounds: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
 
 def takes_time(r: AnyRound) -> bool:
     """Whether ``r`` counts: it sends something between workers, or computes Muon's direction."""
-    computes = isinstance(r, Round) and r.update.whole
+    computes = isinstance(r, Round) and r.update.scope == "tensors"
     return r.over != "group" and (r.exchange.communicates or computes)
 
 
@@ -273,6 +284,7 @@ def quorum_travel(
     messages of a round are under way together."""
     n = facts.workers
     remote = n - 1 if remote is None else remote
+    assert isinstance(r.exchange, QuorumMean), "it has a quorum"
     amount = r.exchange.busiest(elements(r, facts, n), facts.itemsize, remote + 1)
     way = Cost(amount.bytes // 2, amount.messages // 2)
     known = facts.nets.get("workers")
@@ -357,7 +369,7 @@ def _parameters(r: AnyRound, facts: Facts) -> Load:
         n *= facts.ranks
     length = elements(r, facts, n, share) // share  # each rank of a worker carries one part
     amount = _shaped(r, facts).cost(length, facts.itemsize, n)
-    names = ("peers" if r.exchange.out_degree is not None else r.over, "workers")
+    names = (r.over, "workers")
     size = length * share * facts.itemsize
     buckets = -(-size // BUCKET_BYTES)
     if r.update.weight is not None:  # 8 bytes, to each peer with each bucket
@@ -370,7 +382,7 @@ def _parameters(r: AnyRound, facts: Facts) -> Load:
     if share > 1:
         seconds += facts.net("replica").seconds(cost.all_gather(size, share), buckets)
     work = facts.work.get(work_key(r), 0.0)
-    turning = facts.turning / fragments_of(r) if r.update.whole else 0.0
+    turning = facts.turning / fragments_of(r) if r.update.scope == "tensors" else 0.0
     sending = min(seconds, amount.seconds(facts.net(*names).rate, 0.0))
     if not r.delay:
         return Load(seconds, sending, seconds + work + turning, 0.0, amount.bytes)
@@ -475,7 +487,7 @@ def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
     """The approximate bytes of each bucket, for ``total`` bytes of gradients, of which the largest
     tensor has ``largest``."""
     first, each = bucket_bytes(exchange, total)
-    if exchange.whole:
+    if exchange.scope == "tensors":
         first, each = max(first, largest), max(each, largest)
     whole, rest = divmod(max(total - first, 0), each)
     return [min(first, total), *[each] * whole, *([rest] if rest else [])]

@@ -1,5 +1,5 @@
-"""Probe the network between the ranks of a link, for `laconic.auto`: its rate, latency and lost
-packets, and which hosts or workers the others wait for."""
+"""Probe the network between the ranks of a link: its rate, latency and lost packets, and which
+hosts or workers the others wait for."""
 
 from __future__ import annotations
 

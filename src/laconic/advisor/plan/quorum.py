@@ -1,7 +1,6 @@
 """The simulation of rounds that close with a quorum: events in the order of their times.
 
-It follows the rules of `laconic.links.quorum.syncer`, which keeps all workers of a round in one
-list; here a round costs time in proportion to the workers that take part, and at own pace, to all.
+`laconic.links.quorum.syncer` says which round closes when, as in a training.
 """
 
 from __future__ import annotations
@@ -9,11 +8,8 @@ from __future__ import annotations
 import heapq
 import math
 import random
-import statistics
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -22,7 +18,10 @@ from laconic.advisor.plan.rounds import Rounds, message_bytes
 from laconic.advisor.plan.run import Log, Run
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import AnyRound
-from laconic.algorithms.schedules import Every, own_pace
+from laconic.algorithms.schedules import Every
+from laconic.engine.quorum_rounds import appointments
+from laconic.links.quorum.port import Announcement, Appointment, Delivery, Rules, Speed
+from laconic.links.quorum.syncer import Syncer
 from laconic.policy.predict import quorum_travel
 
 DRAWN = 1024
@@ -33,11 +32,8 @@ DRAWN = 1024
 class _Kind:
     """Rounds that are due at the same steps, and close together.
 
-    ``since`` and ``pace`` by worker: see `laconic.engine.quorum_rounds.Kind`. ``expected``: by
-    worker, the first round that waits for it during the grace. ``mine``: the workers that wait for
-    it, in order of arrival. ``absent``: how many workers the next round expects that are not there;
-    ``later``: those that only a later round expects, by its number. ``reached``: when the quorum
-    had arrived, if it has. ``send``: seconds of each worker's message.
+    ``since`` and ``pace`` by worker: see `laconic.engine.quorum_rounds.Kind`. ``send``: seconds of
+    each worker's message. ``arrived``: when those that wait for it did.
     """
 
     rounds: list[AnyRound]
@@ -45,26 +41,8 @@ class _Kind:
     exchange: QuorumMean
     since: list[int]
     pace: list[int]
-    expected: list[int]
-    absent: int
-    number: int = 0
-    mine: list[int] = field(default_factory=list)
-    later: Counter[int] = field(default_factory=Counter)
-    reached: float | None = None
     send: list[float] = field(default_factory=list)
-
-    def moves(self, worker: int, change: int) -> None:
-        """The worker has left (``change`` is 1) or come (-1)."""
-        first = self.expected[worker]
-        if first <= self.number + 1:
-            self.absent += change
-        else:
-            self.later[first] += change
-
-    def advance(self) -> None:
-        """A round has closed."""
-        self.number += 1
-        self.absent += self.later.pop(self.number + 1, 0)
+    arrived: dict[int, float] = field(default_factory=dict)
 
     def next_step(self, worker: int, step: int) -> int:
         """The first step after ``step`` after which this worker arrives."""
@@ -109,21 +87,36 @@ class Quorum(Run):
             if kind is None:
                 own = r.exchange.pace == "own"
                 pace = (r.when.offset or r.when.period) if own else 0
-                kind = _Kind([], r.when, r.exchange, [0] * n, [pace] * n, [0] * n, n)
+                kind = _Kind([], r.when, r.exchange, [0] * n, [pace] * n)
                 self.kinds.append(kind)
             kind.rounds.append(r)
         for kind in self.kinds:
             there = [quorum_travel(r, self._facts)[0] for r in kind.rounds]
             kind.send = [sum(each) for each in zip(*there, strict=True)]
-        self._speeds: dict[int, float] = {}
-        self._sendings: dict[int, float] = {}
-        self._there: dict[int, float] = {}
+        self._syncer = self._new_syncer()
+        self._closing: tuple[float, int] | None = None
+        self._least = min(min(k.exchange.workers or n for k in self.kinds), n)
+        self._alike = len(self.kinds) == 1 and self.kinds[0].exchange.pace == "equal"
+        """Whether each round waits for all workers during its grace."""
         self._arrivals: list[tuple[float, int, int]] = []
         self._step = [0] * n
         self._began: list[list[float]] = [[0.0] * n for _ in self.kinds]
         self._worked = [0.0] * n
         self._sent_until = 0.0
         self._under_way = [_UnderWay() for _ in range(n)]
+
+    def _new_syncer(self) -> Syncer:
+        rules = [Rules(k.exchange.workers or self._n, k.exchange.grace) for k in self.kinds]
+        nothing: tuple[Tensor, ...] = ()
+        return Syncer(
+            self._n, rules, lambda closing, _: dict.fromkeys(closing.roster, nothing), self._paces
+        )
+
+    def _paces(
+        self, kind: int, speeds: Mapping[int, Speed], roster: Sequence[int]
+    ) -> Sequence[Appointment]:
+        about = self.kinds[kind]
+        return appointments(about.exchange, about.schedule.period, self._n, speeds, roster)
 
     # -- the run ----
 
@@ -220,65 +213,40 @@ class Quorum(Run):
         self.log.spent["latency"] += latency
         self.log.spent["bandwidth"] += network - latency
 
-    # -- the syncer's rules ----
+    # -- rounds ----
 
     def _arrive(self, now: float, worker: int, index: int) -> None:
-        kind = self.kinds[index]
-        steps = self._step[worker] - kind.since[worker]
-        seconds = self._worked[worker] - self._began[index][worker]
-        if kind.exchange.pace == "own" and seconds > 0 and steps > 0:
-            self._speeds[worker] = steps / seconds
-            self._sendings[worker] = kind.send[worker]
-        self._there[worker] = now
-        kind.mine.append(worker)
-        for each in self.kinds:
-            each.moves(worker, -1)
+        kind, step = self.kinds[index], self._step[worker]
+        steps, seconds = (
+            step - kind.since[worker],
+            self._worked[worker] - self._began[index][worker],
+        )
+        delivery = Delivery(Announcement(index, 0, steps, seconds, step), ())
+        self._syncer.arrive(worker, delivery, now, kind.send[worker])
+        kind.arrived[worker] = now
 
     def _next_closing(self) -> tuple[float, int] | None:
-        found = [
-            (time, index)
-            for index in range(len(self.kinds))
-            if (time := self._closing_time(self.kinds[index])) is not None
-        ]
-        return min(found, default=None)
-
-    def _closing_time(self, kind: _Kind) -> float | None:
-        quorum = min(kind.exchange.workers or self._n, self._n)
-        if not kind.mine or len(self._there) < quorum:
+        """See `Syncer.next_closing`, which looks at all workers: it is asked where it may have
+        another answer than before."""
+        there = sum(len(kind.arrived) for kind in self.kinds)
+        if there < self._least:
             return None
-        if kind.reached is None:  # arrivals are in order of time, and none leaves until one closes
-            nth = next(islice(self._there.values(), quorum - 1, None))
-            kind.reached = max(nth, self._there[kind.mine[0]])
-        latest = math.inf if kind.absent else self._latest_expected(kind)
-        return min(max(kind.reached, latest), kind.reached + kind.exchange.grace)
-
-    def _latest_expected(self, kind: _Kind) -> float:
-        for worker in reversed(self._there):
-            if kind.expected[worker] <= kind.number + 1:
-                return self._there[worker]
-        return -math.inf
+        if self._closing is None or there == self._n or not self._alike:
+            self._closing = self._syncer.next_closing()
+        return self._closing
 
     def close(self, index: int, until: float) -> None:
         """Close a round of the kind ``index`` with the workers that are there."""
-        kind = self.kinds[index]
-        roster = sorted(kind.mine)
-        kind.mine = []
-        kind.advance()
-        paces = self._paces(kind, roster)
-        for worker, (_, rounds) in zip(roster, paces, strict=True):
-            # it was there, so it is counted nowhere
-            kind.expected[worker] = kind.number + rounds
-            for each in self.kinds:
-                each.moves(worker, 1)
-        for each in self.kinds:
-            each.reached = None
+        self._closing = None
+        self._syncer.close(index, until)
+        kind, closing = self.kinds[index], self._syncer.closings.pop()
+        roster = closing.roster
         remote = len(roster) - (roster[0] == 0)
         receive = self._result_seconds(index, remote)
         behind = max(self._sent_until - until, 0.0)  # other results that rank 0 still sends
         self._sent_until = until + behind + min((receive[w] for w in roster if w), default=0.0)
-        for worker, (steps, _) in zip(roster, paces, strict=True):
-            arrived = self._there.pop(worker)
-            self.log.spent["stragglers"] += until - arrived
+        for worker, steps in zip(roster, closing.paces, strict=True):
+            self.log.spent["stragglers"] += until - kind.arrived.pop(worker)
             receiving = receive[worker] + (behind if worker else 0.0)
             self._spend(receiving)
             self._under_way[worker] = _UnderWay(until + receiving, receiving)
@@ -292,25 +260,6 @@ class Quorum(Run):
         for worker in roster:
             self._go_on(worker, until + self._under_way[worker].receiving, index)
         self._account(kind, roster)
-
-    def _paces(self, kind: _Kind, roster: Sequence[int]) -> list[tuple[int, int]]:
-        exchange = kind.exchange
-        if exchange.pace == "equal":
-            return [(0, 1)] * len(roster)
-        fastest = max(self._speeds.values(), default=0.0)
-        usual = statistics.median_low(self._sendings.values()) if self._sendings else 0.0
-        skip = exchange.workers is not None and exchange.workers < self._n
-        return [
-            own_pace(
-                kind.schedule.period,
-                self._speeds.get(worker, fastest),
-                fastest,
-                self._sendings.get(worker, usual) - usual,
-                grace=exchange.grace,
-                skip=skip,
-            )
-            for worker in roster
-        ]
 
     def _result_seconds(self, index: int, remote: int) -> list[float]:
         """Return the seconds of a result, by worker, if ``remote`` workers other than rank 0 get
@@ -343,13 +292,13 @@ class Quorum(Run):
         """A lost worker is an error on all others: they start again from the checkpoint."""
         self._undo(at)
         resumed = self._start_again(worker, at, self._saved[0] / self._n)
+        state = self._syncer.state()
+        self._syncer, self._closing = self._new_syncer(), None
+        self._syncer.load(state)
         for index, kind in enumerate(self.kinds):
-            for each in self._there:
-                kind.moves(each, 1)
-            kind.mine, kind.reached = [], None
+            kind.arrived.clear()
             kind.since = list(self._step)
             self._began[index] = list(self._worked)
-        self._there.clear()
         self._arrivals.clear()
         self._sent_until = resumed
         for each in range(self._n):

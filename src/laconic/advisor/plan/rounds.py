@@ -19,6 +19,7 @@ from laconic.algorithms.compile import replicated
 from laconic.algorithms.exchanges.coded import CodedMean
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.exchanges.push import Push
+from laconic.algorithms.exchanges.quorum import QuorumMean
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.buckets import BUCKET_BYTES
 from laconic.policy.facts import Facts
@@ -103,7 +104,7 @@ class Rounds:
         if k not in self.communicating or facts.workers == 1:
             return Price()
         load = load_of(r, facts)
-        net = facts.net("peers" if r.exchange.out_degree is not None else r.over, "workers")
+        net = facts.net(r.over, "workers")
         sending = min(8 * load.sent / net.rate, load.network)
         size = elements(r, facts, facts.workers) * facts.itemsize
         messages = self._messages(r, facts, load)
@@ -192,4 +193,5 @@ def _scaled(recipe: Recipe, prices: Sequence[Price], facts: Facts) -> Iterator[P
 def message_bytes(r: AnyRound, facts: Facts) -> float:
     """Return the bytes of one worker's message in a round with a quorum: what rank 0 receives from
     the only other one."""
+    assert isinstance(r.exchange, QuorumMean), "it has a quorum"
     return r.exchange.busiest(elements(r, facts, facts.workers), facts.itemsize, 2).bytes / 2

@@ -1,20 +1,17 @@
-"""Show a plan in the terminal."""
+"""A plan as text."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from laconic.advisor.choices import KNOWN
 from laconic.advisor.plan.report import Plan, Planned, Range
+from laconic.advisor.rows import table
 from laconic.algorithms.parse import qualified
 from laconic.units import format_bytes, format_rate, format_seconds, three_digits
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
+COLUMNS = ("time", "s/step", "steps", "goodput", "GB", "price")
 LEGEND = (
     "time: of the whole run; steps: needed per step of ddp() for the same loss (~: not measured); "
     "goodput: share of the workers' time in steps that count; GB: sent by a worker; all medians"
@@ -24,16 +21,11 @@ UPGRADE = ", without the price of the upgrade"
 LONG = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Print the answer, the recipes that were simulated, and what the plan is based on."""
-
-    def write(*lines: str) -> None:
-        for text in lines:
-            console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
-
-    write(*answer(plan), "")
-    console.print(table(plan))
-    write(LEGEND, "", *assumptions(plan))
+def text(plan: Plan) -> Iterator[str]:
+    """Yield the answer, the recipes that were simulated, and what the plan is based on."""
+    yield from (*answer(plan), "")
+    yield from table([("recipe", *COLUMNS), *(_cells(row, plan) for row in plan.rows)])
+    yield from ("", LEGEND, "", *assumptions(plan))
 
 
 def answer(plan: Plan) -> Iterator[str]:
@@ -88,31 +80,16 @@ def _help(plan: Plan) -> str:
     return text + (f" Also: {'; '.join(more)}." if more else "")
 
 
-def table(plan: Plan) -> Table:
-    """Return a table with a row per recipe."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("recipe", overflow="fold", min_width=20)
-    priced = any(row.range("money").high for row in plan.rows)
-    for head in ["time", "s/step", "steps", "goodput", "GB", *(["price"] * priced)]:
-        made.add_column(head, justify="right", no_wrap=True, min_width=5)
-    for row in plan.rows:
-        style = "bold green" if row is plan.best else ""
-        made.add_row(row.text, *_cells(row, plan.steps, priced), style=style)
-    return made
-
-
-def _cells(row: Planned, steps: int, priced: bool) -> list[str]:
-    cells = [
+def _cells(row: Planned, plan: Plan) -> tuple[str, ...]:
+    return (
+        row.text,
         duration(row.seconds.median),
-        three_digits(row.seconds.median / steps),
+        three_digits(row.seconds.median / plan.steps),
         f"{'' if row.steps_from in KNOWN else '~'}{row.steps_factor:.2f}",
         f"{row.range('goodput').median:.0%}",
         three_digits(row.range("bytes").median / 1e9),
-    ]
-    return cells + [three_digits(row.range("money").median)] * priced
+        three_digits(row.range("money").median),
+    )
 
 
 def assumptions(plan: Plan) -> Iterator[str]:

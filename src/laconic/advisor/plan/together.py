@@ -14,6 +14,7 @@ from torch import Tensor
 from laconic.advisor.plan.rounds import Price, Rounds
 from laconic.advisor.plan.run import Log
 from laconic.advisor.plan.workers import Flight, LostError, Workers
+from laconic.algorithms.round import Round
 
 
 class Together(Workers):
@@ -77,7 +78,7 @@ class Together(Workers):
             if (k, sent) in self._flights:
                 self._fold(k, sent)
             return
-        if r.update.quiesces_others:
+        if isinstance(r, Round) and r.quiesces_others:
             for other in [flight for flight in self._flights if flight[0] != k]:
                 self._fold(*other)
         if what == "backward":

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rich import box
-from rich.table import Table
-
+from laconic.advisor import rows
 from laconic.advisor.tune.space import LR, Setting, Space
 from laconic.advisor.tune.tuning import Trial, best
 from laconic.algorithms.parse import qualified
@@ -28,21 +26,21 @@ def trial_text(space: Space, trial: Trial) -> str:
     return f"{setting_text(space, trial.setting)}: loss {trial.run.loss:.4f}{ending}"
 
 
-def table(space: Space, trials: Sequence[Trial]) -> Table:
-    """Return a table of the finished trials, the lowest loss first."""
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for name in (*tuned(space), "loss", "ms/step", "MB/step", "steps"):
-        shown.add_column(name, justify="right", no_wrap=True)
+def table(space: Space, trials: Sequence[Trial]) -> Iterator[str]:
+    """Yield the lines of a table of the finished trials, the lowest loss first."""
+    lines = [(*tuned(space), "loss", "ms/step", "MB/step", "steps")]
     for trial in sorted((t for t in trials if t.status == "ok"), key=lambda t: t.run.loss):
         run = trial.run
-        shown.add_row(
-            *(str(trial.setting[name]) for name in tuned(space)),
-            f"{run.loss:.4f}",
-            f"{run.seconds_per_step * 1e3:.4g}",
-            f"{run.bytes_per_step / 1e6:.3g}",
-            str(run.steps),
+        lines.append(
+            (
+                *(str(trial.setting[name]) for name in tuned(space)),
+                f"{run.loss:.4f}",
+                f"{run.seconds_per_step * 1e3:.4g}",
+                f"{run.bytes_per_step / 1e6:.3g}",
+                str(run.steps),
+            )
         )
-    return shown
+    return rows.table(lines)
 
 
 def summary(space: Space, trials: Sequence[Trial], group_size: int | None = None) -> str:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import laconic
-from laconic.advisor.worker import Training, workload_of
+from laconic.advisor.worker import Training
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.errors import check_int
-from laconic.lab.race import plan, runner
+from laconic.lab.race import plan, runner, user_files
 from laconic.lab.race.workloads import Workload
 from laconic.links.simulated import current_link
 from laconic.policy.candidates import takes_muon
@@ -65,7 +65,7 @@ class Task:
     @cached_property
     def workload(self) -> Workload:
         """The workload, loaded once."""
-        return workload_of(self.race.workload, self.race.data)
+        return user_files.load_workload(self.race.workload, self.race.data)
 
     def recipe(self, text: str) -> Recipe:
         """Parse ``text``."""
@@ -82,24 +82,23 @@ class Task:
         training.step()
         buffers, changing = watch.sizes()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        network = self.race.network
         shapes = tuple(tuple(p.shape) for p in parameters)
         return Facts(
-            self.workers, shapes, itemsize_of(parameters), self.compute, self.race.bandwidth,
-            self.race.impairments.latency / 2, overlapping=False,
+            self.workers, shapes, itemsize_of(parameters), self.compute,
+            network.bandwidth or math.inf, network.latency / 2, overlapping=False,
             muon=takes_muon(optimizer, shapes), buffers=buffers, changing=changing,
         )  # fmt: skip
 
     def steps(self, recipe: Recipe, cost: Prediction) -> int:
         """Return the number of steps of a trial of ``recipe``, each of which has this ``cost``.
 
-        If the length is in seconds, the last step ends with a round (`plan.outermost`).
+        If the length is in seconds, the last step ends with a round (`plan.last_step`).
         """
         if self.seconds is None:
             assert self.race.steps is not None, "the length of a trial"
             return self.race.steps
-        inside = int(self.seconds / cost.seconds)
-        back = range(inside, max(inside - plan.HORIZON, 0), -1)
-        return next((step for step in back if plan.outermost(recipe, step)), inside)
+        return plan.last_step(recipe, int(self.seconds / cost.seconds))
 
     def check(self, texts: list[str]) -> None:
         """Raise ``ValueError`` if the length is too short for a recipe, or a recipe cannot run."""
@@ -139,7 +138,7 @@ class Task:
                     run.model, run.optimizer, recipe, link=seed_link, group_size=size
                 )
                 runs.append((run, sync))
-            planned, loss = plan.Schedule(recipe, None, steps, VALIDATIONS, {}), math.nan
+            planned, loss = plan.Schedule(recipe, None, steps, VALIDATIONS), math.nan
             for step in range(1, steps + 1):
                 for run, sync in runs:
                     run.schedule(step, steps)

@@ -1,11 +1,10 @@
 """With whom a message is exchanged, and how it is encoded."""
 
-from laconic.algorithms.exchanges.alone import Alone, Identical
 from laconic.algorithms.exchanges.coded import CodedMean, GatheredMean, ReplicatedMean, coded
 from laconic.algorithms.exchanges.demo import FastComponents
 from laconic.algorithms.exchanges.leader import Leader
 from laconic.algorithms.exchanges.low_rank import LowRank
-from laconic.algorithms.exchanges.mean import Mean, ShardedMean
+from laconic.algorithms.exchanges.mean import Alone, Identical, Mean, ShardedMean
 from laconic.algorithms.exchanges.push import Push
 from laconic.algorithms.exchanges.quorum import CodedQuorumMean, QuorumMean
 

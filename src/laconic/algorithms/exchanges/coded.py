@@ -150,7 +150,7 @@ class GatheredMean(Coded):
         length = len(message)
         residual = message.to(state_dtype(message.dtype)).contiguous()
         payload = torch.empty(self.codec.nbytes(length), dtype=torch.uint8, device=residual.device)
-        encoder = Encoder(self, clock, residual, state.get("reference"), state.get("residual"))
+        encoder = Encoder(self, residual, state.get("reference"), state.get("residual"))
         encoder.code(slice(0, length), payload)
         rows = await link.gather(payload)
         raise_if_nonfinite(rows, encoder.failure)
@@ -184,8 +184,6 @@ class ReplicatedMean(SlicedMean):
         "lag": "pooled",
     }
 
-    keeps_message: ClassVar[bool] = True
-
     def replicated(self) -> Exchange:
         return self
 
@@ -195,8 +193,7 @@ class ReplicatedMean(SlicedMean):
         n, rank, length = link.size, link.rank, message.numel()
         padding = -length % self.multiple(n)
         padded = {name: _padded(t, padding) for name, t in state.items() if name != "lag"}
-        v = torch.cat([message, message.new_zeros(padding)])  # always a copy: it is overwritten
-        residual, w = await self.reduce_scatter(link, v, clock, padded)
+        residual, w = await self.reduce_scatter(link, _padded(message, padding), clock, padded)
         each = w.numel()
         own = slice(rank * each, (rank + 1) * each)
         mine = slice(own.start, max(min(own.stop, length), own.start))

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.update import Clock, Slot, State
+from laconic.algorithms.update import Clock, Sends, Slot, State
 from laconic.codecs import Codec
 from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_bool, check_float
@@ -65,13 +65,9 @@ class Coded(Exchange):
         check_float("feedback", self.feedback, 0.0, most=1.0)
 
     @property
-    def averages(self) -> bool:
-        return not self.relative
-
-    @property
-    def takes(self) -> Literal["parameters", "changes"]:
+    def accepts(self) -> Sends:
         # unless they are relative, whole parameters would lose their low bits in every round
-        return "parameters" if self.relative else "changes"
+        return "model" if self.relative else "change"
 
     def init(self, x: Tensor, owned: slice) -> State:
         check_codable(self.codec, x)
@@ -91,14 +87,11 @@ class Encoder:
     def __init__(
         self,
         exchange: Coded,
-        clock: Clock,
         x: Tensor,
         less: Tensor | None,
         plus: Tensor | None = None,
-        direction: int = 0,
     ) -> None:
         self.exchange, self.x, self.less, self.plus = exchange, x, less, plus
-        self.generator = generator_for(clock, x.device, direction)
         self.failure = ""
         """Why a part could not be coded. It and all later ones are then `NOT_FINITE`."""
 
@@ -113,7 +106,7 @@ class Encoder:
             plus = plus[at] if feedback == 1 else feedback * plus[at]
         x, subtract = self.x[at], bool(feedback)
         try:
-            codec.encode(x, self.generator, less=less, plus=plus, subtract=subtract, out=out)
+            codec.encode(x, less=less, plus=plus, subtract=subtract, out=out)
         except NotFiniteError as error:
             out.fill_(NOT_FINITE)
             note = f", counting from element {at.start}" if at.start else ""
@@ -161,7 +154,7 @@ class SlicedMean(Coded):
         payload = self.rows(n, each, residual.device)
         rows, mean = torch.empty_like(payload), residual.new_empty(each)
         split = self.split(each, clock, residual.device)
-        encoder = Encoder(self, clock, residual, state.get("reference"), state.get("residual"))
+        encoder = Encoder(self, residual, state.get("reference"), state.get("residual"))
 
         def fill(r: int, part: slice, elements: slice) -> None:
             if part != split.last:
@@ -202,7 +195,7 @@ class SlicedMean(Coded):
         """Code w - less as this rank's row of ``rows``, and gather all rows. Leaves w - less - p in
         w. ``use``: what to do with parts that arrive."""
         split = self.split(len(w), clock, w.device)
-        encoder = Encoder(self, clock, w, less, direction=1)
+        encoder = Encoder(self, w, less)
 
         def fill(_: int, part: slice, elements: slice) -> None:
             encoder.code(elements, rows[link.rank, part])
@@ -226,15 +219,6 @@ def check_codable(codec: object, x: Tensor) -> None:
             f"{codec} codes floating-point parameters only, not {x.dtype}: choose a recipe that "
             "does not code them, without codec="
         )
-
-
-def generator_for(clock: Clock, device: torch.device, direction: int = 0) -> torch.Generator:
-    """Return a generator for stochastic rounding.
-
-    Its numbers differ by worker, step, bucket, and direction, and are the same after a resume.
-    """
-    seed = hash((clock.seed, clock.step, clock.bucket, clock.worker, direction))
-    return torch.Generator(device).manual_seed(seed % 2**63)
 
 
 def add_decoded(codec: Codec, payload: Tensor, x: Tensor) -> None:

@@ -64,8 +64,7 @@ class FastComponents(Exchange):
     """Shapes of the tensors in a message."""
 
     agrees = True
-    averages = True
-    whole = True
+    scope = "tensors"
     slots: ClassVar[dict[str, Slot]] = {"momentum": "pooled"}
 
     def __post_init__(self) -> None:
@@ -123,7 +122,7 @@ class FastComponents(Exchange):
         count, size = coefficients.shape
         codec = self._codec(size)
         payload = coefficients.new_empty(count, codec.nbytes(size), dtype=torch.uint8)
-        codec.encode_rows(coefficients, payload, None)
+        codec.encode_rows(coefficients, payload)
         return payload.view(-1)
 
     def _mean(self, rows: Tensor, counts: Mapping[int, int], dtype: torch.dtype) -> BySize:

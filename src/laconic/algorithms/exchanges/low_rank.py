@@ -80,8 +80,7 @@ class LowRank(Exchange):
     """Shapes of the tensors in a message."""
 
     agrees = True
-    averages = True
-    whole = True
+    scope = "tensors"
     slots: ClassVar[dict[str, Slot]] = {"residual": "pooled", "basis": "everywhere"}
 
     def __post_init__(self) -> None:
@@ -135,7 +134,7 @@ class LowRank(Exchange):
         with full():
             left = [orthonormal(p) for p, _ in first[: len(low)]]  # P
             right = [m.mH @ p for m, p in zip(matrices, left, strict=True)]
-        second = await self._average(link, right, replace(clock, bucket=-2 - clock.bucket))
+        second = await self._average(link, right, clock)
         with full():
             for m, p, (q, own) in zip(low, left, second, strict=True):
                 torch.sub(m.of(total), p @ own.mH, out=m.of(state["residual"]))

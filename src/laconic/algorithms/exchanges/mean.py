@@ -1,4 +1,5 @@
-"""The mean over all workers of the link: on whole messages, or on one slice per worker."""
+"""The mean over all workers of the link: on whole messages, or on one slice per worker. Or no mean:
+each worker uses its own message in its place."""
 
 from __future__ import annotations
 
@@ -19,7 +20,6 @@ class Mean(Exchange):
     """All-reduce, after which every worker combines everything. Sends 2(n-1)/n of the message."""
 
     agrees = True
-    averages = True
 
     def replicated(self) -> Exchange:
         return self
@@ -77,3 +77,27 @@ class ShardedMean(Exchange):
         result = combine(await link.reduce_scatter(message, owners))
         await link.all_gather(result, message, owners)
         return Arrival(message)
+
+
+@dataclass(frozen=True)
+class Alone(Exchange):
+    """Send nothing. Each worker combines its own message, so the workers remain different."""
+
+    communicates = False
+
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        result = combine(message)
+        return Arrival(message if result is message else message.copy_(result))
+
+
+@dataclass(frozen=True)
+class Identical(Alone):
+    """Send nothing, because the workers hold the same x, to the last bit: each one's message is the
+    mean. For rounds over a recipe that averages gradients in every step, such as `ddp`."""
+
+    agrees = True
+
+    def replicated(self) -> Exchange:
+        return self

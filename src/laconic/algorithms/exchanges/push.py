@@ -27,8 +27,6 @@ class Push(Exchange):
 
     graph: Graph
 
-    carries_weight = True
-
     def out_degree(self, clock: Clock) -> int:
         at = clock.worker, clock.workers, clock.executed, clock.seed
         return len(self.graph.out_peers(*at))

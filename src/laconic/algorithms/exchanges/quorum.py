@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -15,7 +15,6 @@ from laconic.algorithms.exchanges.coding import (
     NOT_FINITE,
     add_decoded,
     check_codable,
-    generator_for,
     nonfinite_rows,
 )
 from laconic.algorithms.update import Clock, Slot, State
@@ -88,9 +87,6 @@ class QuorumMean(Exchange):
         """Rank 0 receives the messages of all others, and then sends the result to each."""
         return Cost(2 * (n - 1) * length * itemsize, 2 * min(n - 1, 1))
 
-    def typical(self) -> QuorumMean:
-        return replace(self, workers=None, grace=0.0, pace="equal")
-
     def init(self, x: Tensor, owned: slice) -> State:
         return {"base": x}
 
@@ -117,7 +113,7 @@ class QuorumMean(Exchange):
         """A tensor for a whole result. ``message``, of x, is not needed anymore then."""
         return message
 
-    def message(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+    def message(self, x: Tensor, state: State) -> Tensor:
         """What a worker delivers. x may be kept, and overwritten."""
         return x
 
@@ -140,7 +136,7 @@ class QuorumMean(Exchange):
         """Whether the worker could not encode its change, because it is not finite."""
         return False
 
-    def publish(self, result: Tensor, before: Tensor, clock: Clock) -> tuple[Tensor, Tensor | None]:
+    def publish(self, result: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the workers receive as ``result``, and the code of its change; None if whole results
         are sent. ``before``: what they received in the round before."""
         return result.to(before.dtype, copy=True), None
@@ -216,12 +212,11 @@ class CodedQuorumMean(QuorumMean):
     def room(self, message: Tensor, x: Tensor) -> Tensor:
         return torch.empty_like(x, dtype=state_dtype(x.dtype))
 
-    def message(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+    def message(self, x: Tensor, state: State) -> Tensor:
         base, residual, code = state["base"], state["residual"], self.like(x)
         v = x.to(base.dtype, copy=True)
-        generator = generator_for(clock, x.device)
         try:
-            self.codec.encode(v, generator, less=base, plus=residual, subtract=True, out=code)
+            self.codec.encode(v, less=base, plus=residual, subtract=True, out=code)
         except NotFiniteError:
             return code.fill_(NOT_FINITE)
         residual.copy_(v)
@@ -247,9 +242,9 @@ class CodedQuorumMean(QuorumMean):
     def failed(self, message: Tensor) -> bool:
         return len(message) > 0 and bool(nonfinite_rows(message.unsqueeze(0)))
 
-    def publish(self, result: Tensor, before: Tensor, clock: Clock) -> tuple[Tensor, Tensor | None]:
+    def publish(self, result: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
         w = result.to(before.dtype, copy=True)
-        code = self.codec.encode(w, generator_for(clock, w.device, 1), less=before)
+        code = self.codec.encode(w, less=before)
         after = before.clone()
         add_decoded(self.codec, code, after)
         return after, code

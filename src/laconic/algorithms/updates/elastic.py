@@ -34,7 +34,7 @@ class Elastic(Update):
         return {"anchor": x}
 
     @property
-    def pulls(self) -> bool:
+    def in_every_step(self) -> bool:
         return self.pull > 0
 
     def after_step(self, x: Tensor, state: State, clock: Clock) -> None:

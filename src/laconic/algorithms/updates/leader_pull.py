@@ -34,7 +34,7 @@ class LeaderPull(Update):
         return {"leader": x} if self.drift else {}
 
     @property
-    def pulls(self) -> bool:
+    def in_every_step(self) -> bool:
         return self.drift > 0
 
     def after_step(self, x: Tensor, state: State, clock: Clock) -> None:

@@ -50,8 +50,8 @@ class MuonStep(OuterStep):
 
     slots: ClassVar[dict[str, Slot]] = {"anchor": "everywhere", "m": "everywhere"}
     replaces = False
-    whole = True
-    sends_changes = True
+    scope = "tensors"
+    sends = "change"
 
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
         return (state["anchor"] - x).to(x.dtype)

@@ -7,7 +7,7 @@ DiLoCo: Douillard et al. 2023, arXiv 2311.08105, Algorithm 1. The delayed merge:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -47,16 +47,10 @@ class OuterStep(Update):
     outer: OuterFactory | None = None
     mix: float = 0.5
     merge: Merge = "mix"
-    over: bool = field(default=False, repr=False)
-    """Whether a base recipe has rounds of its own, which fold what they have in flight first."""
 
     slots: ClassVar[dict[str, Slot]] = {"anchor": "owner", "m": "owner"}
     anchor = "anchor"
     replaces = True
-
-    @property
-    def quiesces_others(self) -> bool:
-        return self.over
 
     @property
     def keeps_sent(self) -> bool:

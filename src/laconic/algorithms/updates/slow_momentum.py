@@ -52,7 +52,6 @@ class SlowMomentum(Update):
     anchor = "anchor"
     replaces = True
     uses_lr = True
-    quiesces_others = True
 
     def init(self, x: Tensor) -> State:
         return {"anchor": x, "u": torch.zeros_like(x), "lr": torch.tensor(0.0)}

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import re
 
-from rich import box
-from rich.table import Table
-
-from laconic.lab.race.comparison import compared, competing, reached
+from laconic.lab.race.comparison import losses, seconds_to_ddp
 from laconic.lab.race.result import FREE_NETWORK, NO_COMMUNICATION, SECONDS, Result, Row, number
 from laconic.lab.race.verdict import listed
-from laconic.lab.race.wording import bandwidth, brief, loss_format
+from laconic.lab.race.wording import bandwidth, loss_format
+from laconic.units import three_digits
 
 DDP, AUTO = "ddp()", "auto()"
 FREE = 'outer_step(ddp(), 4, outer="muon")'
@@ -36,6 +34,8 @@ EXPLAINED = {
 }
 
 
+COLUMNS = ("loss_at_equal_time", "seconds_to_ddp", "steps", "waiting")
+"""Those of the table of a race that the demo shows."""
 MORE = 1.03
 """A larger ratio of steps to those without communication is not possible on a quiet machine."""
 SLOWER = 1.5
@@ -57,7 +57,7 @@ def sentences(result: Result) -> list[str]:
 def disturbed(result: Result) -> str | None:
     """Return a warning if hosts took more steps with a network than without one, or computed much
     longer for each."""
-    rows = {row.recipe: row for row in _finished(result)}
+    rows = {row.recipe: row for row in result.rows if row.status == "ok"}
     alone = rows.pop(NO_COMMUNICATION, None)
     if alone is None:
         return None
@@ -78,28 +78,9 @@ def disturbed(result: Result) -> str | None:
     )
 
 
-def finals(result: Result) -> dict[str, float]:
-    """Return the loss of each recipe that finished, at equal time."""
-    losses = {row.recipe: compared(result, row, SECONDS) for row in _finished(result)}
-    return {name: loss for name, loss in losses.items() if loss is not None}
-
-
-def seconds_to_ddp(result: Result) -> dict[str, float]:
-    """Return after how many seconds each recipe first had DDP's final loss, if it did."""
-    target = finals(result).get(DDP)
-    if target is None:
-        return {}
-    found = {row.recipe: reached(row, SECONDS, target) for row in _finished(result)}
-    return {name: seconds for name, seconds in found.items() if seconds is not None}
-
-
 def _computes(row: Row) -> float:
     """Return the seconds of a step without its waiting."""
     return row.seconds * (1 - row.waiting) / row.steps if row.steps else 0.0
-
-
-def _finished(result: Result) -> list[Row]:
-    return [row for row in result.rows if row.status == "ok"]
 
 
 def _row(result: Result, recipe: str) -> Row:
@@ -107,100 +88,69 @@ def _row(result: Result, recipe: str) -> Row:
 
 
 def _about_ddp(result: Result) -> str:
-    losses, show = finals(result), loss_format(result)
-    if DDP not in losses:
+    found, show = losses(result, SECONDS), loss_format(result)
+    if DDP not in found:
         return f"{DDP} did not finish, so there is no loss to compare with."
     row, alone = _row(result, DDP), ""
-    if NO_COMMUNICATION in losses:
+    if NO_COMMUNICATION in found:
         steps = _row(result, NO_COMMUNICATION).steps
         alone = f" where hosts that never communicate take {steps:,},"
     return (
         f"{DDP} waits for the network ({bandwidth(result)} per host) during {row.waiting:.0%} of "
-        f"its {brief(number(result, 'seconds') or row.seconds)} s: it takes {row.steps:,} steps,"
-        f"{alone} and ends at a loss of {show(losses[DDP])}."
+        f"its {three_digits(number(result, 'seconds') or row.seconds)} s: it takes {row.steps:,} "
+        f"steps,{alone} and ends at a loss of {show(found[DDP])}."
     )
 
 
 def _about_auto(result: Result) -> str:
-    losses, show = finals(result), loss_format(result)
-    if AUTO not in losses:
+    found, show = losses(result, SECONDS), loss_format(result)
+    if AUTO not in found:
         return f"{AUTO} did not finish."
-    free = losses.pop(FREE_ROW, None)
-    others = {n: loss for n, loss in losses.items() if n not in (AUTO, NO_COMMUNICATION)}
-    ahead = [name for name, loss in others.items() if float(show(loss)) < float(show(losses[AUTO]))]
-    level = [name for name, loss in others.items() if show(loss) == show(losses[AUTO])]
+    free, mine = found.pop(FREE_ROW, None), show(found[AUTO])
+    others = {n: show(loss) for n, loss in found.items() if n not in (AUTO, NO_COMMUNICATION)}
+    ahead = [f"{name} ({loss})" for name, loss in others.items() if float(loss) < float(mine)]
+    level = [name for name, loss in others.items() if loss == mine]
     place = f"level with {listed(level)}" if level else "the lowest of all recipes"
-    if ahead:
-        place = f"behind {listed([f'{name} ({show(others[name])})' for name in ahead])}"
-    elif not others:
-        place = "with no other recipe to compare it with"
+    place = f"behind {listed(ahead)}" if ahead else place
     chose = chosen(_row(result, AUTO))
     text = f"{AUTO} chose {chose}, " if chose else f"{AUTO} "
-    if DDP in losses:
-        seconds = seconds_to_ddp(result)
-        if AUTO not in seconds:
+    if DDP in found:
+        seconds = seconds_to_ddp(result, _row(result, AUTO))
+        if seconds is None:
             text += f"did not reach the loss of {DDP}, "
         else:
-            times = seconds[DDP] / seconds[AUTO]
+            times = _row(result, DDP).seconds / seconds
             faster = f" ({times:.1f} times as fast)" if times > 1.05 else ""
-            text += f"had that loss after {seconds[AUTO]:.1f} s{faster}, "
+            text += f"had that loss after {seconds:.1f} s{faster}, "
     hope = "" if free is None else f"; without a network, {FREE} ended at {show(free)}"
-    gains = losses[AUTO] < losses.get(DDP, 0.0)
+    gains = found[AUTO] < found.get(DDP, 0.0)
     advice = f" Begin with {AUTO} in your own program." if gains else ""
-    return f"{text}and ended at {show(losses[AUTO])}, {place}{hope}.{advice}"
+    return f"{text}and ended at {mine}, {place}{hope}.{advice}"
 
 
 def _about_alone(result: Result) -> str:
-    losses, show = finals(result), loss_format(result)
-    alone = losses.pop(NO_COMMUNICATION, None)
-    losses.pop(FREE_ROW, None)
+    found, show = losses(result, SECONDS), loss_format(result)
+    alone = found.pop(NO_COMMUNICATION, None)
+    found.pop(FREE_ROW, None)
     if alone is None:
         return "Hosts that never communicate did not finish"
-    if not losses:
-        return f"Hosts that never communicate end at {show(alone)}, and no recipe finished"
-    mine = float(show(alone))
-    ahead = [name for name, loss in losses.items() if float(show(loss)) < mine]
-    rest = [name for name in losses if name not in ahead]
-    if not rest:
-        order = "all recipes are ahead of them"
-    elif not ahead:
+    ahead = [name for name, loss in found.items() if float(show(loss)) < float(show(alone))]
+    rest = [name for name in found if name not in ahead]
+    if not ahead:
         order = "no recipe is ahead of them: communication has not paid here"
     elif len(ahead) < len(rest):
         order = f"only {listed(ahead)} {'is' if len(ahead) == 1 else 'are'} ahead of them"
     else:
-        order = f"all recipes but {listed(rest)} are ahead of them"
-    mean = "the mean loss of their own models"
+        order = f"all recipes {f'but {listed(rest)} ' if rest else ''}are ahead of them"
     seldom = [name for name in ahead if name not in (DDP, AUTO)]
     told = ". What hosts learn from each other is worth a few messages" if seldom else ""
-    return f"Hosts that never communicate end at {show(alone)}, {mean}: {order}{told}"
+    return (
+        f"Hosts that never communicate end at {show(alone)}, the mean loss of their own models: "
+        f"{order}{told}"
+    )
 
 
 def chosen(auto: Row) -> str:
     """Return the recipe that `auto` chose last, or "" if it chose none."""
     found = re.search(r": (\w+\([^:]*\)) takes ", auto.notes[-1]) if auto.notes else None
     return found[1] if found else ""
-
-
-def table(result: Result) -> Table:
-    """Return the figures behind the sentences."""
-    losses, show, seconds = finals(result), loss_format(result), seconds_to_ddp(result)
-    whole = brief(number(result, "seconds") or 0.0)
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    shown.add_column("", overflow="fold")
-    for header in (
-        f"loss at\n{whole} s",
-        "s to loss\nof ddp()",
-        "steps\ndone",
-        "waiting for\nnetwork",
-    ):
-        shown.add_column(header, justify="right", no_wrap=True, vertical="bottom")
-    lowest = show(min((losses[row.recipe] for row in competing(result)), default=None))
-    for row in result.rows:
-        final = losses.get(row.recipe)
-        best = not row.reference and final is not None and show(final) == lowest
-        time = f"{seconds[row.recipe]:.1f}" if row.recipe in seconds else "–"
-        figures = (show(final), time, f"{row.steps:,}", f"{row.waiting:.0%}")
-        if row.status != "ok":
-            figures = (row.status, "–", "–", "–")
-        shown.add_row(row.recipe, *figures, style="bold" if best else None)
-    return shown

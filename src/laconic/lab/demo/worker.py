@@ -54,7 +54,7 @@ def main() -> None:
     steps, host = int(sys.argv[1]), int(os.environ["GROUP_RANK"])
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    workload = workloads.load(workloads.SMALL)
+    workload = workloads.load(workloads.FEW)
     model = workload.model()
     optimizer = workload.optimizer(model)
     peaks = [group["lr"] for group in optimizer.param_groups]

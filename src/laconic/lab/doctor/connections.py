@@ -48,8 +48,8 @@ def settings() -> dict[str, str]:
     """
     settings: dict[str, Callable[[], str]] = {
         "TLS": lambda: "off" if tls.contexts() is None else "on",
-        "secret": lambda: job_secret.fingerprint()[:16] or "none",
-        congestion.VARIABLE: congestion.chosen,
+        job_secret.VARIABLE: lambda: job_secret.fingerprint()[:16] or "none",
+        congestion.VARIABLE: lambda: congestion.chosen() or "none",
     }
     found = {}
     for name, read in settings.items():

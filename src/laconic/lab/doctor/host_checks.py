@@ -6,6 +6,7 @@ Each finding that is not "ok" has a remedy. Checks that need several hosts are i
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -13,7 +14,6 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,8 +27,8 @@ from laconic.lab.doctor.finding import Finding, check
 from laconic.lab.emulation.cluster import (
     Cluster,
     ForwardError,
-    Impairments,
     NamespacesUnavailable,
+    Network,
 )
 from laconic.links import frames
 from laconic.links.addresses import address_of, address_toward
@@ -42,15 +42,6 @@ DESCRIPTORS_PER_HOST = 7
 """A rank has a connection to every other rank in each of its process groups: the default group,
 laconic's own, those of workers and replicas if there are several, and the links of the latter."""
 OTHER_DESCRIPTORS = 128
-_IFF_UP = 1
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface of this host."""
-
-    up: bool
-    addresses: tuple[str, ...]
 
 
 def examine(environ: Environment = os.environ) -> list[Finding]:
@@ -147,16 +138,12 @@ def _release(version: str) -> tuple[int, ...]:
 # -- network ----
 
 
-def interfaces() -> dict[str, Interface]:
-    """Return this host's interfaces by name. On systems other than Linux they lack addresses."""
-    found = {}
-    for _, name in socket.if_nameindex():
-        try:
-            up = bool(int(Path(f"/sys/class/net/{name}/flags").read_text(), 16) & _IFF_UP)
-        except OSError:
-            up = True  # not Linux, or it has just disappeared
-        address = address_of(name) if sys.platform == "linux" else None
-        found[name] = Interface(up, (*([address] if address else []), *_ipv6(name)))
+def interfaces() -> dict[str, list[str]]:
+    """Return the addresses of this host's interfaces, by name. Empty on systems but Linux."""
+    found = {name: _ipv6(name) for _, name in socket.if_nameindex()}
+    if sys.platform == "linux":
+        for name, addresses in found.items():
+            addresses[:0] = filter(None, [address_of(name)])
     return found
 
 
@@ -172,7 +159,7 @@ def _ipv6(name: str) -> list[str]:
 
 def network(
     environ: Environment,
-    all_interfaces: Mapping[str, Interface] | None = None,
+    all_interfaces: Mapping[str, Sequence[str]] | None = None,
     hostname_addresses: Sequence[str] | None = None,
 ) -> list[Finding]:
     """Check the interfaces, and which of them gloo and NCCL will use.
@@ -181,9 +168,9 @@ def network(
     """
     group = "network"
     all_interfaces = interfaces() if all_interfaces is None else all_interfaces
-    usable = {n: i for n, i in all_interfaces.items() if i.up and i.addresses}
-    described = "; ".join(f"{n} {', '.join(i.addresses)}" for n, i in usable.items())
-    others = [n for n, i in usable.items() if not all(map(_is_loopback, i.addresses))]
+    usable = {name: addresses for name, addresses in all_interfaces.items() if addresses}
+    described = "; ".join(f"{name} {', '.join(each)}" for name, each in usable.items())
+    others = [name for name, each in usable.items() if not all(map(_is_loopback, each))]
     found = [
         check(
             group,
@@ -201,7 +188,7 @@ def network(
     for name in named:
         if name not in usable:
             known = name in all_interfaces
-            what = "has no address or is down" if known else "does not exist here"
+            what = "has no address" if known else "does not exist here"
             remedy = f"set it to one of {', '.join(usable) or 'none'}, or unset it"
             found.append(Finding("problem", group, f"GLOO_SOCKET_IFNAME={name} {what}", remedy))
     master = environ.get("MASTER_ADDR", "")
@@ -216,14 +203,14 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _route(master: str, usable: Mapping[str, Interface], named: Sequence[str]) -> Finding:
+def _route(master: str, usable: Mapping[str, Sequence[str]], named: Sequence[str]) -> Finding:
     """Check which interface leads to the host of rank 0."""
     address = address_toward(master)
     if address is None:
         remedy = "set it to the address of rank 0's host, or add the name to /etc/hosts"
         text = f"MASTER_ADDR={master} does not resolve, or there is no route to it"
         return Finding("problem", "network", text, remedy)
-    names = [n for n, i in usable.items() if address in i.addresses]
+    names = [name for name, addresses in usable.items() if address in addresses]
     interface = ", ".join(names) or "an unknown interface"
     text = f"MASTER_ADDR={master} is reached from {address}, {interface}"
     if named and names and not set(named) & set(names):
@@ -266,44 +253,14 @@ def _hostname(master: str, others: Sequence[str], resolved: Sequence[str] | None
 
 
 def machine(environ: Environment) -> list[Finding]:
-    """Check cores, memory, disk and file descriptors."""
+    """Check cores, file descriptors and shared memory."""
     found = [_cores(environ, cores()), *_descriptors(environ)]
-    for what, free, least, remedy in (
-        ("memory available", _memory(), 2.0, "end other programs, or add memory"),
-        (
-            "free in /dev/shm",
-            _free("/dev/shm"),
-            0.25,
-            "docker run --shm-size=1g: DataLoader workers pass batches through it",
-        ),
-        (
-            "free on this directory's disk",
-            _free(os.getcwd()),
-            2.0,
-            "free some space: training ends if a checkpoint does not fit on the disk",
-        ),
-    ):
-        if free is not None:
-            text = f"{free:.1f} GiB {what}"
-            found.append(check("machine", text, (free < least, "warning", text, remedy)))
+    with contextlib.suppress(OSError):  # there is none
+        free = shutil.disk_usage("/dev/shm").free / 2**30
+        text = f"{free:.1f} GiB free in /dev/shm"
+        remedy = "docker run --shm-size=1g: DataLoader workers pass batches through it"
+        found.append(check("machine", text, (free < 0.25, "warning", text, remedy)))
     return found
-
-
-def _memory() -> float | None:
-    """Return the GiB of available memory, None if unknown."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-        return int(text.split("MemAvailable:")[1].split()[0]) / 2**20
-    except (OSError, LookupError, ValueError):
-        return None
-
-
-def _free(directory: str) -> float | None:
-    """Return the free GiB on the disk of a directory, None if there is no such directory."""
-    try:
-        return shutil.disk_usage(directory).free / 2**30
-    except OSError:
-        return None
 
 
 def cores() -> int:
@@ -377,12 +334,12 @@ def lab() -> list[Finding]:
     found = found if missing else []
     allow = remedy if "pyroute2" in missing else ALLOW_NAMESPACES
     plain = "laconic lab and compare work without --latency, --jitter and --loss"
-    for impairments, text, remedy in (
-        (None, "hosts with limited bandwidth can be emulated", allow),
-        (Impairments(latency=0.01), "packets of emulated hosts can be delayed and lost", plain),
+    for network, text, remedy in (
+        (Network(1), "hosts with limited bandwidth can be emulated", allow),
+        (Network(1, latency=0.01), "packets of emulated hosts can be delayed and lost", plain),
     ):
         try:
-            Cluster(1, impairments=impairments).close()
+            Cluster(network).close()
             found.append(Finding("ok", "lab", text))
         except NamespacesUnavailable as error:
             return [*found, Finding("warning", "lab", str(error), allow)]

@@ -25,15 +25,14 @@ from laconic.lab.doctor.host_checks import Environment, number, versions
 from laconic.lab.doctor.network_findings import (
     GROUP,
     NetworkReport,
+    advice,
     congestion_findings,
     connection_findings,
     connection_remedy,
+    differences,
     ranks_text,
     rate_findings,
-    security_findings,
-    version_findings,
 )
-from laconic.lab.doctor.outlook import outlook, outlook_findings
 from laconic.lab.doctor.probes import CONNECT_SECONDS, HostInfo, Listener, Pair, Rate, ping, reason
 from laconic.lab.doctor.probes import send as send_bulk
 from laconic.links.addresses import address_toward
@@ -94,33 +93,25 @@ def check_network(
     host_findings: Sequence[Finding] = (),
     *,
     timeout: float = 60.0,
-    known: Mapping[str, str] | None = None,
     address: str | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> NetworkReport:
     """Check the network together with the other hosts.
 
     Takes at most ``timeout`` seconds plus the time of the tests. Rank 0 also receives the other
-    hosts' ``host_findings``, and predicts a recipe. ``known`` (versions), ``address`` and
-    ``settings`` override this host's.
+    hosts' ``host_findings``. ``address`` and ``settings`` override this host's.
     """
     report = NetworkReport()
     own = address_toward(rendezvous.host) or "127.0.0.1"
-    info = HostInfo(
-        rendezvous.rank,
-        socket.gethostname(),
-        address or own,
-        0,
-        known or versions(),
-        connections.settings() if settings is None else settings,
-    )
+    settings = {**versions(), **connections.settings()} if settings is None else settings
     end = time.monotonic() + timeout
     longest = timeout + 4 * (GRACE_SECONDS + rendezvous.world / AT_ONCE * CONNECT_SECONDS)
 
     def run() -> None:
         try:
             with Listener(own) as listener:
-                me = HostInfo(**{**asdict(info), "port": listener.port})
+                where = socket.gethostname(), address or own, listener.port
+                me = HostInfo(rendezvous.rank, *where, settings)
                 store = _store(rendezvous, end, timeout, report)
                 if store is not None:
                     _Session(rendezvous, me, host_findings, store, end, timeout, report).run()
@@ -142,31 +133,22 @@ def _store(rendezvous: Rendezvous, end: float, timeout: float, report: NetworkRe
     """Return torch's store at the rendezvous. If it is unavailable, add a problem, return None."""
     where = f"{rendezvous.host}:{rendezvous.port}"
     serves = rendezvous.rank == 0 and not rendezvous.agent
+    listening = None
     if serves:
-        if not _is_local(rendezvous.host):
+        try:
+            listening = listen_at(rendezvous.host, rendezvous.port)
+        except OSError as error:
             report.problem(
-                f"{rendezvous.host} is not an address of this host, which is rank 0",
-                "give the address of rank 0's host as --master (MASTER_ADDR) on every host",
+                f"this host, which is rank 0, cannot listen at {where}: {reason(error)}",
+                "give an address of rank 0's host, and a port that no program there uses "
+                "(ss -ltnp), as --master (MASTER_ADDR and MASTER_PORT) on every host",
             )
             return None
-        if _in_use(rendezvous.port):
-            report.problem(
-                f"port {rendezvous.port} is in use on this host, which is rank 0",
-                "choose another port on every host, or end the program that uses it (ss -ltnp)",
-            )
-            return None
-    else:
-        error: OSError | None = TimeoutError()
-        while error is not None and time.monotonic() < end:
-            error = _connection_error(rendezvous.host, rendezvous.port, end)
-            if error is not None:
-                time.sleep(min(0.3, max(end - time.monotonic(), 0)))
-        if error is not None:
-            text = f"cannot reach rank 0 at {where} within {timeout:g} s: {reason(error)}"
-            report.problem(text, connection_remedy(error, "rank 0's host", rendezvous.port))
-            return None
+    elif (failure := _connection_error(rendezvous, end)) is not None:
+        text = f"cannot reach rank 0 at {where} within {timeout:g} s: {reason(failure)}"
+        report.problem(text, connection_remedy(failure, "rank 0's host", rendezvous.port))
+        return None
     seconds = timedelta(seconds=max(end - time.monotonic(), 1.0))
-    listening = listen_at(rendezvous.host, rendezvous.port) if serves else None
     if listening is not None:
         store = serve(listening, rendezvous.host, rendezvous.port, None, wait=False)
         store.set_timeout(seconds)
@@ -181,33 +163,17 @@ def _store(rendezvous: Rendezvous, end: float, timeout: float, report: NetworkRe
     return dist.PrefixStore("laconic doctor", store)  # type: ignore[attr-defined]
 
 
-def _is_local(host: str) -> bool:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
-
-
-def _in_use(port: int) -> bool:
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
-    except OSError:
-        return True
-    return False
-
-
-def _connection_error(host: str, port: int, end: float) -> OSError | None:
-    seconds = max(min(CONNECT_SECONDS, end - time.monotonic()), 0.1)
-    try:
-        socket.create_connection((host, port), timeout=seconds).close()
-    except OSError as error:
-        return error
-    return None
+def _connection_error(rendezvous: Rendezvous, end: float) -> OSError | None:
+    """Try to connect to rank 0 until it succeeds. Return the last error if the time is over."""
+    while True:
+        seconds = max(min(CONNECT_SECONDS, end - time.monotonic()), 0.1)
+        try:
+            socket.create_connection((rendezvous.host, rendezvous.port), timeout=seconds).close()
+            return None
+        except OSError as error:
+            if time.monotonic() >= end:
+                return error
+        time.sleep(min(0.3, max(end - time.monotonic(), 0)))
 
 
 @dataclass
@@ -299,7 +265,7 @@ class _Session:
         store.set(f"report/{self.rendezvous.rank}", message)
         self._wait(["over"], 2 * GRACE_SECONDS)
         store.add("left", 1)
-        report.findings += connection_findings(report) + version_findings(report.hosts)
+        report.findings += connection_findings(report) + differences(report.hosts)
         text = "rank 0 reports rates, losses, and what differs between hosts"
         report.findings.append(Finding("ok", GROUP, text))
 
@@ -324,14 +290,6 @@ class _Session:
             end = time.monotonic() + 2.0
             while store.add("left", 0) < len(others) - len(missing) and time.monotonic() < end:
                 time.sleep(0.05)
-        for findings in (
-            connection_findings,
-            rate_findings,
-            congestion_findings,
-        ):
+        for findings in (connection_findings, rate_findings, congestion_findings):
             report.findings += findings(report)
-        report.findings += security_findings(report.hosts) + version_findings(report.hosts)
-        rate, trip = report.rate, report.round_trip
-        if rate and trip is not None:
-            report.outlook = outlook(self.rendezvous.world, rate, trip)
-            report.findings += outlook_findings(report.outlook)
+        report.findings += differences(report.hosts) + advice(report, self.rendezvous.world)

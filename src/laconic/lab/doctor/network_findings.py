@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from laconic.lab.doctor.finding import Finding, check
-from laconic.lab.doctor.outlook import Outlook
+from laconic.lab.doctor.finding import Finding, Level, check
 from laconic.lab.doctor.probes import HostInfo, Pair, Rate
 from laconic.links import congestion, job_secret
-from laconic.units import format_rate, format_seconds, format_share
+from laconic.units import format_rate, format_seconds, format_share, three_digits
 
 GROUP = "between hosts"
 BBR_REMEDY = (
@@ -29,7 +28,6 @@ class NetworkReport:
     hosts: list[HostInfo] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
-    outlook: Outlook | None = None
 
     @property
     def round_trip(self) -> float | None:
@@ -50,7 +48,6 @@ class NetworkReport:
             "hosts": [asdict(host) for host in self.hosts],
             "pairs": [asdict(pair) for pair in self.pairs],
             "rates": [asdict(rate) for rate in self.rates],
-            **({} if self.outlook is None else {"outlook": asdict(self.outlook)}),
         }
 
 
@@ -141,60 +138,58 @@ def congestion_findings(report: NetworkReport) -> list[Finding]:
         return []
     listed = _by_value(by_name)
     text = f"with round trips of {format_seconds(trip)}, laconic's connections use {listed}"
-    named = {host.rank for host in report.hosts if host.settings.get(congestion.VARIABLE)}
+    named = {
+        host.rank
+        for host in report.hosts
+        if host.settings.get(congestion.VARIABLE, "none") != "none"
+    }
     others = [r for name, ranks in by_name.items() if name != congestion.LONG for r in ranks]
     slow = trip >= congestion.LONG_SECONDS and not named.issuperset(others)
     loss = f"{text}: a lost packet slows them down for long"
     return [check(GROUP, text, (slow, "warning", loss, BBR_REMEDY))]
 
 
-def security_findings(hosts: Sequence[HostInfo]) -> list[Finding]:
-    """Return whether TLS and the job's secret are the same on all hosts."""
-    hosts = [host for host in hosts if host.settings]
-    if len(hosts) < 2:
+def advice(report: NetworkReport, workers: int) -> list[Finding]:
+    """Return the command that predicts what each recipe costs on this network."""
+    rate, trip = report.rate, report.round_trip
+    if not rate or trip is None:
         return []
-    by_switch = _ranks_by(hosts, [f"TLS is {host.settings['TLS']}" for host in hosts])
-    secrets = {host.settings["secret"] for host in hosts}
-    found = []
-    if len(by_switch) > 1:
-        text = f"{_by_value(by_switch)}: workers refuse each other"
-        remedy = "set the variables that `laconic keys` prints on all hosts, or on none"
-        found.append(Finding("problem", GROUP, text, remedy))
-    if len(secrets) > 1:
-        # Ranks with equal secrets, without showing what a secret's fingerprint is.
-        names = {secret: f"secret {n}" for n, secret in enumerate(sorted(secrets - {"none"}), 1)}
-        shown = [names.get(host.settings["secret"], "none") for host in hosts]
-        listed = _by_value(_ranks_by(hosts, shown))
-        text = f"{job_secret.VARIABLE} differs: {listed}: workers refuse each other"
-        found.append(Finding("problem", GROUP, text, "give every host the same file"))
-    if not found:
-        both = "the same secret" if secrets != {"none"} else f"no {job_secret.VARIABLE}"
-        text = f"{_by_value(by_switch)}, with {both}"
-        found.append(Finding("ok", GROUP, text))
-    return found
+    network = f"--bandwidth {_plain(rate / 1e6)}mbit --latency {_plain(1e3 * trip)}ms"
+    command = f"laconic advise --params P --step-time T {network} --workers {workers}"
+    text = f"which recipe pays here, with the parameters and the step time of your model: {command}"
+    return [Finding("ok", GROUP, text)]
 
 
-def version_findings(hosts: Sequence[HostInfo]) -> list[Finding]:
-    """Return whether all hosts run the same software."""
+def _plain(value: float) -> str:
+    return three_digits(value).replace(",", "")
+
+
+REMEDIES = {
+    "TLS": "set the variables that `laconic keys` prints on all hosts, or on none",
+    job_secret.VARIABLE: "give every host the same file",
+    congestion.VARIABLE: "set it on all hosts, or on none",
+}
+
+
+def differences(hosts: Sequence[HostInfo]) -> list[Finding]:
+    """Return which settings are not the same on all hosts."""
     found = []
-    for name in hosts[0].versions if len(hosts) > 1 else ():
-        by_version = _ranks_by(hosts, [host.versions.get(name, "none") for host in hosts])
-        if len(by_version) > 1:
-            text = f"{name} differs: {_by_value(by_version)}"
-            remedy = f"install the same {name} on all hosts"
-            found.append(Finding("warning" if name == "python" else "problem", GROUP, text, remedy))
+    for name in hosts[0].settings if len(hosts) > 1 else ():
+        by_value: dict[str, list[int]] = {}
+        for host in hosts:
+            by_value.setdefault(host.settings.get(name, "none"), []).append(host.rank)
+        if len(by_value) > 1:
+            if name == job_secret.VARIABLE:  # without showing what a secret's fingerprint is
+                numbered = enumerate(sorted({*by_value} - {"none"}), 1)
+                shown = {value: f"secret {number}" for number, value in numbered}
+                by_value = {shown.get(value, value): r for value, r in by_value.items()}
+            level: Level = "warning" if name in ("python", congestion.VARIABLE) else "problem"
+            remedy = REMEDIES.get(name, f"install the same {name} on all hosts")
+            found.append(Finding(level, GROUP, f"{name} differs: {_by_value(by_value)}", remedy))
     if len(hosts) > 1 and not found:
-        text = f"{len(hosts)} hosts, all with the same python, torch and laconic"
-        found.append(Finding("ok", GROUP, text))
+        names = ", ".join(hosts[0].settings)
+        found.append(Finding("ok", GROUP, f"{len(hosts)} hosts, equal in {names}"))
     return found
-
-
-def _ranks_by(hosts: Sequence[HostInfo], values: Sequence[str]) -> dict[str, list[int]]:
-    """Return the ranks of hosts by the hosts' ``values``."""
-    ranks: dict[str, list[int]] = {}
-    for host, value in zip(hosts, values, strict=True):
-        ranks.setdefault(value, []).append(host.rank)
-    return ranks
 
 
 def _by_value(ranks: Mapping[str, Sequence[int]]) -> str:

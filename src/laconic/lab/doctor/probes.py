@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from laconic.links import congestion
 
@@ -26,14 +26,14 @@ PING, SINK = b"P", b"S"
 
 @dataclass(frozen=True)
 class HostInfo:
-    """What a host announces to the others. ``settings`` are those of its connections."""
+    """What a host announces to the others. ``settings`` should be equal on all: its versions, and
+    those of its connections."""
 
     rank: int
     host: str
     address: str
     port: int
-    versions: Mapping[str, str]
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str]
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, {self.address})"

@@ -6,9 +6,9 @@ starts the same program on every host, with the environment variables that torch
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-import math
 import os
 import socket
 import subprocess
@@ -16,13 +16,11 @@ import sys
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from laconic.lab.emulation.forward import Counts, ForwardError, counts
-from laconic.lab.emulation.impairments import Impairments
 from laconic.lab.emulation.jobs import (
     KILL_SECONDS,
     Job,
@@ -30,14 +28,15 @@ from laconic.lab.emulation.jobs import (
     Output,
     Processes,
     close_all,
-    open_logs,
     read_all,
     signals_deferred,
     tail,
     terminate_as_exit,
+    unnamed_file,
 )
 from laconic.lab.emulation.join import host_entry
 from laconic.lab.emulation.namespaces import Entry, Plan
+from laconic.lab.emulation.network import Network, check_host
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,21 +44,18 @@ if TYPE_CHECKING:
 __all__ = [
     "Cluster",
     "ForwardError",
-    "Impairments",
     "Job",
     "Loopback",
     "NamespacesUnavailable",
+    "Network",
     "Outcome",
+    "emulate",
     "launch",
     "terminate_as_exit",
 ]
 
-_MOST_HOSTS: Final = 250  # limits: 253 descriptors in one message, and the addresses of a /24
-_SLOWEST: Final = 8e3  # bit/s
 _BUILD_SECONDS: Final = 60.0  # time for the keeper to set up the network, which takes 0.2 s
 _COMMAND_SECONDS: Final = 10.0  # time for the keeper to answer, which takes milliseconds
-_ALLOWED: Final = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
-_FASTEST: Final = 32e9  # bit/s; the shaper counts bytes per second in 32 bits
 
 
 class NamespacesUnavailable(OSError):  # noqa: N818
@@ -123,47 +119,30 @@ class Hosts(ABC):
 class Cluster(Hosts):
     """Hosts connected by a switch on this machine, each with its own address, name and bandwidth.
 
-    Host h is `host{h}` at `addresses[h]`, reachable only from the other hosts. `bandwidth` (bit/s)
-    limits what each host may send; None means no limit. `host_bandwidth` overrides it for single
-    hosts. What a host receives is limited only by the senders. `impairments` adds latency, jitter
-    and loss. `congestion_control` is TCP's default on the hosts; without one, the lab chooses reno,
-    or cubic with impairments.
+    Host h is `host{h}` at `addresses[h]`, reachable only from the other hosts. What a host receives
+    is limited only by the senders.
 
     Everything ends with the `with` block, and with this process however it ends. Raises ValueError
-    for arguments out of range, NamespacesUnavailable if the kernel refuses, and ForwardError if it
-    allows namespaces but packets cannot be delayed or dropped here.
+    for a network that cannot be emulated, NamespacesUnavailable if the kernel refuses, and
+    ForwardError if it allows namespaces but packets cannot be delayed or dropped here.
     """
 
     emulated: Final = True
     interface: Final = "eth0"
 
-    def __init__(
-        self,
-        hosts: int = 4,
-        *,
-        bandwidth: float | None = 100e6,
-        host_bandwidth: Mapping[int, float | None] | None = None,
-        impairments: Impairments | None = None,
-        congestion_control: str | None = None,
-    ) -> None:
-        check_hosts(hosts)
-        check_congestion_control(congestion_control)
-        if impairments is not None:
-            impairments.check(hosts)
-        rates = [bandwidth] * hosts
-        for host, rate in (host_bandwidth or {}).items():
-            check_host(host, hosts)
-            rates[host] = rate
-        super().__init__([f"10.77.0.{host + 1}" for host in range(hosts)])
+    def __init__(self, network: Network) -> None:
+        network.check()
+        forward = network.forward()
+        super().__init__([f"10.77.0.{host + 1}" for host in range(network.hosts)])
         self._ports = itertools.cycle(range(29500, 32000))  # below the ephemeral ports
         plan = Plan(
             launcher=os.getpid(),
             addresses=self.addresses,
             prefix=24,
-            rates=[_bytes_per_second(rate) for rate in rates],
-            forward=asdict(impairments.forward(hosts)) if impairments else None,
+            rates=[None if rate is None else round(rate / 8) for rate in network.each("bandwidth")],
+            forward=asdict(forward) if forward is not None else None,
             path=[os.path.abspath(entry) for entry in sys.path],
-            congestion_control=congestion_control,
+            congestion_control=network.congestion_control,
         )
         with signals_deferred():
             keeper, channel, user, descriptors, report = _start_keeper(plan)
@@ -252,17 +231,13 @@ class Cluster(Hosts):
 
 @final
 class Loopback(Hosts):
-    """The interface of `Cluster` without a network: every host is this machine, without shaping.
-
-    Raises ValueError if the number of hosts is out of range.
-    """
+    """The interface of `Cluster` without a network: every host is this machine, without shaping."""
 
     emulated: Final = False
     interface: Final = "lo" if sys.platform == "linux" else "lo0"
     congestion_control: Final = None
 
-    def __init__(self, hosts: int = 4) -> None:
-        check_hosts(hosts)
+    def __init__(self, hosts: int) -> None:
         super().__init__(["127.0.0.1"] * hosts)
 
     def entry(self, host: int) -> Entry:
@@ -284,25 +259,40 @@ class Loopback(Hosts):
             return int(probe.getsockname()[1])
 
 
+@contextlib.contextmanager
+def emulate(network: Network) -> Iterator[tuple[Cluster | Loopback, str | None]]:
+    """Yield the hosts and None, or without namespaces, a `Loopback` and the reason.
+
+    Raises ``OSError`` if jitter or loss cannot be emulated, or latency although namespaces can.
+    """
+    reason = None
+    cluster: Cluster | Loopback
+    try:
+        cluster = Cluster(network)
+    except NamespacesUnavailable as error:
+        network.check_throttled(str(error))
+        cluster, reason = Loopback(network.hosts), str(error)
+    with cluster:
+        yield cluster, reason
+
+
 def launch(
     cluster: Cluster | Loopback,
     argv: Sequence[str],
     *,
     per_host: int = 1,
     env: Mapping[str, str] | None = None,
-    log_dir: str | Path | None = None,
 ) -> Job:
     """Start `argv` `per_host` times on every host, as torchrun would on a real cluster.
 
     The environment is this process's, overridden by `env`, overridden by the variables that
     torchrun sets (RANK and so on) and the network interface to use. OMP_NUM_THREADS defaults to 1.
-    Output goes to `log_dir`/rank{r}.out and .err, or to unnamed files that `Job.stdout` and
-    `Job.stderr` read. Raises ValueError for a `per_host` below 1.
+    `Job.stdout` and `Job.stderr` read its output. Raises ValueError for a `per_host` below 1.
     """
     if per_host < 1:
         raise ValueError(f"per_host must be at least 1, not {per_host}")
     hosts = [host for host in range(len(cluster.addresses)) for _ in range(per_host)]
-    logs = [open_logs(log_dir, rank) for rank in range(len(hosts))]
+    logs = [(unnamed_file(), unnamed_file()) for _ in hosts]
     job = Job(cluster._processes, hosts, logs)
     shared = job_environment(cluster, env or {})
     try:
@@ -404,40 +394,3 @@ def rank_variables(rank: int, host: int, per_host: int, world: int) -> dict[str,
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(world),
     }
-
-
-def check_hosts(hosts: int) -> None:
-    if not 1 <= hosts <= _MOST_HOSTS:
-        raise ValueError(f"hosts must be from 1 to {_MOST_HOSTS}, not {hosts}")
-
-
-def check_host(host: int, hosts: int) -> None:
-    if not 0 <= host < hosts:
-        raise ValueError(f"there is no host {host}; hosts are numbered 0 to {hosts - 1}")
-
-
-def _bytes_per_second(rate: float | None) -> int | None:
-    """Return `rate` (bit/s) for the shaper. Raises ValueError if the shaper does not support it."""
-    if rate is None:
-        return None
-    check_rate(rate)
-    return round(rate / 8)
-
-
-def check_congestion_control(name: str | None) -> None:
-    """Raise ValueError for a name that cannot be TCP's default on hosts. Those that can are the
-    machine's tcp_allowed_congestion_control, for root as well."""
-    names = _ALLOWED.read_text().split() if _ALLOWED.exists() else []  # it does on Linux
-    if name is not None and name not in names:
-        choices = ", ".join(names) or "none: the kernel lists none"
-        raise ValueError(
-            f"the congestion control must be one of {choices} "
-            f"(net.ipv4.tcp_allowed_congestion_control), not {name!r}"
-        )
-
-
-def check_rate(rate: float) -> None:
-    """Raise ValueError for a rate (bit/s) that the shaper does not support."""
-    if not (math.isfinite(rate) and _SLOWEST <= rate <= _FASTEST):
-        accepted = f"{_SLOWEST:g} to {_FASTEST:g} bit/s, or None for no limit"
-        raise ValueError(f"bandwidth must be {accepted}, not {rate!r}")

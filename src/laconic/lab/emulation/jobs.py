@@ -26,11 +26,11 @@ __all__ = [
     "Output",
     "Processes",
     "close_all",
-    "open_logs",
     "read_all",
     "signals_deferred",
     "tail",
     "terminate_as_exit",
+    "unnamed_file",
 ]
 
 Output: TypeAlias = int | IO[bytes] | None
@@ -388,19 +388,8 @@ def _kill(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def open_logs(directory: str | Path | None, rank: int) -> tuple[int, int]:
-    """Return descriptors of files for a rank's stdout and stderr."""
-    if directory is None:
-        return _unnamed_file(), _unnamed_file()
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    out, err = (
-        os.open(Path(directory, f"rank{rank}.{end}"), flags, 0o644) for end in ("out", "err")
-    )
-    return out, err
-
-
-def _unnamed_file() -> int:
+def unnamed_file() -> int:
+    """Return a descriptor of a file that nobody else finds."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 

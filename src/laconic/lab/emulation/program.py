@@ -21,6 +21,7 @@ from laconic.lab.emulation import torchrun
 from laconic.lab.emulation.cluster import (
     Cluster,
     Loopback,
+    emulate,
     job_environment,
     rank_variables,
 )
@@ -28,11 +29,11 @@ from laconic.lab.emulation.faults import Plan
 from laconic.lab.emulation.goodput import Goodput, goodput_of, trace_directory
 from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injection
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
-from laconic.lab.emulation.network import Network, emulate
+from laconic.lab.emulation.network import QUANTITIES, Network
 from laconic.lab.emulation.output import Stream
 from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
 
-__all__ = ["Ended", "Network", "Process", "Settings", "Watch", "emulate", "run"]
+__all__ = ["Ended", "Network", "Process", "Settings", "Watch", "run"]
 
 SAMPLE_SECONDS: Final = 0.5
 """Interval between two readings of the hosts' counters."""
@@ -157,8 +158,9 @@ def run(settings: Settings, watch: Watch) -> Ended:
             raise OSError(f"cannot create {settings.out}: {error.strerror}") from error
     network, hosts = settings.network, settings.network.hosts
     if settings.faults is not None:  # the coordinator has a host of its own
-        rates = {**network.host_bandwidth, hosts: None}
-        network = replace(network, hosts=hosts + 1, host_bandwidth=rates)
+        rates = {**network.single.get("bandwidth", {}), hosts: None}
+        single = {**network.single, "bandwidth": rates}
+        network = replace(network, hosts=hosts + 1, single=single)
     with emulate(network) as (cluster, reason), contextlib.ExitStack() as stack:
         cuts = settings.faults and any(fault.kind == "cut" for fault in settings.faults.faults)
         if cuts and reason is not None:
@@ -345,7 +347,7 @@ def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Proc
     shared["GROUP_WORLD_SIZE"] = str(settings.network.hosts)  # without the coordinator's host
     for name in (BANDWIDTH_VARIABLE, LATENCY_VARIABLE):
         shared.pop(name, None)
-    rates = settings.network.rates()
+    rates, latencies = map(settings.network.each, ("bandwidth", "latency"))
     launcher = torchrun.find(settings.argv, settings.network.hosts, settings.per_host)
     per_host = settings.per_host or 1
     if launcher is not None:
@@ -355,8 +357,8 @@ def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Proc
         if not cluster.emulated:
             if rate is not None:
                 env[BANDWIDTH_VARIABLE] = str(rate / per_host)
-            if seconds := settings.network.impairments.round_trip(host):
-                env[LATENCY_VARIABLE] = str(seconds)
+            if latencies[host]:
+                env[LATENCY_VARIABLE] = str(latencies[host])
         if launcher is not None:
             address, port = cluster.addresses[0], int(shared["MASTER_PORT"])
             name = f"host{host}/rank{host}" if launcher.per_host == "1" else f"host{host}"
@@ -394,16 +396,15 @@ def _write_rates(
     Raises ``OSError`` with the name of the file.
     """
     network = settings.network
-    hosts = []
-    addresses = cluster.addresses[: network.hosts]
-    for host, (address, rate) in enumerate(zip(addresses, network.rates(), strict=True)):
-        latency, jitter, loss = network.impairments.of_host(host)
-        described = {"name": f"host{host}", "address": address, "bandwidth": rate}
-        hosts.append({**described, "latency": latency, "jitter": jitter, "loss": loss})
+    values = zip(*map(network.each, QUANTITIES), strict=True)
+    hosts = [
+        {"name": f"host{host}", "address": address, **dict(zip(QUANTITIES, own, strict=True))}
+        for host, (address, own) in enumerate(zip(cluster.addresses, values, strict=False))
+    ]
     document: dict[str, Any] = {
         "command": settings.argv,
         "network": "emulated" if cluster.emulated else "throttled",
-        "network_seed": network.impairments.seed,
+        "network_seed": network.seed,
         "congestion_control": cluster.congestion_control,
         "hosts": hosts,
         "seconds": ended.seconds,

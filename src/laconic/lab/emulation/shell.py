@@ -8,39 +8,26 @@ import shutil
 import signal
 import subprocess
 import termios
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from laconic.lab.emulation.namespaces import Entry
 
 __all__ = ["open_shell"]
 
-# bash reads this as its startup file. It reads the user's own startup file first.
-_START_UP = """[ -r ~/.bashrc ] && . ~/.bashrc
-unset PROMPT_COMMAND
-PS1='[{name}] \\w \\$ '
-"""
-
 
 def open_shell(entry: Entry, env: Mapping[str, str]) -> int:
     """Run an interactive shell on the terminal of this process and return its exit code.
 
-    The shell is bash with the user's settings and a prompt that names the host, or sh if there is
-    no bash. Processes that the shell leaves behind end with the lab.
+    The shell is bash with a prompt that names the host, or sh if there is no bash. Processes that
+    the shell leaves behind end with the lab.
     """
-    variables = {**env, "PS1": f"[{entry.name}] $ "}
-    with contextlib.ExitStack() as stack:
-        argv: Sequence[str] = ["sh", "-i"]
-        inherited = entry.descriptors()
-        if shutil.which("bash"):
-            start_up, write_end = os.pipe()
-            stack.callback(os.close, start_up)
-            with open(write_end, "w") as file:
-                file.write(_START_UP.format(name=entry.name))
-            argv = ["bash", "--rcfile", f"/dev/fd/{start_up}", "-i"]
-            inherited = (*inherited, start_up)
-        stack.enter_context(_terminal_restored())
+    argv = ["bash", "--norc", "-i"] if shutil.which("bash") else ["sh", "-i"]
+    prompt = {"PS1": f"[{entry.name}] $ "}
+    with _terminal_restored():
         # No new session here: the shell would lose the terminal.
-        shell = subprocess.Popen(entry.command(argv), env=variables, pass_fds=inherited)
+        shell = subprocess.Popen(
+            entry.command(argv), env={**env, **prompt}, pass_fds=entry.descriptors()
+        )
         code = shell.wait()
     return code if code >= 0 else 128 - code
 

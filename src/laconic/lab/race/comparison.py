@@ -1,4 +1,4 @@
-"""Compare the rows of a race.
+"""Compare the recipes of a race.
 
 Losses are always compared twice: at equal time, which is what a user waits for, and after equal
 steps, which shows the cost of an algorithm.
@@ -7,18 +7,19 @@ steps, which shows the cost of an algorithm.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from laconic.lab.race.result import (
     SECONDS,
     STEPS,
     Axis,
+    Point,
     Result,
     Row,
     _finite,
-    grouped,
     line,
     number,
 )
@@ -54,22 +55,15 @@ def reached(row: Row, axis: Axis, loss: float) -> float | None:
     return None
 
 
-def competing(result: Result) -> list[Row]:
-    """Return the rows that compete: recipes that communicate and whose runs all finished."""
-    return [row for runs in grouped(result.rows) if _compete(runs) for row in runs]
-
-
-def _compete(runs: Sequence[Row]) -> bool:
-    return not runs[0].reference and all(map(_finished, runs))
+def limit(result: Result) -> Axis:
+    """Return what the race gives to each recipe: seconds, or steps."""
+    by_steps = bool(number(result, "steps")) and not number(result, "seconds")
+    return STEPS if by_steps else SECONDS
 
 
 def finished(result: Result) -> list[Row]:
     """Return the rows that finished with a curve, including those for reference."""
-    return [row for row in result.rows if _finished(row)]
-
-
-def _finished(row: Row) -> bool:
-    return row.status == "ok" and bool(line(row, STEPS))
+    return [row for row in result.rows if row.status == "ok" and line(row, STEPS)]
 
 
 def common(result: Result, axis: Axis) -> float | None:
@@ -129,26 +123,120 @@ def summary(values: Iterable[float | None]) -> Summary | None:
     return Summary(statistics.fmean(known), spread, len(known))
 
 
-def compared_runs(result: Result, runs: Iterable[Row], axis: Axis) -> Summary | None:
-    """Summarize the losses of a recipe's runs where rows are compared along `axis`."""
-    return summary(compared(result, row, axis) for row in runs)
+@dataclass(frozen=True)
+class Group:
+    """The runs of one recipe, one per seed.
 
-
-def _losses(result: Result, axis: Axis) -> dict[str, float]:
-    losses = {
-        runs[0].recipe: compared_runs(result, runs, axis) for runs in grouped(finished(result))
-    }
-    return {name: loss.mean for name, loss in losses.items() if loss is not None}
-
-
-def equal_steps(result: Result) -> dict[str, float]:
-    """Return each recipe's mean validation loss at the largest step that all recipes reached."""
-    return _losses(result, STEPS)
-
-
-def equal_time(result: Result) -> dict[str, float]:
-    """Return each recipe's mean validation loss when the time given to each is up.
-
-    In a race over a number of steps, the time is that at which the first recipe ended.
+    ``curve`` is the mean of the runs that finished, at equal fractions of their length. ``low`` and
+    ``high`` are the least and the largest loss at its points.
     """
-    return _losses(result, SECONDS)
+
+    runs: tuple[Row, ...]
+    curve: tuple[Point, ...]
+    low: tuple[float | None, ...]
+    high: tuple[float | None, ...]
+
+    @property
+    def first(self) -> Row:
+        """The first run."""
+        return self.runs[0]
+
+    @property
+    def name(self) -> str:
+        """The recipe."""
+        return self.first.recipe
+
+    @property
+    def lost(self) -> list[Row]:
+        """The runs that did not finish."""
+        return [row for row in self.runs if row.status != "ok"]
+
+    @property
+    def status(self) -> str:
+        """How the runs ended: "ok", or how the first that was lost did."""
+        return self.lost[0].status if self.lost else "ok"
+
+
+def groups(result: Result) -> list[Group]:
+    """Return the recipes' groups, in order of first appearance."""
+    runs: dict[tuple[str, bool], list[Row]] = {}
+    for row in result.rows:
+        runs.setdefault((row.recipe, row.peer), []).append(row)
+    return [_group(tuple(rows), limit(result)) for rows in runs.values()]
+
+
+def _group(runs: tuple[Row, ...], along: Axis) -> Group:
+    used = runs if len(runs) == 1 else [row for row in runs if row.status == "ok" and row.curve]
+    points, low, high = list[Point](), list[float | None](), list[float | None]()
+    for spot in used[0].curve if used else ():
+        share = along(spot) / (along(used[0].curve[-1]) or 1)
+        each = [_at(row, along, share) if len(used) > 1 else spot for row in used]
+        losses = [point.loss for point in each]
+        known = [loss for loss in losses if loss is not None]
+        points.append(_point(partial(_mean, each)))
+        low.append(min(known) if len(known) == len(each) else None)
+        high.append(max(known) if len(known) == len(each) else None)
+    return Group(runs, tuple(points), tuple(low), tuple(high))
+
+
+def _point(value: Callable[[str], float | None]) -> Point:
+    """Return a point from its figures by their names."""
+    step, seconds, megabytes = (value(name) or 0.0 for name in ("step", "seconds", "megabytes"))
+    return Point(round(step), seconds, megabytes, value("loss"), value("distance"))
+
+
+def _mean(points: Sequence[Point], figure: str) -> float | None:
+    """Return the mean of a figure, or None if a point lacks it."""
+    found = summary(getattr(point, figure) for point in points)
+    return None if found is None else found.mean
+
+
+def _at(row: Row, along: Axis, share: float) -> Point:
+    """Return the row's curve at a fraction of its length, linear between validations."""
+    position = share * along(row.curve[-1])
+
+    def value(figure: str) -> float | None:
+        known = [(along(p), float(v)) for p in row.curve if (v := getattr(p, figure)) is not None]
+        return interpolated(known, min(position, known[-1][0]) if known else position)
+
+    return _point(value)
+
+
+def competing(result: Result) -> list[Group]:
+    """Return the recipes that compete: those that communicate, and whose runs all finished."""
+    done = finished(result)
+    return [
+        group
+        for group in groups(result)
+        if not group.first.reference and all(row in done for row in group.runs)
+    ]
+
+
+def standing(result: Result, axis: Axis) -> list[tuple[Group, Summary]]:
+    """Return the recipes that compete, with their losses along ``axis``, the lowest first."""
+    found = [(group, compared_runs(result, group, axis)) for group in competing(result)]
+    known = [(group, losses) for group, losses in found if losses is not None]
+    return sorted(known, key=lambda pair: pair[1].mean)
+
+
+def compared_runs(result: Result, group: Group, axis: Axis) -> Summary | None:
+    """Summarize the losses of a recipe's runs where rows are compared along ``axis``."""
+    return summary(compared(result, row, axis) for row in group.runs)
+
+
+def losses(result: Result, axis: Axis) -> dict[str, float]:
+    """Return the mean loss of each recipe that finished, where rows are compared along ``axis``."""
+    done = finished(result)
+    found = {
+        group.name: summary(compared(result, row, axis) for row in group.runs if row in done)
+        for group in groups(result)
+    }
+    return {name: loss.mean for name, loss in found.items() if loss is not None}
+
+
+def seconds_to_ddp(result: Result, row: Row) -> float | None:
+    """Return after how many seconds a run first had the final loss of DDP, or None."""
+    for group, loss in standing(result, limit(result)):
+        if group.name.partition("(")[0] == "ddp":
+            return reached(row, SECONDS, loss.mean)
+    return None

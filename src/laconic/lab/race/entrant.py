@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,66 +20,20 @@ from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.round import Recipe
 from laconic.lab.race.rivals import Rival
-from laconic.lab.race.timeline import RecordedLink, Recorder
+from laconic.lab.race.timeline import Recorder
 from laconic.links import Link
-
-
-class Entrant(Protocol):
-    """A model and its optimizer that take part in a race, on this rank."""
-
-    model: nn.Module
-    """The model to compute the training loss with."""
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Records what this rank does when, or None if that is unknown."""
-
-    def report(self, loss: float) -> None:
-        """Report this step's training loss, before `step`."""
-
-    def step(self, sample: bool) -> None:
-        """Run the optimizer's step and the rounds due after it.
-
-        ``sample`` copies the parameters before these rounds, for `distance`.
-        """
-
-    def sample(self) -> None:
-        """Copy the parameters now, for `distance`."""
-
-    def distance(self) -> float:
-        """Return the distance between the workers' parameters at the last sample.
-
-        Before the first sample, it is that of the initial parameters. NaN if unknown. Call it on
-        every rank, while the training clock is stopped.
-        """
-
-    def seek(self, step: int) -> None:
-        """Continue as if ``step`` steps had been taken."""
-
-    def consensus(self) -> AbstractContextManager[object]:
-        """Return a context in which the bare model is the consensus model."""
-
-    def mean(self, value: float) -> float:
-        """Return the mean over the ranks. Call it on every rank."""
-
-    def waiting(self) -> float:
-        """Return the seconds spent waiting for the network so far; NaN if unknown."""
-
-    def sent(self) -> float:
-        """Return the payload bytes sent so far; NaN if unknown."""
-
-    def close(self) -> None:
-        """Release resources."""
-
 
 SAMPLE_SIZE = 2**16
 """Maximum number of parameters that `distance` uses. All of them would take a whole round."""
 
 
 class RecipeEntrant:
-    """Trains under a laconic recipe.
+    """Trains a model under a laconic recipe, on this rank.
 
     ``group_size`` is the number of workers per group, for recipes with rounds inside groups.
+    ``recorder`` records what this rank does when, ``consensus`` is a context in which the model is
+    the consensus model, ``mean`` returns the mean of a number over the ranks, which all call, and
+    ``report`` receives the training loss before each `step`.
     """
 
     def __init__(
@@ -97,17 +51,21 @@ class RecipeEntrant:
         self._sample_due = False
         # Hooks run in order of registration. This one must run before the synchronizer's.
         optimizer.register_step_post_hook(lambda *_: self._after_optimizer())
-        recorded = RecordedLink(link, self.recorder)
         grouped = isinstance(recipe, tuple) and in_groups(recipe)
         size = group_size if grouped else None
-        self.sync = laconic.attach(model, optimizer, recipe, link=recorded, group_size=size)
+        self.sync = laconic.attach(model, optimizer, recipe, link=link, group_size=size)
         self.sync.observe_waiting(self.recorder.add_wait)
+        self.sync.observe_collectives(self.recorder.add_send)
         self.consensus = self.sync.consensus
         self.mean = self.sync.mean
         self.report = self.sync.report_loss
         self.sample()
 
     def step(self, sample: bool) -> None:
+        """Run the optimizer's step and the rounds due after it.
+
+        ``sample`` copies the parameters before these rounds, for `distance`.
+        """
         self._sample_due = sample
         self._optimizer.step()
 
@@ -130,23 +88,29 @@ class RecipeEntrant:
 
             d = (1/n) sum_i sqrt((1/P) sum_p (x_ip - m_p)^2)
 
-        in units of the parameters, just before the rounds of the last sampled step.
+        in units of the parameters, just before the rounds of the last sampled step, or at first of
+        the initial parameters. Call it on every rank, while the training clock is stopped.
         """
         mean = self._sample.clone()
         self.sync.mean(0.0)  # waits until all messages in flight have arrived and the link is free
         self._link.mean(mean)
         return self.sync.mean(float((self._sample - mean).square().mean().sqrt()))
 
-    def seek(self, step: int) -> None:
-        self.sync.step = step
+    @property
+    def rounds(self) -> Recipe:
+        """The recipe in force."""
+        return self.sync.recipe
 
     def waiting(self) -> float:
+        """Return the seconds spent waiting for the network so far."""
         return self.sync.stats().seconds_waiting
 
     def sent(self) -> float:
+        """Return the payload bytes sent so far."""
         return self.sync.stats().bytes_sent
 
     def close(self) -> None:
+        """Release resources."""
         self.sync.detach()
 
 
@@ -166,13 +130,16 @@ def _average(tensors: Sequence[Tensor]) -> None:
 
 
 class RivalEntrant:
-    """Trains with another library, which has no ledger."""
+    """The same with another library, which has no ledger: what is unknown is NaN.
+
+    ``rounds`` is a recipe that communicates at the same steps.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rival: Rival) -> None:
         self._bare = model
         self._attached = rival.attach(model, optimizer)
         self.model = self._attached.model
-        self.seek = self._attached.seek
+        self.rounds = rival.rounds
         self.close = self._attached.close
 
     recorder = None
@@ -215,3 +182,7 @@ class RivalEntrant:
 
     def sent(self) -> float:
         return math.nan
+
+
+Entrant: TypeAlias = RecipeEntrant | RivalEntrant
+"""What takes part in a race on this rank, with one training loop, clock and validation for all."""

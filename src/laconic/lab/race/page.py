@@ -6,19 +6,14 @@ import re
 from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
-from inspect import getdoc
 
-from laconic.algorithms.auto import auto
-from laconic.algorithms.recipes import RECIPES
+from laconic.lab.race.comparison import groups
 from laconic.lab.race.plots import STYLE, pictures, timeline
-from laconic.lab.race.result import Result, grouped
+from laconic.lab.race.result import Result
 from laconic.lab.race.table import Cell, caption, cells, heading
 from laconic.lab.race.verdict import question, sentences
 from laconic.lab.race.wording import network, task
 from laconic.version import __version__
-
-DESCRIBED = {**RECIPES, "auto": auto}
-"""What the report explains, by name."""
 
 
 def page(result: Result) -> str:
@@ -32,8 +27,7 @@ def page(result: Result) -> str:
         "pictures": _figures(pictures(result)),
         "table": _table(result),
         "notes": _paragraphs(caption(result)[len(about) :]),
-        "timelines": _figures(timeline(runs[0]) for runs in grouped(result.rows)),
-        "recipes": _definitions(explained(result)),
+        "timelines": _figures(timeline(group.first) for group in groups(result)),
         "machine": _definitions({**result.machine, **result.versions}),
         "command": escape(result.command),
         "version": escape(__version__),
@@ -57,30 +51,13 @@ def _definitions(values: dict[str, str]) -> str:
     )
 
 
-def explained(result: Result) -> dict[str, str]:
-    """Return what each of laconic's recipes in the race does, by its name."""
-    found = {}
-    for row in result.rows:
-        names = dict.fromkeys(re.findall(r"\w+(?=\()", row.recipe))
-        known = [name for name in names if name in DESCRIBED]
-        if known and not (row.reference or row.peer):
-            found[row.recipe] = " ".join(_first_sentence(name, len(known) > 1) for name in known)
-    return found
-
-
-def _first_sentence(name: str, named: bool) -> str:
-    """Return the first sentence of the recipe's documentation, after its name if asked."""
-    text = " ".join((getdoc(DESCRIBED[name]) or "").split("\n\n")[0].split()).replace("`", "")
-    return f"{name}: {text}" if named else text
-
-
 def _table(result: Result) -> str:
     headers, lines = cells(result)
     head = "".join(f'<th scope="col">{escape(h)}</th>' for h in headers)
     body = []
-    for row, line in lines:
-        faint = ' class="baseline"' if row.reference else ""
-        name = f'<th scope="row">{escape(heading(row))}</th>'
+    for group, line in lines:
+        faint = ' class="baseline"' if group.first.reference else ""
+        name = f'<th scope="row">{escape(heading(group.first))}</th>'
         body.append(f"<tr{faint}>{name}{''.join(map(_cell, line))}</tr>")
     head = f'<thead><tr><th scope="col">recipe</th>{head}</tr></thead>'
     return f"<table>{head}<tbody>{''.join(body)}</tbody></table>"

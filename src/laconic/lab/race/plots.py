@@ -14,8 +14,7 @@ from html import escape
 from operator import attrgetter
 from textwrap import wrap
 
-from laconic.lab.emulation.seeds import Group, groups
-from laconic.lab.race.comparison import common, finished, loss_at
+from laconic.lab.race.comparison import Group, common, finished, groups, loss_at
 from laconic.lab.race.result import (
     MEGABYTES,
     SECONDS,
@@ -107,9 +106,9 @@ def picture(result: Result) -> str:
     return _svg(len(charts) * WIDTH, _height(groups(result)), "", [style, *placed])
 
 
-def label(row: Row) -> str:
-    """Return the row's label in pictures."""
-    return row.recipe if row.status == "ok" else f"{row.recipe}: {row.status}"
+def label(group: Group) -> str:
+    """Return the recipe's label in pictures."""
+    return group.name if group.status == "ok" else f"{group.name}: {group.status}"
 
 
 def numbered(result: Result) -> list[tuple[Group, int]]:
@@ -117,7 +116,7 @@ def numbered(result: Result) -> list[tuple[Group, int]]:
     free network."""
     count = itertools.count()
     return [
-        (group, -1 - group.mean.free if group.mean.reference else next(count))
+        (group, -1 - group.first.free if group.first.reference else next(count))
         for group in groups(result)
     ]
 
@@ -137,16 +136,16 @@ def _chart(
     shown = [(g, number) for g, number in numbered(result) if number >= 0 or axis is not MEGABYTES]
     height, right = _height(groups(result)), WIDTH - _NAMES
     bottom = height - _BOTTOM
-    farthest = max((axis(point) for group, _ in shown for point in group.mean.curve), default=0)
+    farthest = max((axis(point) for group, _ in shown for point in group.curve), default=0)
     x = Scale(0, farthest or 1, 0, right - _LEFT)
     y = Scale(limits[0], limits[1], bottom - _TOP, 0, limits[2])
     lines, ends = list[str](), list[str]()
     names: list[tuple[float, float, str, str]] = []
     for group, number in shown:
-        points = [(x(axis(p)), y(v)) for p in group.mean.curve if (v := value(p)) is not None]
+        points = [(x(axis(p)), y(v)) for p in group.curve if (v := value(p)) is not None]
         if not points:
             continue
-        ok = group.mean.status == "ok"
+        ok = group.status == "ok"
         color = "var(--gray)" if number < 0 else f"var(--c{number % len(COLORS)})"
         dashes = {-1: "2 4", -2: "7 4"}.get(number) or ("", "7 4", "9 3 2 3")[number // 7 % 3]
         if len(group.runs) > 1 and title.startswith("Validation"):
@@ -160,7 +159,7 @@ def _chart(
             f'<circle cx="{at:.1f}" cy="{level:.1f}" r="4" stroke="{color}" stroke-width="2" '
             f'fill="{color if ok else "none"}"/>'
         )
-        names.append((level, at, color, label(group.mean)))
+        names.append((level, at, color, label(group)))
     marked = common(result, axis)
     if axis is not MEGABYTES and marked and marked < 0.95 * x.high:
         where = x(marked)
@@ -176,7 +175,7 @@ def _chart(
 
 def _height(shown: Sequence[Group]) -> int:
     """Return a height with room for all labels."""
-    names = sum(len(_lines(label(group.mean))) * _TEXT + 4 for group in shown)
+    names = sum(len(_lines(label(group))) * _TEXT + 4 for group in shown)
     return max(HEIGHT, names + _TOP + _BOTTOM)
 
 
@@ -210,7 +209,7 @@ def _labels(names: Sequence[tuple[float, float, str, str]], right: int, bottom: 
 
 def _band(group: Group, axis: Axis, x: Scale, y: Scale, color: str) -> str:
     bounds = [
-        [(x(axis(p)), y(v)) for p, v in zip(group.mean.curve, side, strict=True) if v is not None]
+        [(x(axis(p)), y(v)) for p, v in zip(group.curve, side, strict=True) if v is not None]
         for side in (group.low, group.high)
     ]
     outline = _path([*bounds[0], *reversed(bounds[1])])

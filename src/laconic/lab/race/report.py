@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import csv
-from dataclasses import asdict
 from pathlib import Path
 
-from laconic.lab.race.comparison import common, equal_steps, equal_time
+from laconic.lab.race.comparison import common
 from laconic.lab.race.page import page
 from laconic.lab.race.plots import picture
 from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, STEPS, Point, Result, Row, read
@@ -21,8 +19,6 @@ __all__ = [
     "Point",
     "Result",
     "Row",
-    "equal_steps",
-    "equal_time",
     "prepare",
     "read",
     "save",
@@ -34,7 +30,7 @@ __all__ = [
 
 
 def write(result: Result, directory: Path) -> list[Path]:
-    """Write `report.html`, `results.json`, `results.csv` and `loss.svg`.
+    """Write `report.html`, `results.json` and `loss.svg`.
 
     Creates `directory` if needed. Returns the paths of the files.
     """
@@ -42,7 +38,7 @@ def write(result: Result, directory: Path) -> list[Path]:
     html, plot = directory / "report.html", directory / "loss.svg"
     html.write_text(page(result), encoding="utf-8")
     plot.write_text(picture(result), encoding="utf-8")
-    return [html, saved, _csv(result, directory / "results.csv"), plot]
+    return [html, saved, plot]
 
 
 def summary(result: Result) -> dict[str, object]:
@@ -77,15 +73,4 @@ def save(result: Result, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "results.json"
     path.write_text(result.to_json() + "\n", encoding="utf-8")
-    return path
-
-
-def _csv(result: Result, path: Path) -> Path:
-    """Write a line per validation. A missing value is an empty field."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, ("recipe", "seed", *Point.__dataclass_fields__))
-        writer.writeheader()
-        for row in result.rows:
-            run = {"recipe": row.recipe, "seed": row.seed}
-            writer.writerows({**run, **asdict(point)} for point in row.curve)
     return path

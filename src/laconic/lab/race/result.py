@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -209,18 +210,9 @@ def line(row: Row, axis: Axis) -> list[tuple[float, float]]:
     return [(axis(point), point.loss) for point in row.curve if point.loss is not None]
 
 
-def grouped(rows: Iterable[Row]) -> list[tuple[Row, ...]]:
-    """Return the runs of each recipe, one per seed, in order of first appearance."""
-    runs: dict[tuple[str, bool], tuple[Row, ...]] = {}
-    for row in rows:
-        key = row.recipe, row.peer
-        runs[key] = (*runs.get(key, ()), row)
-    return list(runs.values())
-
-
 def repeats(result: Result) -> int:
     """Return the largest number of runs of a recipe."""
-    return max(map(len, grouped(result.rows)), default=0)
+    return max(Counter((row.recipe, row.peer) for row in result.rows).values(), default=0)
 
 
 def number(result: Result, key: str) -> float | None:

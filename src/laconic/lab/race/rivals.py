@@ -31,14 +31,12 @@ class Attached:
     """A model that another library trains.
 
     ``model`` computes the loss; it may be wrapped. ``step`` runs the optimizer's step and
-    everything the library does after it. ``seek`` continues as if a number of steps had been taken,
-    so that single steps can be timed. ``consensus`` returns the consensus in the order of the
+    everything the library does after it. ``consensus`` returns the consensus in the order of the
     model's parameters, or None for the mean of the workers. ``close`` releases resources.
     """
 
     model: nn.Module
     step: Callable[[], object]
-    seek: Callable[[int], None]
     consensus: Callable[[], Sequence[Tensor] | None] = _nothing
     close: Callable[[], None] = _nothing
 
@@ -48,8 +46,8 @@ class Rival:
     """Another library's way of training.
 
     ``package`` is the requirement to install, as for pip. ``rounds`` is a recipe that communicates
-    at the same steps, for planning the race. ``attach`` applies the library to a model and its
-    optimizer, in an existing process group.
+    at the same steps, after which the race validates. ``attach`` applies the library to a model and
+    its optimizer, in an existing process group.
     """
 
     package: str

@@ -20,11 +20,10 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import WITH_GROUPS
 from laconic.algorithms.round import Recipe
 from laconic.errors import check_float, check_int
-from laconic.lab.emulation.cluster import Cluster, Loopback, check_host, launch
-from laconic.lab.emulation.impairments import Impairments
+from laconic.lab.emulation.cluster import Cluster, Loopback, emulate, launch
 from laconic.lab.emulation.jobs import Job, Outcome
-from laconic.lab.emulation.network import Network, emulate
-from laconic.lab.race import rivals, user_files, workloads
+from laconic.lab.emulation.network import Network, check_host
+from laconic.lab.race import rivals, user_files
 from laconic.lab.race import timeline as timelines
 from laconic.lab.race.notes import advice, quorum_notes
 from laconic.lab.race.result import (
@@ -58,28 +57,21 @@ NO_THROTTLED_QUORUM = (
 class Settings:
     """What to race, and where.
 
-    Exactly one of ``seconds`` and ``steps`` is set. ``bandwidth`` is in bit/s of each host, and
-    ``host_bandwidth`` overrides it for single hosts. ``impairments`` are latency, jitter and loss
-    of the network, and ``congestion_control`` is TCP's default on the hosts; None is the lab's
-    choice. ``slow_hosts`` gives the factor by which single hosts compute more slowly. Every
-    recipe and every one of the ``rivals`` (other libraries) runs once per seed, after a row without
-    communication unless ``baseline`` is False. The ``free`` recipes run last, without a network, as
-    processes of this machine. ``rules`` is a file with the user's own recipes.
-    ``group_size`` is the number of adjacent workers per group, for recipes with rounds inside
-    groups.
+    Exactly one of ``seconds`` and ``steps`` is set. ``slow_hosts`` gives the factor by which single
+    hosts compute more slowly. Every recipe and every one of the ``rivals`` (other libraries) runs
+    once per seed, after a row without communication unless ``baseline`` is False. The ``free``
+    recipes run last, without a network, as processes of this machine. ``rules`` is a file with the
+    user's own recipes. ``group_size`` is the number of adjacent workers per group, for recipes with
+    rounds inside groups.
     """
 
     recipes: tuple[str, ...]
     rivals: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
     rules: str | None = None
-    hosts: int = 4
+    network: Network = field(default_factory=Network)
     per_host: int = 1
     group_size: int | None = None
-    bandwidth: float = 100e6
-    host_bandwidth: Mapping[int, float] = field(default_factory=dict)
-    impairments: Impairments = field(default_factory=Impairments)
-    congestion_control: str | None = None
     slow_hosts: Mapping[int, float] = field(default_factory=dict)
     workload: str = "text"
     data: str | None = None
@@ -90,10 +82,9 @@ class Settings:
     baseline: bool = True
 
     @property
-    def network(self) -> Network:
-        """The hosts and their network."""
-        more = self.host_bandwidth, self.impairments, self.congestion_control
-        return Network(self.hosts, self.bandwidth, *more)
+    def workers(self) -> int:
+        """The number of processes."""
+        return self.network.hosts * self.per_host
 
     def check(self) -> None:
         """Raise ``ValueError`` for anything that would fail later. Starts nothing."""
@@ -108,7 +99,7 @@ class Settings:
                 raise ValueError(f"{text} is given twice; --repeat runs everything several times")
         self.network.check()
         for host, factor in self.slow_hosts.items():
-            check_host(host, self.hosts)
+            check_host(host, self.network.hosts)
             check_float("the factor of a slow host", factor, 1.0)
         check_int("per-host", self.per_host, 1)
         self._check_groups(recipes)
@@ -116,7 +107,7 @@ class Settings:
         for text in quorums:
             compiled = recipes[text]
             assert not isinstance(compiled, Auto), "it has no quorum"
-            check_quorum(compiled, self.hosts * self.per_host, plain=True)
+            check_quorum(compiled, self.workers, plain=True)
         if self.steps is not None and quorums:
             raise ValueError(
                 f"workers take different numbers of steps under {quorums[0]}: give --seconds "
@@ -143,7 +134,7 @@ class Settings:
         return {} if self.rules is None else user_files.rules(Path(self.rules))
 
     def _check_groups(self, recipes: Mapping[str, Recipe | Auto]) -> None:
-        workers = self.hosts * self.per_host
+        workers = self.workers
         if self.group_size is not None:
             check_int("group-size", self.group_size, 1)
             if workers % self.group_size:
@@ -165,14 +156,11 @@ class Settings:
                 )
 
     def _check_workload(self) -> None:
-        data = None if self.data is None else Path(self.data)
-        workers = self.hosts * self.per_host
+        workload = user_files.load_workload(self.workload, self.data)
         if user_files.is_workload(self.workload):
-            workload = user_files.workload(self.workload, data)
-            user_files.try_out(workload, self.workload, workers, self.seeds[0])
+            user_files.try_out(workload, self.workers, self.seeds[0])
         else:
-            workload = workloads.load(self.workload, data=data)
-            workload.batches(workers - 1, workers, self.seeds[0])
+            workload.batches(self.workers - 1, self.workers, self.seeds[0])
 
 
 def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
@@ -193,7 +181,7 @@ def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
         else:
             versions[rival.name] = installed
     names = (*[NO_COMMUNICATION] * settings.baseline, *settings.names())
-    with emulate(settings.network) as (cluster, reason), Loopback(settings.hosts) as free:
+    with emulate(settings.network) as (cluster, reason), Loopback(settings.network.hosts) as free:
         if not cluster.emulated:
             known, rules = settings.recipes, settings.user_recipes()
             quorums = [text for text in known if _has_quorum(parse_recipe(text, rules))]
@@ -226,11 +214,11 @@ def _described(settings: Settings, parameters: int, reason: str | None) -> dict[
     described: dict[str, object] = {
         name: getattr(settings, name)
         for name in (
-            "workload", "data", "rules", "hosts", "per_host", "group_size", "bandwidth",
-            "host_bandwidth", "slow_hosts", "seconds", "steps", "seeds",
+            "workload", "data", "rules", "per_host", "group_size", "slow_hosts", "seconds", "steps",
+            "seeds",
         )
     }  # fmt: skip
-    described |= settings.impairments.document()
+    described |= settings.network.document()
     described["seed"] = settings.seeds[0]
     described["parameters"] = parameters
     described["network"] = "emulated" if reason is None else "throttled"
@@ -265,8 +253,7 @@ def _row(
     peer = name in settings.rivals
     cluster = free if name.endswith(FREE_NETWORK) else cluster
     throttled = not (cluster.emulated or cluster is free)
-    hosts = range(settings.hosts)
-    rates = [settings.host_bandwidth.get(host, settings.bandwidth) for host in hosts]
+    network, rates = settings.network, settings.network.each("bandwidth")
     spec = Spec(
         recipe=text,
         peer=peer,
@@ -280,8 +267,8 @@ def _row(
         validations=settings.validations,
         # Emulated hosts have slow interfaces. Otherwise the link is throttled, shared by ranks.
         bandwidths=[rate / settings.per_host for rate in rates] if throttled else None,
-        latencies=[*map(settings.impairments.round_trip, hosts)] if throttled else None,
-        paces=[settings.slow_hosts.get(host, 1.0) for host in hosts],
+        latencies=network.each("latency") if throttled else None,
+        paces=[settings.slow_hosts.get(host, 1.0) for host in range(network.hosts)],
         interface=cluster.interface if cluster.emulated else None,
         timeout=RANK_TIMEOUT,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -12,7 +12,18 @@ from rich.align import VerticalAlignMethod
 from rich.table import Table
 from rich.text import Text
 
-from laconic.lab.race.comparison import Summary, common, compared, competing, finished, summary
+from laconic.lab.race.comparison import (
+    Group,
+    Summary,
+    common,
+    compared,
+    competing,
+    groups,
+    limit,
+    seconds_to_ddp,
+    standing,
+    summary,
+)
 from laconic.lab.race.result import (
     NO_COMMUNICATION,
     SECONDS,
@@ -20,18 +31,11 @@ from laconic.lab.race.result import (
     Axis,
     Result,
     Row,
-    grouped,
     megabytes_per_step,
     repeats,
 )
-from laconic.lab.race.wording import (
-    brief,
-    loss_format,
-    network,
-    reason,
-    task,
-    three_digits,
-)
+from laconic.lab.race.wording import loss_format, network, reason, task, three_digits
+from laconic.units import three_digits as short
 
 
 @dataclass(frozen=True)
@@ -59,26 +63,40 @@ class Cell:
     below: str = ""
 
 
-def cells(result: Result) -> tuple[list[str], list[tuple[Row, list[Cell]]]]:
-    """Return the headers except the recipe's, and for each recipe its first run and its cells.
+def rows(result: Result) -> list[Group]:
+    """Return the recipes in the order of the table: the lowest loss first, then those that did not
+    finish, and last the rows for reference."""
+    order = [group.runs for group, _ in standing(result, limit(result))]
 
-    Cells contain means over the recipe's runs.
+    def place(group: Group) -> tuple[bool, int]:
+        rank = order.index(group.runs) if group.runs in order else len(order)
+        return group.first.reference, rank
+
+    return sorted(groups(result), key=place)
+
+
+def cells(
+    result: Result, keys: Container[str] | None = None
+) -> tuple[list[str], list[tuple[Group, list[Cell]]]]:
+    """Return the headers except the recipe's, and each recipe with its cells: means over its runs.
+
+    ``keys`` chooses some columns.
     """
-    columns, competitors = _columns(result), competing(result)
-    bests = [_best(column, competitors) for column in columns]
+    columns = [c for c in _columns(result) if keys is None or c.key in keys]
+    competitors = [group.runs for group in competing(result)]
     lines = []
-    for runs in grouped(result.rows):
-        line, lost = [], [run for run in runs if run.status != "ok"]
-        for column, best in zip(columns, bests, strict=True):
-            figures = summary(map(column.figure, runs))
+    for group in rows(result):
+        cells = []
+        for column in columns:
+            figures = summary(map(column.figure, group.runs))
             text = column.format(figures.mean if figures is not None else None)
-            bold = runs[0] in competitors and text == best
+            bold = group.runs in competitors and text == _best(column, competitors)
             spread = _spread(text, figures) if column.show_spread else ""
-            line.append(Cell(text, "bold" if bold else "", spread))
-        if lost:
-            share = f"{len(lost)} of {len(runs)}" if len(runs) > 1 else ""
-            line[3] = Cell(share or lost[0].status, "red", lost[0].status if share else "")
-        lines.append((runs[0], line))
+            cells.append(Cell(text, "bold" if bold else "", spread))
+        if group.lost:
+            share = f"{len(group.lost)} of {len(group.runs)}" if len(group.runs) > 1 else ""
+            cells[0] = Cell(share or group.status, "red", group.status if share else "")
+        lines.append((group, cells))
     return [column.header for column in columns], lines
 
 
@@ -88,15 +106,14 @@ def figures(result: Result) -> list[dict[str, object]]:
     ``spread`` has the standard deviations between several runs.
     """
     columns, found = _columns(result), list[dict[str, object]]()
-    for runs in grouped(result.rows):
-        means = {c.key: summary(map(c.figure, runs)) for c in columns}
-        lost = [run.status for run in runs if run.status != "ok"]
+    for group in rows(result):
+        means = {c.key: summary(map(c.figure, group.runs)) for c in columns}
         found.append(
             {
-                "recipe": runs[0].recipe,
-                "peer": runs[0].peer,
-                "status": lost[0] if lost else "ok",
-                "runs": len(runs),
+                "recipe": group.name,
+                "peer": group.first.peer,
+                "status": group.status,
+                "runs": len(group.runs),
                 **{key: mean.mean if mean is not None else None for key, mean in means.items()},
                 "spread": {key: mean.spread for key, mean in means.items() if mean and mean.n > 1},
             }
@@ -104,31 +121,37 @@ def figures(result: Result) -> list[dict[str, object]]:
     return found
 
 
-def table(result: Result) -> Table:
-    """Return a table with one row per recipe, the best value of each column in bold."""
-    headers, lines = cells(result)
+def table(result: Result, keys: Container[str] | None = None) -> Table:
+    """Return a table with one row per recipe, the best value of each column in bold.
+
+    Below it are the network, the task and notes, unless ``keys`` chooses some columns, by their
+    names in JSON.
+    """
+    headers, lines = cells(result, keys)
     shown = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
-        caption=Text("\n" + "\n".join(caption(result))),
+        caption=Text("\n" + "\n".join(caption(result))) if keys is None else None,
         caption_justify="left",
         caption_style="",
     )
-    words = [word for row, _ in lines for word in breakable(row.recipe).split()]
+    words = [word for group, _ in lines for word in breakable(group.name).split()]
     widest = min(max(map(len, words), default=0), MOST_NAME)
     # With spreads below the figures, align names with the figures.
     vertical: VerticalAlignMethod = "top" if repeats(result) > 1 else "bottom"
     shown.add_column("recipe", vertical=vertical, min_width=widest, overflow="fold")
     for header in headers:
         shown.add_column(header, justify="right", vertical=vertical, no_wrap=True)
-    for row, line in lines:
+    for group, line in lines:
         texts = []
         for cell in line:
             text = Text(cell.text, style=cell.style)
             texts.append(text.append(f"\n{cell.below}" if cell.below else "", style="not bold"))
-        faint = "dim" if row.reference else None
-        shown.add_row(Text(heading(row)), *texts, style=faint)
+        if group.first.reference and shown.rows and not shown.rows[-1].style:
+            shown.add_section()
+        faint = "dim" if group.first.reference else None
+        shown.add_row(Text(heading(group.first)), *texts, style=faint)
     return shown
 
 
@@ -147,11 +170,11 @@ def heading(row: Row) -> str:
     return breakable(row.recipe) + marks
 
 
-def _best(column: Column, competitors: list[Row]) -> str:
+def _best(column: Column, competitors: Sequence[Sequence[Row]]) -> str:
     """Return the best figure among several competitors, formatted."""
-    summaries = [summary(map(column.figure, runs)) for runs in grouped(competitors)]
-    figures = [figures.mean for figures in summaries if figures is not None]
-    return column.format(column.best(figures)) if len(summaries) > 1 and figures else ""
+    found = [summary(map(column.figure, runs)) for runs in competitors]
+    means = [figures.mean for figures in found if figures is not None]
+    return column.format(column.best(means)) if len(competitors) > 1 and means else ""
 
 
 def _spread(text: str, figures: Summary | None) -> str:
@@ -167,45 +190,40 @@ def _percent(share: float | None) -> str:
 
 def _columns(result: Result) -> list[Column]:
     show = loss_format(result)
-    seconds, steps = common(result, SECONDS), common(result, STEPS)
-    baseline = [r for r in finished(result) if r.recipe == NO_COMMUNICATION]
-    compute = summary(row.seconds_per_step for row in baseline)
-
-    def pace(row: Row) -> float | None:
-        return row.seconds_per_step if row.seconds_per_step > 0 else None
-
-    def times_compute(row: Row) -> float | None:
-        if compute is None or not compute.mean or pace(row) is None:
-            return None
-        return row.seconds_per_step / compute.mean
+    seconds, steps = common(result, SECONDS) or 0.0, common(result, STEPS) or 0.0
 
     def loss(axis: Axis) -> Callable[[Row], float | None]:
         return lambda row: compared(result, row, axis) if row.status == "ok" else None
 
-    return [
-        Column("seconds_per_step", "s/step", pace, three_digits, min, True),
-        Column("times_no_communication", "× no\ncomm.", times_compute, three_digits, min),
-        Column("steps", "steps\ndone", lambda row: row.steps, lambda n: f"{n:,.0f}", max),
+    def known(figure: Callable[[Row], float]) -> Callable[[Row], float | None]:
+        return lambda row: figure(row) if row.steps else None
+
+    columns = [
         Column(
-            "loss_at_equal_time",
-            f"loss at\n{brief(seconds or 0)} s",
-            loss(SECONDS),
-            show,
+            "loss_at_equal_time", f"loss at\n{short(seconds)} s", loss(SECONDS), show, min, True
+        ),
+        Column(
+            "seconds_to_ddp",
+            "s to loss\nof ddp()",
+            lambda row: seconds_to_ddp(result, row),
+            lambda value: "–" if value is None else f"{value:.1f}",
+            min,
+        ),
+        Column("steps", "steps\ndone", lambda row: row.steps, lambda n: f"{n:,.0f}", max),
+        Column("loss_at_equal_steps", f"loss at\nstep {steps:,.0f}", loss(STEPS), show, min, True),
+        Column(
+            "seconds_per_step",
+            "s per\nstep",
+            lambda row: row.seconds_per_step or None,
+            three_digits,
             min,
             True,
         ),
-        Column(
-            "loss_at_equal_steps", f"loss at\nstep {steps or 0:,.0f}", loss(STEPS), show, min, True
-        ),
-        Column(
-            "megabytes_per_step",
-            "MB per\nstep",
-            lambda row: megabytes_per_step(row) if row.steps else None,
-            three_digits,
-            min,
-        ),
-        Column("waiting", "waiting", lambda row: row.waiting if row.steps else None, _percent, min),
+        Column("megabytes_per_step", "MB per\nstep", known(megabytes_per_step), three_digits, min),
+        Column("waiting", "waiting", known(lambda row: row.waiting), _percent, min),
     ]
+    compare = any(seconds_to_ddp(result, row) is not None for row in result.rows)
+    return [c for c in columns if compare or c.key != "seconds_to_ddp"]
 
 
 def caption(result: Result) -> list[str]:
@@ -218,7 +236,8 @@ def caption(result: Result) -> list[str]:
     )
     if repeats(result) > 1:
         lines.append(
-            "Figures are means over the runs, ± the sample standard deviation between them."
+            "Figures are means over the runs, ± the sample standard deviation between them. "
+            "Recipes that differ by less are tied."
         )
     if any(row.recipe == NO_COMMUNICATION for row in result.rows):
         lines.append(
@@ -232,12 +251,12 @@ def caption(result: Result) -> list[str]:
         )
     if any(row.free for row in result.rows):
         lines.append("§ Processes of one machine, without a network: what the others can reach.")
-    for runs in grouped(result.rows):
-        for row in runs:
-            seed = f" (seed {row.seed})" if len(runs) > 1 else ""
-            lines += [f"{row.recipe}{seed}: {reason(row)}"] if row.status != "ok" else []
-        notes = dict.fromkeys(note for row in runs for note in row.notes)
-        lines += [f"{runs[0].recipe}: {note}" for note in notes]
+    for group in groups(result):
+        for row in group.lost:
+            seed = f" (seed {row.seed})" if len(group.runs) > 1 else ""
+            lines.append(f"{row.recipe}{seed}: {reason(row)}")
+        notes = dict.fromkeys(note for row in group.runs for note in row.notes)
+        lines += [f"{group.name}: {note}" for note in notes]
     return [text for text in lines if text]
 
 
@@ -245,7 +264,7 @@ def _headers(result: Result) -> str:
     """Return how much more the interfaces counted than the ledger."""
     ratios = [
         row.interface_bytes_per_step / row.ledger_bytes_per_step
-        for row in competing(result)
+        for row in (row for group in competing(result) for row in group.runs)
         if not row.peer and row.interface_bytes_per_step is not None and megabytes_per_step(row) > 0
     ]
     if not ratios:

@@ -10,15 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 
 from laconic.lab.race.result import Span
-from laconic.links import Link
-from laconic.links.cost import Cost
-from laconic.links.quorum.port import Port
-from laconic.links.quorum.wrapped import WrappedPort
-from laconic.links.wrapped import Wrapped
 
 MAX_SPANS = 400
 """Number of sends and waits kept from the beginning of a run, and again from its end."""
@@ -52,12 +46,9 @@ class Recorder:
         """Record that training was blocked."""
         self._add((start, end, "wait"))
 
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Record the block as a collective."""
-        start = time.perf_counter()
-        yield
-        self._add((start, time.perf_counter(), "send"))
+    def add_send(self, start: float, end: float) -> None:
+        """Record a collective."""
+        self._add((start, end, "send"))
 
     def _add(self, span: Span) -> None:
         with self._lock:
@@ -116,40 +107,3 @@ def on_common_clock(
     return tuple(
         tuple((clock(start), clock(end), kind) for start, end, kind in rank) for rank in spans
     )
-
-
-class RecordedLink(Wrapped):
-    """A ``link`` whose collectives are reported to a recorder."""
-
-    overlaps = True
-
-    def __init__(self, link: Link, recorder: Recorder) -> None:
-        super().__init__(link)
-        self._recorder = recorder
-
-    def around(self, collective: str, amount: Cost, received: int) -> AbstractContextManager[None]:
-        # The message of "agree" has already been sent.
-        return nullcontext() if collective == "agree" else self._recorder.sending()
-
-    def like(self, link: Link) -> Link:
-        return RecordedLink(link, self._recorder)
-
-    def around_port(self, port: Port) -> Port:
-        return RecordedPort(port, self.rank, self._recorder)
-
-
-class RecordedPort(WrappedPort):
-    """``port`` of worker ``rank``, whose rounds are reported to a recorder.
-
-    What rank 0 sends while it computes is not among its spans.
-    """
-
-    def __init__(self, port: Port, rank: int, recorder: Recorder) -> None:
-        super().__init__(port, rank)
-        self._recorder = recorder
-
-    def watched(self) -> AbstractContextManager[None]:
-        return self._recorder.sending()
-
-    def book(self, step: int, sent: Cost, received: int, seconds: float) -> None:
-        """Do nothing: the ledger counts bytes."""

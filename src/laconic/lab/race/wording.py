@@ -6,19 +6,15 @@ import math
 from collections.abc import Callable
 from textwrap import shorten
 
-from laconic.lab.emulation.impairments import described
-from laconic.lab.race.comparison import equal_steps, equal_time
-from laconic.lab.race.result import (
-    Result,
-    Row,
-    grouped,
-    number,
-)
+from laconic.lab.emulation.network import Network
+from laconic.lab.race.comparison import losses
+from laconic.lab.race.result import SECONDS, STEPS, Result, Row, number
 from laconic.units import format_rate
+from laconic.units import three_digits as short
 
 
 def three_digits(value: float | None) -> str:
-    """Format ``value`` with three significant digits and no exponent, or as a dash if missing."""
+    """Format ``value`` with three significant digits, zeros included, or as a dash if missing."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -27,15 +23,10 @@ def three_digits(value: float | None) -> str:
     return f"{value:,.{min(digits, 6)}f}"
 
 
-def brief(value: float) -> str:
-    """Format like `three_digits`, without trailing zeros: 30, 2.5, 100."""
-    text = three_digits(value)
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
 def loss_format(result: Result) -> Callable[[float | None], str]:
     """Return a formatter with as many decimals as the smallest loss of this result needs."""
-    smallest = min([*equal_time(result).values(), *equal_steps(result).values()], default=1.0)
+    every = [loss for axis in (SECONDS, STEPS) for loss in losses(result, axis).values()]
+    smallest = min(every, default=1.0)
     decimals = 2 if smallest >= 1 else 3 if smallest >= 0.1 else 4
     return lambda loss: "–" if loss is None else f"{loss:.{decimals}f}"
 
@@ -48,36 +39,19 @@ def bandwidth(result: Result) -> str:
 
 def network(result: Result) -> str:
     """Describe the network: hosts, rates, impairments, and whether it is emulated or throttled."""
-    parts = []
-    hosts, per_host = number(result, "hosts"), number(result, "per_host")
-    if hosts is not None:
-        plural = "es" * (per_host != 1)
-        processes = f" × {per_host:.0f} process{plural}" if per_host is not None else ""
-        parts.append(f"{hosts:.0f} host{'s' * (hosts != 1)}{processes}")
+    settings, per_host = result.settings, number(result, "per_host") or 1
+    parts = [str(Network.of(settings))] if "hosts" in settings else []
+    parts.append(f"{per_host:.0f} processes per host" if per_host > 1 else "")
     size = number(result, "group_size")
     parts.append(f"groups of {size:.0f}" if size else "")
-    parts.append(bandwidth(result))
-    for host, bits in _by_host(result, "host_bandwidth"):
-        parts.append(f"host {host}: {format_rate(bits)}")
-    for host, factor in _by_host(result, "slow_hosts"):
-        parts.append(f"host {host} computes {brief(factor)} times as long")
-    for name in ("latency", "jitter", "loss"):
-        value = number(result, name)
-        parts.append(described(name, value) if value else "")
-        for host, single in _by_host(result, f"host_{name}"):
-            parts.append(f"host {host}: {described(name, single)}")
+    slow = settings.get("slow_hosts")
+    for host, factor in slow.items() if isinstance(slow, dict) else ():
+        parts.append(f"host{host} computes {short(factor)} times as long")
     if result.settings.get("network") == "throttled":
         parts.append("throttled link: this system does not allow network namespaces")
     elif result.settings.get("network") == "emulated":
         parts.append("emulated with network namespaces")
     return ", ".join(part for part in parts if part)
-
-
-def _by_host(result: Result, key: str) -> list[tuple[str, float]]:
-    """Return a setting of single hosts, by host."""
-    values = result.settings.get(key)
-    items = values.items() if isinstance(values, dict) else ()
-    return sorted(items, key=lambda item: int(item[0]))
 
 
 def task(result: Result) -> str:
@@ -90,22 +64,13 @@ def task(result: Result) -> str:
     parts.append(f"{parameters:,.0f} parameters" if parameters else "")
     steps = number(result, "steps")
     if seconds:
-        parts.append(f"{brief(seconds)} s per recipe")
+        parts.append(f"{short(seconds)} s per recipe")
     elif steps:
         parts.append(f"{steps:,.0f} steps per recipe")
-    parts.append(_runs(result))
+    seeds = list(dict.fromkeys(row.seed for row in result.rows))
+    runs = "one run each, seed" if len(seeds) < 2 else f"{len(seeds)} runs each, seeds"
+    parts.append(f"{runs} {', '.join(map(str, seeds))}" if seeds else "")
     return ", ".join(part for part in parts if part)
-
-
-def _runs(result: Result) -> str:
-    """Describe how many runs each recipe has."""
-    counts = {len(runs) for runs in grouped(result.rows) if runs[0].status != "absent"}
-    if max(counts, default=1) == 1:
-        seed = number(result, "seed")
-        return "one run each" + (f", seed {seed:.0f}" if seed is not None else "")
-    least, most = min(counts), max(counts)
-    seeds = ", ".join(map(str, dict.fromkeys(row.seed for row in result.rows)))
-    return f"{most if least == most else f'{least} to {most}'} runs each, seeds {seeds}"
 
 
 def reason(row: Row) -> str:

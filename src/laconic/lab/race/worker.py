@@ -26,13 +26,11 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.attach import init
 from laconic.errors import LinkError, NotFiniteError
-from laconic.lab.race import plan, rivals, user_files, workloads
+from laconic.lab.race import plan, rivals, user_files
 from laconic.lab.race.entrant import Entrant, RecipeEntrant, RivalEntrant
 from laconic.lab.race.rivals import Rival
 from laconic.lab.race.workloads import Batch, Workload, lr_factor
 from laconic.links import Link, Throttled, world_link
-from laconic.policy.candidates import start as auto_start
-from laconic.policy.choice import WARMUP, WINDOW
 
 NOT_FINITE = 3
 """Exit code of a rank that ends with a `NotFiniteError`: training diverged."""
@@ -243,64 +241,27 @@ def emit(rank: int, **event: Any) -> None:
         print(json.dumps(event), file=sys.__stdout__, flush=True)
 
 
-def schedule(spec: Spec, workload: Workload, entry: Recipe | Auto | Rival) -> plan.Schedule:
-    """Plan the run: the given steps, or those that fit into the given seconds.
-
-    The steps are timed on a separate model. `Auto` chooses its recipe during the timing.
-    """
-    recipe = entry.rounds if isinstance(entry, Rival) else entry
-    if isinstance(recipe, Auto):
-        recipe = auto_start(2).recipe
-    validations = spec.validations if recipe else spec.validations // 2
-    if spec.seconds is None:
-        assert spec.steps is not None, "Settings.check requires seconds or steps"
-        return plan.Schedule(recipe, None, spec.steps, validations, {})
-    run = Run(spec, workload, entry)
-
-    def timed(step: int, count: int) -> float:
-        run.entrant.mean(0.0)  # start together on all ranks
-        run.entrant.seek(step - 1)
-        start = time.perf_counter()
-        for _ in range(count):
-            run.step(1, 0.01)
-        return run.entrant.mean(time.perf_counter() - start)
-
-    for _ in range(2):  # the first steps create the optimizer's state and warm the caches
-        timed(1, 1)
-    if isinstance(entry, Auto):
-        assert isinstance(run.entrant, RecipeEntrant)
-        for _ in range(WARMUP + WINDOW):
-            timed(1, 1)
-        recipe = run.entrant.sync.recipe
-    costs = plan.Timer(recipe, timed).costs(repeats=3)
-    run.entrant.close()
-    steps = plan.steps_within(recipe, costs, spec.seconds)
-    return plan.Schedule(recipe, spec.seconds, max(steps, 1), validations, costs)
-
-
 def race(spec: Spec) -> None:
     """Train according to ``spec`` and print the results, as means over the ranks."""
     init()
-    data = None if spec.data is None else Path(spec.data)
-    load = user_files.workload if user_files.is_workload(spec.workload) else workloads.load
-    workload = load(spec.workload, data=data)
+    workload = user_files.load_workload(spec.workload, spec.data)
     entry: Recipe | Auto | Rival = ()
     if spec.peer:
         entry = rivals.find(spec.recipe)
     elif spec.recipe:
         entry = parse_recipe(spec.recipe, user_files.rules(Path(spec.rules)) if spec.rules else {})
     rank = int(os.environ["RANK"])
-    emit(rank, event="planning")
-    if isinstance(entry, tuple) and has_quorum(entry):
+    emit(rank, event="warming up")
+    quorum = isinstance(entry, tuple) and has_quorum(entry)
+    pace = warm_up(spec, workload, () if quorum else entry)
+    run = Run(spec, workload, entry)
+    validations = spec.validations if entry else spec.validations // 2
+    if quorum:
         assert spec.seconds is not None, "Settings.check requires seconds"
-        warm_up(spec, workload)
-        run = Run(spec, workload, entry)
-        curve = train_by_time(run, spec.seconds, spec.validations)
+        curve = train_by_time(run, spec.seconds, validations)
     else:
-        planned = schedule(spec, workload, entry)
-        run = Run(spec, workload, entry)
-        emit(rank, event="start", steps=planned.steps)
-        curve = train(run, planned)
+        guess = spec.steps or max(int((spec.seconds or 0.0) / pace), 1)
+        curve = train(run, plan.Schedule(run.entrant.rounds, spec.seconds, guess, validations))
     parameters = sum(p.numel() for p in run.model.parameters())
     recorder = run.entrant.recorder
     if recorder is not None:
@@ -322,12 +283,21 @@ Curve = list[tuple[int, float, float, float, float]]
 rounds), from before the first step on."""
 
 
-def warm_up(spec: Spec, workload: Workload) -> None:
-    """Take two steps without communication: the first ones are slow."""
-    run = Run(spec, workload, ())
-    for step in (1, 2):
+def warm_up(spec: Spec, workload: Workload, entry: Recipe | Auto | Rival) -> float:
+    """Take three steps with a model of its own, and return the seconds of the last one, the mean
+    over the ranks.
+
+    The first ones create the optimizer's state and warm the caches.
+    """
+    run = Run(spec, workload, entry)
+    start = 0.0
+    for step in (1, 2, 3):
+        run.entrant.mean(0.0)  # start together on all ranks
+        start = time.perf_counter()
         run.step(step, 0.01)
+    seconds = run.entrant.mean(time.perf_counter() - start)
     run.entrant.close()
+    return seconds
 
 
 def train_by_time(run: Run, seconds: float, validations: int) -> Curve:
@@ -359,13 +329,14 @@ def train_by_time(run: Run, seconds: float, validations: int) -> Curve:
 
 
 def train(run: Run, planned: plan.Schedule) -> Curve:
-    """Train a planned number of steps, and return the curve."""
+    """Train as long as planned, and return the curve."""
     clock, reported, step = run.clock, 0.0, 0
     curve = [(0, 0.0, 0.0, run.validation_loss(), run.entrant.distance())]
     clock.start()
     while step < planned.steps and math.isfinite(curve[-1][3]):
         step += 1
         run.step(step, step / planned.steps, sample=planned.is_check(step))
+        planned.recipe = run.entrant.rounds
         if time.perf_counter() - reported > REPORT_SECONDS:
             reported, pace = time.perf_counter(), clock.running() / step
             emit(run.rank, event="step", step=step, steps=planned.steps, loss=run.loss,

@@ -78,7 +78,7 @@ def lr_factor(step: float, steps: float, workload: Workload) -> float:
 
 
 def load(name: str, *, data: Path | None = None) -> Workload:
-    """Return the workload called `name`: "digits", "text", "text-small" or "text-few".
+    """Return the workload called `name`: "digits", "text" or "text-few".
 
     Args:
         data: for the texts, the file with the training data; by default, Python's standard library.
@@ -189,11 +189,10 @@ def _digits_batches(
 VOCABULARY, WIDTH, LAYERS, HEAD, CONTEXT = 256, 128, 4, 32, 64
 TEXT_BATCH = 16
 """Crops per worker and step: 1024 bytes, about 70 ms on one core."""
-SMALL, FEW, SMALL_BATCH = "text-small", "text-few", 4
-"""The text workload with fewer crops per worker and step, about 20 ms on one core: seconds of
-training are hundreds of steps. The second also has little text: `FEW_BYTES` for each worker."""
-FEW_BYTES = 4096
-_VALIDATION_CROPS, _SMALL_VALIDATION_CROPS = 640, 320
+FEW, FEW_BATCH, FEW_BYTES = "text-few", 4, 4096
+"""The text workload with fewer crops per worker and step, about 20 ms on one core, so that seconds
+of training are hundreds of steps, and with so many bytes of text for each worker."""
+_VALIDATION_CROPS, _FEW_VALIDATION_CROPS = 640, 320
 _CORPUS_BYTES = 4_000_000
 _NOT_PROSE = {"encodings", "pydoc_data"}  # tables and one giant string, nothing to learn from
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -353,8 +352,5 @@ def _next_byte_loss(model: nn.Module, batch: Batch) -> Tensor:
 _LOADERS: dict[str, Callable[[Path | None], Workload]] = {
     "digits": _digits,
     "text": _text,
-    SMALL: partial(_text, name=SMALL, batch=SMALL_BATCH, validation=_SMALL_VALIDATION_CROPS),
-    FEW: partial(
-        _text, name=FEW, batch=SMALL_BATCH, validation=_SMALL_VALIDATION_CROPS, own=FEW_BYTES
-    ),
+    FEW: partial(_text, name=FEW, batch=FEW_BATCH, validation=_FEW_VALIDATION_CROPS, own=FEW_BYTES),
 }

@@ -14,10 +14,10 @@ from typing import Any
 
 from laconic.errors import LinkError
 from laconic.links import handshake, job_secret, secured, tls
-from laconic.links.elastic.coordinator import KEY, MOST_LINE, PURPOSE, secret_of_callers
+from laconic.links.elastic.coordinator import KEY, PURPOSE, secret_of_callers
 from laconic.links.elastic.leases import Beat, Need
 from laconic.links.elastic.view import Member, View
-from laconic.links.talks import UnreachableError, converse
+from laconic.links.talks import MOST_LINE, UnreachableError, converse
 from laconic.links.texts import clean
 
 log = logging.getLogger("laconic")

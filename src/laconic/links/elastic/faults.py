@@ -49,12 +49,6 @@ class Plan(Protocol):
         return None
 
 
-@dataclass(frozen=True)
-class _Join:
-    donor: str
-    step: int
-
-
 class Recording:
     """The file of one worker's events. Each is written before the worker goes on."""
 
@@ -86,54 +80,34 @@ class Trace(Plan):
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._by_unit: dict[int, list[str]] = {}
-        self._missing: dict[tuple[str, int], list[str]] = {}
-        self._joins: dict[str, _Join] = {}
-        self._deals: dict[str, list[Any]] = {}
-        self._left: dict[str, int] = {}
-        self._bequests: dict[tuple[str, int], list[str]] = {}
         files, where = sorted(Path(directory).glob("*.jsonl")), os.fspath(directory)
         if not files:
             raise ValueError(f"no worker has recorded anything in {where}")
+        self._events = {file.stem: _events(file) for file in files}
+        self._by_unit: dict[int, list[str]] = {}
         for file in files:
-            for line in file.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):  # else its worker was killed while it wrote
-                    self._add(file, json.loads(line))
+            for event in (event for event in self._events[file.stem] if "unit" in event):
+                ids = event["workers"]
+                if self._by_unit.setdefault(event["unit"], ids) != ids:
+                    raise ValueError(
+                        f"{file} and another file list other workers in unit {event['unit']}: the "
+                        "directory seems to hold files of several runs. Use a new directory for "
+                        "each"
+                    )
         self._changes = sorted(self._by_unit)
         self.ids: list[str] = []
         for unit in self._changes:
             self.ids += [id for id in self._by_unit[unit] if id not in self.ids]
-        lacking = sorted(set(self.ids) - {file.stem for file in files})
+        lacking = sorted(set(self.ids) - set(self._events))
         if lacking:
             raise ValueError(
                 f"{where} lacks what these workers have recorded: {', '.join(lacking)}. Copy their "
                 "files from their hosts, and use a new directory for each run"
             )
 
-    def _add(self, file: Path, event: Mapping[str, Any]) -> None:
-        id = file.stem
-        if "presence" in event:  # says when: for `laconic lab`
-            return
-        if "donor" in event:
-            self._joins[id] = _Join(event["donor"], event["step"])
-            return
-        if "left" in event:
-            self._left[id] = event["left"]
-            return
-        if "from" in event:
-            self._bequests.setdefault((id, event["step"]), []).append(event["from"])
-            return
-        if "deals" in event:
-            self._deals.setdefault(id, []).append(event["deals"])
-            return
-        unit, ids = event["unit"], event["workers"]
-        if self._by_unit.setdefault(unit, ids) != ids:
-            raise ValueError(
-                f"{file} and another file list other workers in unit {unit}: the directory seems "
-                "to hold files of several runs. Use a new directory for each"
-            )
-        if "missing" in event:
-            self._missing[id, unit] = event["missing"]
+    def _recorded(self, worker: int, name: str) -> list[dict[str, Any]]:
+        """The events of a worker that have something of this ``name``."""
+        return [event for event in self._events[self.ids[worker]] if name in event]
 
     @property
     def workers(self) -> int:
@@ -142,12 +116,12 @@ class Trace(Plan):
 
     def joins(self, worker: int) -> int | None:
         """See `Plan.joins`."""
-        join = self._joins.get(self.ids[worker])
-        return None if join is None else join.step
+        joins = self._recorded(worker, "donor")
+        return joins[-1]["step"] if joins else None
 
     def donor(self, worker: int, active: Sequence[int]) -> int:
         """See `Plan.donor`."""
-        return self.ids.index(self._joins[self.ids[worker]].donor)
+        return self.ids.index(self._recorded(worker, "donor")[-1]["donor"])
 
     def present(self, serial: int, call: Call) -> list[int]:
         """See `Plan.present`."""
@@ -156,19 +130,28 @@ class Trace(Plan):
 
     def missing(self, worker: int, serial: int) -> list[int]:
         """See `Plan.missing`."""
-        return [self.ids.index(id) for id in self._missing.get((self.ids[worker], serial), ())]
+        found = (e["missing"] for e in self._recorded(worker, "missing") if e["unit"] == serial)
+        return [self.ids.index(id) for id in next(found, ())]
 
     def leaves(self, worker: int) -> int | None:
         """See `Plan.leaves`."""
-        return self._left.get(self.ids[worker])
+        return next((event["left"] for event in self._recorded(worker, "left")), None)
 
     def bequests(self, worker: int, step: int) -> list[int]:
         """See `Plan.bequests`."""
-        return [self.ids.index(id) for id in self._bequests.get((self.ids[worker], step), ())]
+        found = (e["from"] for e in self._recorded(worker, "from") if e["step"] == step)
+        return [self.ids.index(id) for id in found]
 
     def deals(self, worker: int) -> list[Any]:
         """See `Plan.deals`."""
-        return self._deals.get(self.ids[worker], [])
+        return [event["deals"] for event in self._recorded(worker, "deals")]
+
+
+def _events(file: Path) -> list[dict[str, Any]]:
+    """What a worker has recorded, but for its presence, which is for `laconic lab`."""
+    lines = file.read_text().splitlines(keepends=True)
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]  # else killed as it wrote
+    return [event for event in whole if "presence" not in event]
 
 
 @dataclass(frozen=True)

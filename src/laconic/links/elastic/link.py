@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links.calls import FINISH, Call, CallPosition
+from laconic.links.calls import FINISH, SAME_CALLS, Call, CallPosition
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
 from laconic.links.elastic.reception import Reception
@@ -246,11 +246,9 @@ class ElasticLink(Quiet):
 
     # -- collectives ----
 
-    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+    def mean(self, x: Tensor) -> None:
         n = self.size
-        rows, each = range(n) if x.numel() % n == 0 else [0], -(-x.numel() // n)
-        if parts is not None:
-            parts.fill_all(rows)
+        each = -(-x.numel() // n)
 
         def run(link: Everyone) -> Tensor:
             padded = torch.nn.functional.pad(x.reshape(-1), (0, n * each - x.numel()))
@@ -263,15 +261,11 @@ class ElasticLink(Quiet):
 
         if self.replaying:
             self.replay.mean(x)
-        else:
-            output = self._collective(run, lambda outcome: like(outcome.output, x, n * each))
-            x.copy_(output[: x.numel()].view(x.shape))
-        if parts is not None:
-            parts.use_all(rows)
+            return
+        output = self._collective(run, lambda outcome: like(outcome.output, x, n * each))
+        x.copy_(output[: x.numel()].view(x.shape))
 
-    def reduce_scatter(
-        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
-    ) -> Tensor:
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         raise ValueError("a worker of an elastic run owns no part of the outer state: use mean")
 
     def all_gather(
@@ -377,7 +371,4 @@ def _end_all() -> None:
 
 
 def _different(call: Call) -> str:
-    return (
-        f"the workers make different calls: this one is in {call}. Every worker must take the same "
-        "optimizer steps and make the same laconic calls"
-    )
+    return f"the workers make different calls: this one is in {call}. {SAME_CALLS}"

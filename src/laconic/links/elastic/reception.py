@@ -16,7 +16,6 @@ from laconic.links.elastic.members import Members
 from laconic.links.elastic.relay import (
     BEQUEST,
     HANDSHAKE_SECONDS,
-    LOOK_SECONDS,
     PIECE,
     PURPOSE,
     READY,
@@ -27,10 +26,9 @@ from laconic.links.elastic.relay import (
     call_donor,
 )
 from laconic.links.elastic.relay_frames import Bequest
-from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import View
-from laconic.links.talks import Talk, Talks
+from laconic.links.talks import Service, Talk
 
 T = TypeVar("T")
 log = logging.getLogger("laconic")
@@ -40,21 +38,19 @@ _NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not on Windows
 
 class Reception:
     """Where newcomers call this worker, at the socket ``server``, answered by a thread of its own;
-    and where it calls, if it is a newcomer itself. ``units``: see
-    `laconic.links.elastic.turns.Turns`."""
+    and where it calls, if it is a newcomer itself. ``units``: see `Relay`."""
 
     def __init__(self, members: Members, server: socket.socket, units: Units) -> None:
-        self._members, self._server, self._units = members, server, units
+        self._members, self._units = members, units
         self._feed: Feed | None = None
         self._waiting: SimpleQueue[Relay] = SimpleQueue()
         self._bequests: SimpleQueue[tuple[str, Bequest]] = SimpleQueue()
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        at = "laconic-service", [server], self._exchange, HANDSHAKE_SECONDS, self._answered
+        self._service = Service(*at)
 
     def open(self) -> None:
         """Answer newcomers from now on."""
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="laconic-service")
-        self._thread.start()
+        self._service.open()
 
     def callers(self, step: int) -> list[Relay]:
         """The newcomers that have called, and get the state after ``step`` steps."""
@@ -98,13 +94,7 @@ class Reception:
         """Answer nobody from now on, and ask nobody."""
         if self._feed is not None:
             self._feed.close()
-        self._closed = True
-        if self._thread is None:
-            self._server.close()
-            return
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, on most systems
-        self._thread.join()
+        self._service.close()
 
     def end(self, until: float) -> None:
         """As `close`, and wait until the time ``until`` for the thread of a donor's frames."""
@@ -114,22 +104,11 @@ class Reception:
 
     # -- who calls ----
 
-    def _serve(self) -> None:
-        talks = Talks()
-        talks.serve(self._server, self._exchange, HANDSHAKE_SECONDS, self._answered)
-        while not self._closed:
-            talks.turn(LOOK_SECONDS)
-        talks.close()
-        self._server.close()
-
     def _exchange(self) -> handshake.Exchange:
         return handshake.answer(PURPOSE, lambda key: self._members.secret, self._welcome)
 
     def _welcome(self, hello: handshake.Hello, text: bytes) -> bytes:
-        try:
-            View.unpack(text.decode())
-        except ValueError as error:
-            raise handshake.RefusedError(str(error)) from None
+        View.unpack(text.decode())
         return b""
 
     def _answered(self, talk: Talk, error: Exception | None) -> None:
@@ -145,8 +124,7 @@ class Reception:
         if _NOT_SENT is not None:  # else the kernel takes in MiB, and sends them beside a round
             with contextlib.suppress(OSError):  # it has ended already
                 talk.connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, PIECE)
-        turns = Turns(self._units)
-        self._waiting.put(Relay(hello.members[0], stream, self._members.add, turns))
+        self._waiting.put(Relay(hello.members[0], stream, self._members.add, self._units))
 
     def _inherit(self, id: str, stream: Stream) -> None:
         try:

@@ -8,7 +8,6 @@ in.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import queue
@@ -17,7 +16,8 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,6 @@ from laconic.links.elastic.relay_frames import (
     Snapshot,
     Start,
 )
-from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
 from laconic.links.talks import converse
@@ -61,6 +60,8 @@ _CHECK = struct.Struct(">I")
 """The checksum of the head."""
 CHANGED = "the message was changed in transit: its checksum is wrong"
 READY, STATE = b"ready", b"state"
+SHARE = 0.1
+"""The share of the time in which a donor sends although its own rounds need the network."""
 PIECE = 2**16
 """How many bytes are sent at a time, and how many more the kernel accepts before it sends them."""
 
@@ -78,10 +79,11 @@ class Stream:
         """When bytes came last."""
         forks.close_in_child(self)
 
-    def send(self, frame: Frame, turns: Turns | None = None) -> None:
-        """Send ``frame``, in ``turns`` if they are given; raises `RelayError`."""
-        kind = next(name for name, cls in KINDS.items() if cls is type(frame))
-        values = dict(vars(frame))
+    def send(
+        self, frame: Frame, turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Send ``frame``, each piece in its ``turn()``; raises `RelayError`."""
+        kind, values = type(frame).__name__, dict(vars(frame))
         if "call" in values:
             values["call"] = list(values["call"])
         buffer = io.BytesIO()
@@ -90,11 +92,8 @@ class Stream:
             data = buffer.getbuffer()
             head = _HEAD.pack(len(data), zlib.crc32(data))
             self._connection.sendall(head + _CHECK.pack(zlib.crc32(head)))
-            if turns is None:
-                self._connection.sendall(data)
-                return
             for start in range(0, len(data), PIECE):
-                with turns.one():
+                with turn():
                     self._connection.sendall(data[start : start + PIECE])
         except OSError as error:
             raise RelayError(str(error)) from error
@@ -149,7 +148,7 @@ class Stream:
 
     def close(self) -> None:
         """End the connection. Threads that use it raise `RelayError`."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
@@ -179,15 +178,19 @@ def _call(worker: Member, secret: bytes, hello: View) -> Stream:
 
 
 class Relay:
-    """Sends the frames for one newcomer, from a thread of its own, in ``turns`` with the donor's
-    rounds. ``ready``: called when the newcomer has taken in what was sent."""
+    """Sends the frames for one newcomer, from a thread of its own, while the donor does no
+    ``units``. ``ready``: called when the newcomer has taken in what was sent."""
 
     def __init__(
-        self, newcomer: Member, stream: Stream, ready: Callable[[Member], None], turns: Turns
+        self, newcomer: Member, stream: Stream, ready: Callable[[Member], None], units: Units
     ) -> None:
         self.newcomer = newcomer
         self.ended = False
-        self._stream, self._ready, self._turns = stream, ready, turns
+        self._stream, self._ready, self._units = stream, ready, units
+        self._hurries = False
+        """Whether it sends all the time."""
+        self._latest = 0.0
+        """How many seconds the latest piece took to send."""
         self._frames: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
         self._state: Callable[[], Snapshot] | None = None
         self._lock = threading.Lock()
@@ -219,7 +222,7 @@ class Relay:
         this relay no longer yields to them."""
         self._add(size_of(vars(frame)))
         if self._waiting > 2 * self._size:
-            self._turns.over()
+            self._hurry()
         if self._waiting > self._limit:
             self.give_up("it takes in less than the workers exchange")
         else:
@@ -256,10 +259,29 @@ class Relay:
         """Send ``start``, the last frame, and ``state()`` after it if the newcomer asks for it. The
         unit under way waits for that."""
         self._state = state
-        self._turns.over()
+        self._hurry()
         self.put(start)
         self._frames.put(None)
         self.ended = True
+
+    def _hurry(self) -> None:
+        with self._units.changed:
+            self._hurries = True
+            self._units.changed.notify_all()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """A context in which to send a piece: while no unit is under way, since both would share
+        the network. During a unit this relay sends `SHARE` of the time, so that it comes to an end
+        where units follow each other without a pause."""
+        units = self._units
+        with units.changed:
+            units.changed.wait_for(
+                lambda: self._hurries or not units.under_way, self._latest * (1 / SHARE - 1)
+            )
+        begin = time.monotonic()
+        yield
+        self._latest = time.monotonic() - begin
 
     def _send(self) -> None:
         try:
@@ -267,7 +289,7 @@ class Relay:
                 if isinstance(frame, threading.Event):
                     frame.set()
                     continue
-                self._stream.send(frame, self._turns)
+                self._stream.send(frame, self._turn)
                 self._add(-size_of(vars(frame)))
         except RelayError as error:
             self.give_up(str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -13,10 +13,10 @@ from laconic.links.calls import Call
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All state of the donor after ``step`` steps, as plain data."""
+    """All state of the donor after ``step`` steps, as plain data, by rank of the worker."""
 
     step: int
-    state: dict[str, Any]
+    state: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Bequest:
-    """State that only a worker ``held`` that has left. ``workers``: how many there were."""
+    """State that only a worker ``held`` that has left, by its ranks. ``workers``: how many there
+    were."""
 
-    held: dict[str, Any]
+    held: list[dict[str, Any]]
     workers: int
 
 
@@ -71,12 +72,5 @@ class Refusal:
 
 
 Frame = Snapshot | Record | StepSettings | Start | Bequest | Refusal
-KINDS: dict[str, Any] = {
-    "bequest": Bequest,
-    "snapshot": Snapshot,
-    "record": Record,
-    "refusal": Refusal,
-    "settings": StepSettings,
-    "start": Start,
-}
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Frame)}
 """By the name that a frame travels under."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic.links.calls import Call
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Record
-from laconic.links.link import Parts, arrivals
+from laconic.links.link import Parts, arrivals, at_once
 
 T = TypeVar("T")
 
@@ -103,11 +103,8 @@ class Replay:
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None) -> None:
         # the result does not count: that of the unit is what its all_gather brings
-        if parts is not None:
-            parts.fill_all(range(self.size))
-        out.copy_(x)
-        if parts is not None:
-            parts.use_all(arrivals(0, self.size))
+        with at_once(parts, range(self.size), arrivals(0, self.size)):
+            out.copy_(x)
 
     def gather(self, x: Tensor) -> Tensor:
         output = self._next()

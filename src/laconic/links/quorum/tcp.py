@@ -114,149 +114,6 @@ class Line:
         self._wire.close()
 
 
-class Host:
-    """Rank 0's side: the syncer, and a thread for each other worker. ``like``: tensors like those
-    that a worker delivers, by kind. ``timeout``: if the quorum is not reached within this many
-    seconds, all workers raise an error. ``report``: makes all ranks raise an error with a given
-    text and the ranks to blame."""
-
-    def __init__(
-        self,
-        core: Syncer,
-        lines: dict[int, Line],
-        like: Sequence[Sequence[Tensor]],
-        timeout: float,
-        report: Report,
-    ) -> None:
-        self.core = core
-        self._report = report
-        self._timeout = timeout
-        self.change = threading.Condition()
-        """Guards the syncer."""
-        self._lines, self._like = lines, like
-        self._failure: LinkError | None = None
-        self._closed = False
-        self._threads = [
-            threading.Thread(target=self._serve, args=(rank, line), daemon=True)
-            for rank, line in lines.items()
-        ]
-        for thread in self._threads:
-            thread.name = "laconic-quorum"
-            thread.start()
-        _hosts.add(self)
-
-    def deliver(self, rank: int, delivery: Delivery, sending: float = 0.0) -> Outcome:
-        """Wait until the round of worker ``rank`` has closed. Its message took ``sending``
-        seconds."""
-        core, end = self.core, time.monotonic() + self._timeout
-        with self.change:
-            core.arrive(rank, delivery, time.monotonic(), sending)
-            self.change.notify_all()
-            while rank not in core.outcomes:
-                if self._failure is not None:
-                    raise self._failure
-                if self._closed:
-                    raise LinkError("the rounds have ended")
-                found, now = core.next_closing(), time.monotonic()
-                if found is not None and found[0] <= now:
-                    try:
-                        core.close(found[1], now)
-                    except Exception as error:  # every worker raises it
-                        self.fail(error)
-                    self.change.notify_all()
-                elif found is None and now > end:
-                    missing = core.missing()
-                    text = f"no quorum in {self._timeout:g} s: ranks {missing} have not arrived"
-                    self.fail(LinkError(f"{text}. {ADVICE}", ranks=missing))
-                else:
-                    self.change.wait((end if found is None else found[0]) - now + 1e-3)
-            return core.outcomes.pop(rank)
-
-    def meet(self, rank: int) -> None:
-        """See `Port.meet`."""
-        with self.change:
-            self.core.meet(rank, time.monotonic())
-            self.change.notify_all()
-
-    def fail(self, error: Exception) -> None:
-        """Make every worker raise ``error`` at its next round. The caller must hold `change`."""
-        if self._failure is None:
-            ranks = error.ranks if isinstance(error, LinkError) else ()
-            self._failure = LinkError(str(error), ranks=ranks)
-            self.change.notify_all()
-            try:  # else ranks that see another one end would blame that one
-                self._report(str(error), ranks)
-            except LinkError as verdict:
-                self._failure = verdict
-        self.change.notify_all()
-
-    def _serve(self, rank: int, line: Line) -> None:
-        torch.set_grad_enabled(False)
-        try:
-            while self._serve_one(rank, line):
-                pass
-        except Exception as error:  # else the other workers would wait for this one
-            with self.change:
-                if not self._closed:
-                    self.fail(error)
-
-    def _serve_one(self, rank: int, line: Line) -> bool:
-        """Serve one message of worker ``rank``. Returns whether more will come."""
-        said = line.receive_text()
-        what = said.get("what")
-        if what == "meet":
-            self.meet(rank)
-            return True
-        if what == "leave":
-            with self.change:
-                self.core.leave(rank)
-                self.change.notify_all()
-            return False
-        if what != "arrive":
-            raise line.violated(f"no message of laconic's: {what!r}")
-        with line.reading():
-            about = Announcement.of(said["about"])
-            tensors = [torch.empty_like(t) for t in self._like[about.kind]]
-        start = time.monotonic()
-        line.receive(*tensors)
-        bases = None
-        if said.get("bases"):
-            bases = [torch.empty_like(t) for t in tensors]
-            line.receive(*bases)
-        delivery, sending = Delivery(about, tensors, bases), time.monotonic() - start
-        try:
-            closing, results = self.deliver(rank, delivery, sending)
-        except LinkError as error:
-            line.send_text({"error": str(error), "ranks": list(error.ranks)})
-            return False
-        codes = [0 if isinstance(result, Tensor) else len(result) for result in results]
-        line.send_text({**closing.as_json(), "codes": codes})
-        line.send(*tensors_of(results))
-        return True
-
-    def close(self) -> None:
-        """End the threads. Their workers may still be sending."""
-        with self.change:
-            self._closed = True
-            self.change.notify_all()
-        for line in self._lines.values():
-            line.shutdown()
-        end = time.monotonic() + EXIT_SECONDS
-        for thread in self._threads:
-            thread.join(max(end - time.monotonic(), 0.0))
-
-
-_hosts: weakref.WeakSet[Host] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """End the threads before the interpreter does: if it stops a thread inside torch, the process
-    dies of SIGABRT."""
-    for host in list(_hosts):
-        host.close()
-
-
 class Clock:
     """The real time."""
 
@@ -272,41 +129,177 @@ class Clock:
         """See `Port.restart`."""
 
 
-class HostPort(Clock):
-    """Rank 0's own port."""
+class Host(Clock):
+    """Rank 0's port, with the syncer, and a thread for each other worker. ``like``: tensors like
+    those that a worker delivers, by kind. ``timeout``: if the quorum is not reached within this
+    many seconds, all workers raise an error. ``report``: makes all ranks raise an error with a
+    given text and the ranks to blame."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(
+        self,
+        core: Syncer,
+        lines: dict[int, Line],
+        like: Sequence[Sequence[Tensor]],
+        timeout: float,
+        report: Report,
+    ) -> None:
+        self._core = core
+        self._report = report
+        self._timeout = timeout
+        self._change = threading.Condition()
+        """Guards the syncer."""
+        self._lines, self._like = lines, like
+        self._failure: LinkError | None = None
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank, line), daemon=True)
+            for rank, line in lines.items()
+        ]
+        for thread in self._threads:
+            thread.name = "laconic-quorum"
+            thread.start()
+        _hosts.add(self)
 
     @property
     def closings(self) -> list[Closing]:
-        return self._host.core.closings
-
-    def quiet(self) -> AbstractContextManager[object]:
-        return self._host.change
+        return self._core.closings
 
     @property
     def served(self) -> tuple[int, int]:
-        return self._host.core.served
+        return self._core.served
+
+    def quiet(self) -> AbstractContextManager[object]:
+        return self._change
 
     def deliver(self, delivery: Delivery) -> Outcome:
-        return self._host.deliver(0, delivery)
+        return self._deliver(0, delivery)
+
+    def _deliver(self, rank: int, delivery: Delivery, sending: float = 0.0) -> Outcome:
+        """Wait until the round of worker ``rank`` has closed. Its message took ``sending``
+        seconds."""
+        core, end = self._core, time.monotonic() + self._timeout
+        with self._change:
+            core.arrive(rank, delivery, time.monotonic(), sending)
+            self._change.notify_all()
+            while rank not in core.outcomes:
+                if self._failure is not None:
+                    raise self._failure
+                if self._closed:
+                    raise LinkError("the rounds have ended")
+                found, now = core.next_closing(), time.monotonic()
+                if found is not None and found[0] <= now:
+                    try:
+                        core.close(found[1], now)
+                    except Exception as error:  # every worker raises it
+                        self._fail(error)
+                    self._change.notify_all()
+                elif found is None and now > end:
+                    missing = core.missing()
+                    text = f"no quorum in {self._timeout:g} s: ranks {missing} have not arrived"
+                    self._fail(LinkError(f"{text}. {ADVICE}", ranks=missing))
+                else:
+                    self._change.wait((end if found is None else found[0]) - now + 1e-3)
+            return core.outcomes.pop(rank)
 
     def meet(self, step: int) -> None:
-        self._host.meet(0)
+        self._meet(0)
+
+    def _meet(self, rank: int) -> None:
+        with self._change:
+            self._core.meet(rank, time.monotonic())
+            self._change.notify_all()
 
     def close(self) -> None:
         """Leave. The other workers may complete what they have begun, and leave by themselves."""
-        with self._host.change:
-            self._host.core.leave(0)
-            self._host.change.notify_all()
+        self._leave(0)
+
+    def _leave(self, rank: int) -> None:
+        with self._change:
+            self._core.leave(rank)
+            self._change.notify_all()
 
     def abandon(self) -> None:
-        with self._host.change:
-            self._host.fail(LinkError(f"rank 0 has failed. {ADVICE}", ranks=[0]))
+        with self._change:
+            self._fail(LinkError(f"rank 0 has failed. {ADVICE}", ranks=[0]))
+
+    def _fail(self, error: Exception) -> None:
+        """Make every worker raise ``error`` at its next round. The caller must hold `_change`."""
+        if self._failure is None:
+            ranks = error.ranks if isinstance(error, LinkError) else ()
+            self._failure = LinkError(str(error), ranks=ranks)
+            self._change.notify_all()
+            try:  # else ranks that see another one end would blame that one
+                self._report(str(error), ranks)
+            except LinkError as verdict:
+                self._failure = verdict
+        self._change.notify_all()
+
+    def _serve(self, rank: int, line: Line) -> None:
+        torch.set_grad_enabled(False)
+        try:
+            while self._serve_one(rank, line):
+                pass
+        except Exception as error:  # else the other workers would wait for this one
+            with self._change:
+                if not self._closed:
+                    self._fail(error)
+
+    def _serve_one(self, rank: int, line: Line) -> bool:
+        """Serve one message of worker ``rank``. Returns whether more will come."""
+        said = line.receive_text()
+        what = said.get("what")
+        if what == "meet":
+            self._meet(rank)
+            return True
+        if what == "leave":
+            self._leave(rank)
+            return False
+        if what != "arrive":
+            raise line.violated(f"no message of laconic's: {what!r}")
+        with line.reading():
+            about = Announcement.of(said["about"])
+            tensors = [torch.empty_like(t) for t in self._like[about.kind]]
+        start = time.monotonic()
+        line.receive(*tensors)
+        bases = None
+        if said.get("bases"):
+            bases = [torch.empty_like(t) for t in tensors]
+            line.receive(*bases)
+        delivery, sending = Delivery(about, tensors, bases), time.monotonic() - start
+        try:
+            closing, results = self._deliver(rank, delivery, sending)
+        except LinkError as error:
+            line.send_text({"error": str(error), "ranks": list(error.ranks)})
+            return False
+        codes = [0 if isinstance(result, Tensor) else len(result) for result in results]
+        line.send_text({**closing.as_json(), "codes": codes})
+        line.send(*tensors_of(results))
+        return True
+
+    def end(self) -> None:
+        """End the threads. Their workers may still be sending."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        for line in self._lines.values():
+            line.shutdown()
+        end = time.monotonic() + EXIT_SECONDS
+        for thread in self._threads:
+            thread.join(max(end - time.monotonic(), 0.0))
 
 
-class GuestPort(Clock):
+_hosts: weakref.WeakSet[Host] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the threads before the interpreter does: if it stops a thread inside torch, the process
+    dies of SIGABRT."""
+    for host in list(_hosts):
+        host.end()
+
+
+class Guest(Clock):
     """The port of any other worker: ``line`` is that to rank 0. ``report``: see `Host`."""
 
     closings: list[Closing] = []  # noqa: RUF012  never changed
