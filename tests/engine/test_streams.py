@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import laconic as la
 from laconic import buckets
 from laconic.engine import gradient_channels
+from laconic.engine.channel import HostState
 from laconic.engine.overlap import Overlapping
 from laconic.links import Link
 from laconic.links.comm_thread import CommThread
@@ -154,6 +155,22 @@ def test_a_bucket_waits_for_the_streams_of_all_its_gradients(late_pool: gloo.Poo
     expected = late_pool.run(on_two_streams, False, ranks=2)
     for ours, theirs in zip(late_pool.run(on_two_streams, True, ranks=2), expected, strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+def without_momentum(rank: int) -> dict[str, Tensor]:
+    """A state in host memory, of which an update deletes a tensor that it has not read."""
+    with late.device() as device:
+        state = HostState({"momentum": torch.ones(3), "steps": torch.zeros(3)}, device)
+        with state.on_device() as used:
+            del used["momentum"]
+            used["steps"] = used.get("momentum", used["steps"]) + 1
+        return {name: tensor.clone() for name, tensor in state.items()}
+
+
+@pytest.mark.fault("a state tensor that an update had deleted came back from host memory")
+def test_state_in_host_memory_that_an_update_deletes_is_gone(late_pool: gloo.Pool) -> None:
+    (state,) = late_pool.run(without_momentum, ranks=1)
+    assert state.keys() == {"steps"} and torch.equal(state["steps"], torch.ones(3))
 
 
 def waits_of(rank: int, name: str, offload: bool = False) -> list[str]:

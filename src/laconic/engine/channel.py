@@ -90,6 +90,9 @@ def is_owned(update: Update, name: str, tensor: Tensor) -> bool:
 
 Tensors = Sequence[Sequence[Tensor | Segment]]
 """By parameter group."""
+ByGroup = dict[int, dict[str, Tensor]]
+"""Tensors by name, by the id of the first parameter of their group. Of several optimizers, each may
+add groups at any time, before those of the next one."""
 
 
 class ChannelSet:
@@ -154,25 +157,27 @@ class ChannelSet:
             found.append(Channel(bucket, exchange, part, region))
         return found
 
-    def varying(self) -> Sequence[dict[str, Tensor]]:
-        """The present tensors, by group and name, of a round whose tensors vary."""
+    def varying(self) -> ByGroup:
+        """The present tensors of a round whose tensors vary."""
         assert not isinstance(self._round.part, Fragment), "parameters do not vary"
-        return self._round.part(self._session.model, self._session.bound)
+        groups = self._round.part(self._session.model, self._session.bound)
+        firsts = [id(params[0]) if params else -k for k, params in enumerate(self._session.held())]
+        return dict(zip([*firsts, *range(len(groups))], groups, strict=False))
 
-    def copies(self) -> list[dict[str, Tensor]]:
+    def copies(self) -> ByGroup:
         """Copies of the present tensors, of a round whose tensors vary."""
-        return [{k: t.detach().clone() for k, t in group.items()} for group in self.varying()]
+        groups = self.varying().items()
+        return {key: {k: t.detach().clone() for k, t in g.items()} for key, g in groups}
 
-    def copied(self, copies: Sequence[dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    def copied(self, copies: ByGroup) -> list[tuple[Tensor, Tensor]]:
         """The present tensors of which there are ``copies`` of the same shape, each with its
         copy."""
-        if not copies:
-            return []
+        now = self.varying() if copies else {}
         pairs = [
-            (group[name].detach(), copy)
-            for group, named in zip(self.varying(), copies, strict=False)  # some groups are new
+            (now[key][name].detach(), copy)
+            for key, named in copies.items()
             for name, copy in named.items()
-            if name in group
+            if name in now.get(key, ())
         ]
         return [(t, copy) for t, copy in pairs if (t.shape, t.dtype) == (copy.shape, copy.dtype)]
 
@@ -293,7 +298,7 @@ class _OnDevice(UserDict[str, Tensor]):
         self.data = dict(host.data)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._used:
+        if name in self.data and name not in self._used:
             self[name] = self._host.to_device(name)
         return self.data[name]
 

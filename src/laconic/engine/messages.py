@@ -17,7 +17,7 @@ from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores, of_worker
 from laconic.algorithms.update import Clock, State, Tensors, Update, returned
 from laconic.buckets import Bucket
-from laconic.engine.channel import Channel, is_owned
+from laconic.engine.channel import ByGroup, Channel, is_owned
 from laconic.engine.session import Session
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import CommThread, Pending
@@ -189,14 +189,14 @@ class InFlightBucket(NamedTuple):
 @dataclass
 class InFlightRound:
     """One round in flight, to be folded after step ``due``. ``executed``: how many were
-    started before it. ``copies``: what was sent of tensors that come and go, by group and name.
+    started before it. ``copies``: what was sent of tensors that come and go.
     ``checked``: raises if a message was not finite. ``apart``: how workers differed before it.
     """
 
     due: int
     executed: int
     sent: Pending[list[InFlightBucket]] | Pending[Iterator[InFlightBucket]]
-    copies: Sequence[dict[str, Tensor]] = ()
+    copies: ByGroup = field(default_factory=dict)
     checked: Pending[None] = field(default_factory=lambda: Pending.of(None))
     apart: Pending[Difference | None] = field(default_factory=lambda: Pending.of(None))
 

@@ -165,7 +165,7 @@ class ParameterRunner:
         if self.set.vary:
             if delay and self._can_select_later:
                 return self._launch_varying(step)
-            groups = self.set.varying()
+            groups = list(self.set.varying().values())
             found = self._session.comm.call(partial(self._to_send, groups), label)
             self.set.replace(self._with_other_ranks(groups, found))
         together = self._overlap.use(len(self.channels))
@@ -205,7 +205,7 @@ class ParameterRunner:
 
         async def send() -> list[InFlightBucket]:
             found = []
-            groups = [list(group.values()) for group in self._to_send(copies)]
+            groups = [list(group.values()) for group in self._to_send([*copies.values()])]
             for channel in self.set.cut(groups):
                 at_work = self.link.size, self.link.rank
                 clock = messenger.clock(channel.bucket, step, executed, at_work)

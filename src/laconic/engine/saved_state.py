@@ -21,7 +21,7 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival
 from laconic.algorithms.update import Slot, State
-from laconic.engine.channel import Channel
+from laconic.engine.channel import ByGroup, Channel
 from laconic.engine.comparison import digest
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.messages import Difference, InFlightBucket, InFlightRound
@@ -161,7 +161,8 @@ Runner = ParameterRunner | GradientRunner
 
 def round_state(running: ParameterRunner) -> Saved:
     """The state of ``running``. Waits for its rounds in flight; sends nothing."""
-    flights = [_flight_state(f) for f in running.in_flight]  # first: arrivals may change the state
+    # first: arrivals may change the state
+    flights = [_flight_state(running, f) for f in running.in_flight]
     return {
         **channel_states(running),
         "executed": running.executed,
@@ -182,7 +183,7 @@ def channel_states(runner: Runner) -> Saved:
     }
 
 
-def _flight_state(flight: InFlightRound) -> Saved:
+def _flight_state(running: ParameterRunner, flight: InFlightRound) -> Saved:
     apart, sent = flight.apart.wait(), set[int]()
     buckets = []
     for channel, y, pending in flight.buckets:
@@ -197,9 +198,10 @@ def _flight_state(flight: InFlightRound) -> Saved:
                 "workers": None if arrival.present is None else arrival.present[0],
             }
         )
+    groups = [flight.copies.get(key, {}) for key in running.set.varying()] if flight.copies else []
     return {
         "due": flight.due,
-        "names": [[k for k, t in group.items() if id(t) in sent] for group in flight.copies],
+        "names": [[k for k, t in group.items() if id(t) in sent] for group in groups],
         "buckets": buckets,
         "apart": None if apart is None else tuple(apart),
     }
@@ -229,10 +231,10 @@ def loaded(
 
 
 def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFlightRound:
-    channels, copies = running.channels, []
+    channels, copies = running.channels, ByGroup()
     if running.set.vary:
         copies = running.set.copies()
-        groups = zip(copies, saved["names"], strict=False)
+        groups = zip(copies.values(), saved["names"], strict=False)
         channels = running.set.cut([[g[k] for k in own if k in g] for g, own in groups])
     sizes = [channel.bucket.numel for channel in channels]
     before = [bucket["size"] for bucket in saved["buckets"]]
