@@ -239,6 +239,24 @@ def test_a_round_that_is_no_recipe_says_what_to_write() -> None:
         la.attach(model, optimizer, alone)
 
 
+def test_owner_state_has_an_element_for_each_of_x() -> None:
+    """Else ranks beyond the first would get an empty slice of it."""
+
+    class Norm(Average):
+        slots: ClassVar[dict[str, Slot]] = {"norm": "owner"}
+
+        def init(self, x: Tensor) -> State:
+            return {"norm": x.norm().view(1)}
+
+    def run(rank: int) -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"'norm' with the shape \[1\]"):
+            la.attach(model, optimizer, (la.Round(la.every(2), Norm(), ShardedMean()),))
+
+    la.simulate(run, workers=2)
+
+
 def test_an_attach_that_failed_leaves_no_hooks() -> None:
     class NoSlots(Average):
         def init(self, x: Tensor) -> State:

@@ -220,7 +220,15 @@ class ChannelSet:
         for name, slot in update.slots.items():
             check_choice(f"{type(update).__name__}.slots[{name!r}]", slot, get_args(Slot))
         own = channel.region
-        state = {k: t[own].clone() if is_owned(update, k, t) else t for k, t in state.items()}
+        for name, t in state.items():
+            if is_owned(update, name, t):
+                if t.shape != x.shape:
+                    raise ValueError(
+                        f'{type(update).__name__}.init makes "owner" state {name!r} with the shape '
+                        f"{list(t.shape)}: it needs an element for each of x, {list(x.shape)}, or "
+                        "no dimensions"
+                    )
+                state[name] = t[own].clone()
         channel.state = state if update.in_every_step else self._kept(channel, state)
         if exchange.slots:
             carried = exchange.init(x[channel.part].to(dtype, copy=True), channel.owned)

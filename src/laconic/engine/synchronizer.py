@@ -358,10 +358,12 @@ class Synchronizer:
         with torch.inference_mode(False), torch.no_grad():
             with session.checked("average()"):
                 averaged = list(tensors)
-                if not all(isinstance(t, Tensor) and t.is_floating_point() for t in averaged):
-                    raise ValueError(
-                        f"sync.average() needs tensors of a floating-point dtype, not {averaged!r}"
-                    )
+                for t in averaged:
+                    if not isinstance(t, Tensor) or not t.is_floating_point():
+                        found = t.dtype if isinstance(t, Tensor) else repr(t)
+                        raise ValueError(
+                            f"sync.average() needs tensors of a floating-point dtype, not {found}"
+                        )
             said = session.gather_json([[str(t.dtype), *t.shape] for t in averaged])
             other = next((rank for rank, about in enumerate(said) if about != said[0]), None)
             if other is not None:
