@@ -110,6 +110,16 @@ def test_a_race_runs_as_long_as_it_should(
     assert counted.is_check(50) and counted.check(50, 0.0), "a race of steps ends at the last one"
 
 
+def test_a_race_does_not_end_a_period_early_for_a_moment() -> None:
+    planned = Schedule(la.slowmo(la.local_sgd(24), 24), 14.9, 1, 8)
+    step = 0
+    while step < planned.steps:
+        step += 1
+        if planned.is_check(step):
+            planned.check(step, step * 15.0 / 144)
+    assert step == 144
+
+
 # -- what ranks record ----
 
 

@@ -12,6 +12,8 @@ from laconic.algorithms.round import GradientRound, Recipe, Round
 
 HORIZON = 20_000
 """Steps that are searched for the last one of a run."""
+LATE = 0.02
+"""The share of its steps that a run may take too many, where it would end earlier by more."""
 CHECKS = 32
 """About how often a run's clock is checked."""
 
@@ -67,7 +69,11 @@ class Schedule:
         if self.seconds is not None:
             since, before = max(c for c in self._checked if c[0] <= step / 2)
             left = (self.seconds - elapsed) * (step - since) / (elapsed - before)
-            self.steps = max(last_step(self.recipe, step + int(left)), step)
+            most = step + int(left)
+            found = last_step(self.recipe, most)
+            if most - found > LATE * most:
+                found = last_step(self.recipe, int(most * (1 + LATE)))
+            self.steps = max(found, step)
             self._checked.append((step, elapsed))
             share = elapsed / self.seconds
         self._next_check = step + max(self.steps // CHECKS, 1)
