@@ -185,10 +185,17 @@ def test_what_cannot_work_is_refused(make: Callable[[], object], message: str) -
 
 
 def test_what_is_like_it_and_works() -> None:
+    for each in (
+        round_of(OuterStep(1.0, 0.0), delay=1),
+        round_of(Average(), CodedMean(Int4(), relative=True)),
+    ):
+        first, second = simulated(Job((each,), 2, 4))
+        (_, last), (_, other), (_, begin) = first[-1], second[-1], first[0]
+        twice = [[(last, last)]]
+        assert same_bits(twice, [[(other, other)]]), "they agree on the consensus"
+        assert not same_bits(twice, [[(begin, begin)]]), "which has moved"
     round_of(NoFold())
-    round_of(OuterStep(1.0, 0.0), delay=1)
     round_of(Weighted(), Push(la.topology.Graph("exponential")))
-    round_of(Average(), CodedMean(Int4(), relative=True))
 
 
 def test_gradients_take_any_mean_that_all_workers_hold() -> None:

@@ -73,7 +73,9 @@ def test_attached_again_under_another_job(start: Start, monkeypatch: pytest.Monk
     ports, port = gloo.free_ports(3), start().port
     monkeypatch.setenv("LACONIC_PORTS", f"{ports[0]}-{ports[-1]}")
     for job in ("one", "two"):
-        attached(port, job=job).detach()
+        sync = attached(port, job=job)
+        assert len(sync.view.workers) == 1 and sync.attached
+        sync.detach()
 
 
 def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
