@@ -55,7 +55,6 @@ ALL = {
     "coded_large": (2, True, ["coded_large"], "the same with a bucket of 25 MiB, two processes"),
     "memory": (4, False, ["memory", "slowmo"], "extra memory / (8/n bytes each + two buckets)"),
     "memory2": (4, False, ["memory", "diloco"], "extra memory / (8/n bytes each + two buckets)"),
-    "shards": (4, False, ["shards"], "slow state on 2 shards / (8/2 bytes each, or 0, + buckets)"),
     "calls": (1, False, ["calls"], "a drop-in's call without a round / 50 us"),
 }
 LONG = {"far": (0.1, 0.001), "buckets": (0.1, 0.0)}
@@ -74,7 +73,7 @@ def run(name: str) -> list[Figure]:
     with cluster:
         argv = [sys.executable, "-m", "benchmarks.measure", *arguments]
         # For memory benchmarks, make malloc return freed memory to the system.
-        memory = arguments[0] in ("memory", "shards")
+        memory = arguments[0] == "memory"
         env = {"MALLOC_MMAP_THRESHOLD_": "1048576"} if memory else {}
         job = launch(cluster, argv, env=env)
         outcomes = job.wait(TIMEOUT)

@@ -442,39 +442,6 @@ def memory(name: str) -> None:
     emit(Figure(detail, extra / allowed, None, None, 1, 1.0))
 
 
-def shards() -> None:
-    """Measure the slow state of SlowMoDistributedDataParallel on two owners and on other ranks."""
-    count, owners = 48 * 2**20, 2
-    models = []
-    # Exclude the cost of the first use and the backend's own buffers.
-    dist.all_reduce(torch.ones(BUCKET_BYTES // 4))
-    for size in (16, count):
-        weights = [nn.Parameter(torch.ones(size // 16)) for _ in range(16)]
-        reset_peak()
-        before = peak()
-        model = laconic.SlowMoDistributedDataParallel(
-            nn.ParameterList(weights),
-            nprocs_per_node=1,
-            slowmo_num_shards=owners,
-            localsgd_frequency=1,
-            slowmo_frequency=2,
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(4):
-            optimizer.step()
-            model.perform_slowmo(optimizer)
-        models.append(model)  # keep its communication thread and link alive
-    extra = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-    extra[dist.get_rank()] = peak() - before
-    dist.all_reduce(extra)
-    kinds = {"owner": (extra[:owners], 8 / owners), "other rank": (extra[owners:], 0)}
-    for name, (found, per_element) in kinds.items():
-        most = float(found.max())
-        allowed = per_element * count + 2 * BUCKET_BYTES + 2**20  # 1 MiB for Python objects
-        detail = f"{name}, {count / 2**20:.0f} Mi parameters, {most / 2**20:.0f} MiB"
-        emit(Figure(detail, most / allowed, None, None, 1, 1.0))
-
-
 def calls() -> None:
     """Measure a call of each drop-in without a round, in microseconds divided by 50."""
     wrapped, plain = Training(), Training()
@@ -518,7 +485,6 @@ def main() -> None:
         "coded": coded,
         "coded_large": coded_large,
         "memory": memory,
-        "shards": shards,
         "calls": calls,
     }
     jobs[name](*arguments)

@@ -1006,7 +1006,6 @@ def _front_ends() -> None:
     sgp: dict[str, Any] = {"slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP, **whole}
     settings: dict[str, dict[str, Any]] = {
         "local SGD": {},
-        "local SGD, 2 shards": {"slowmo_num_shards": 2},
         "local SGD, not memory efficient": whole,
         "local SGD, 2 ranks a node": {"nprocs_per_node": 2},
         "local SGD, one node": {"nprocs_per_node": 4},

@@ -106,19 +106,6 @@ def in_turns(recipe: la.Recipe, folder: Path, **more: Any) -> list[Tensor]:
 
 
 @same_batches
-@pytest.mark.fault("no other number of workers loaded outer state of fewer owners than workers")
-def test_fewer_owners_than_workers_cut_outer_state_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have smaller buckets, whose number depends on that of the workers."""
-    monkeypatch.setattr(channel, "BUCKET_BYTES", 160)
-    slow = la.updates.SlowMomentum(0.5, 1.0), la.exchanges.ShardedMean(2)
-    recipe = (la.Round(la.every(4), *slow),)
-    (alone,) = la.simulate(partial(alike, recipe=recipe, end=20), workers=1)
-    assert all(close(x, alone, 1e-9) for x in in_turns(recipe, tmp_path))
-
-
-@same_batches
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @pytest.mark.fault("outer state of complex parameters loaded with as many workers only")
 def test_outer_state_of_complex_parameters_is_cut_anew(tmp_path: Path) -> None:

@@ -59,8 +59,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         slowmo_memory_efficient: shard the slow step's state, two float32 numbers per parameter.
         slowmo_frequency: calls between slow steps, at least 1.
         slowmo_lr: the slow learning rate, above 0.
-        slowmo_num_shards: over how many ranks that state is sharded (all, if there are fewer;
-            rounded up to a multiple of nprocs_per_node).
+        slowmo_num_shards: has no effect: that state is sharded over all ranks.
         localsgd_frequency: calls between averages of local SGD, at least 1.
         graph: for SGP: a `GraphManager`. None: `NPeerDynamicDirectedExponentialGraph`.
         mixing: for SGP: a `UniformMixing`. None: the graph's own.
@@ -147,7 +146,7 @@ class SlowMoDistributedDataParallel(nn.Module):
             given.warn(nodes)
         self.module = module
         vars(self).update({name: getattr(given, name) for name in FIXED})
-        vars(self)["slowmo_num_shards"] = given.shards(nodes)
+        vars(self)["slowmo_num_shards"] = world.size if slowmo_memory_efficient else 1
         sets = sets_of(world, layout, None, False, inside_of(world, device, timeout))
         settings = Settings(
             "average" if broadcast_buffers else "keep", lambda recipe: recipe, hooked=False

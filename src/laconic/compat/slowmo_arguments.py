@@ -130,17 +130,6 @@ class Arguments:
         return self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
 
     @property
-    def owners(self) -> int | None:
-        """How many nodes store the slow step's state; None: all of them. Slices are per node,
-        because each rank of a node owns a part of the node's slice."""
-        shards = -(-self.slowmo_num_shards // self.nprocs_per_node)
-        return shards if self.slowmo_memory_efficient else None
-
-    def shards(self, nodes: int) -> int:
-        """Return over how many ranks the slow step's state is sharded."""
-        return min(self.owners, nodes) * self.nprocs_per_node if self.owners else 1
-
-    @property
     def slow_step_on(self) -> bool:
         """Whether there is a slow step."""
         return (self.slowmo_momentum, self.slowmo_lr) != (0.0, 1.0)
@@ -186,7 +175,7 @@ class Arguments:
         """Add the slow step to ``base``. It replaces rounds of ``base`` if it averages exactly."""
         if not self.slow_step_on:
             return base
-        sharded = self.owners is not None
+        sharded = self.slowmo_memory_efficient
         average = self.local or sharded or self.slowmo_sgp_average_params or not base
         period, momentum, lr = self.slowmo_frequency, self.slowmo_momentum, self.slowmo_lr
         if self.base_is_idle:
@@ -194,7 +183,7 @@ class Arguments:
         stored = sharded or not average  # without an average, every worker keeps its own state
         *skipped, slow = recipes.slowmo(base, period, momentum, lr, sharded=stored, average=average)
         if sharded:
-            slow = replace(slow, exchange=ShardedMean(self.owners))
+            slow = replace(slow, exchange=ShardedMean())
         return (*(skipped if average else base), slow)
 
     def _unused(self) -> list[str]:
@@ -211,8 +200,7 @@ class Arguments:
             "slowmo_sgp_average_params (only for SGP, without slowmo_memory_efficient)": (
                 self.slowmo_sgp_average_params and (local or sharded or not on)
             ),
-            "slowmo_num_shards (only for slowmo_memory_efficient)": not sharded
-            and self.slowmo_num_shards != SHARDS,
+            "slowmo_num_shards (all ranks have a shard)": self.slowmo_num_shards != SHARDS,
             "slowmo_memory_efficient=False (only for slow steps)": not (efficient or on),
             "slowmo_frequency (only for slow steps)": not on and self.slowmo_frequency != SLOW,
             "localsgd_frequency (only for local SGD)": not local

@@ -218,15 +218,8 @@ class Collectives(Blocking):
                 if r != self.rank:
                     self._send(transfer, r, part.stop * itemsize)
 
-    async def _reduce_scatter(
-        self, x: Tensor, owners: int | None = None, overlaps: bool = False
-    ) -> Tensor:
-        slices = x.view(owners or self.size, -1).unbind()
-        if self.rank >= len(slices):
-            transfer = self._post_all(slices, [], joins=overlaps)
-            await self._sent(transfer, overlaps)
-            self._wait(transfer)
-            return x[:0]
+    async def _reduce_scatter(self, x: Tensor, overlaps: bool = False) -> Tensor:
+        slices = x.view(self.size, -1).unbind()
         length = slices[0].numel()
         scratch = self._lend()
         room = scratch.take((self.size - 1) * length, x.dtype, x.device)
@@ -247,27 +240,19 @@ class Collectives(Blocking):
         return mean
 
     async def _all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-        overlaps: bool = False,
+        self, mine: Tensor, out: Tensor, parts: Parts | None = None, overlaps: bool = False
     ) -> None:
-        slices = list(out.view(owners or self.size, -1).unbind())
-        order = [r for r in arrivals(self.rank, self.size) if r < len(slices)]
-        parts = parts or Parts([len(slices[0])])
-        own = slices[self.rank] if self.rank in order else None
-        sends = [] if own is None else [own] * self.size
-        transfer = self._post_all(sends, slices, ready=False, joins=overlaps)
-        for part in () if own is None else parts:
+        slices = list(out.view(self.size, -1).unbind())
+        parts, own = parts or Parts([len(slices[0])]), slices[self.rank]
+        transfer = self._post_all([own] * self.size, slices, ready=False, joins=overlaps)
+        for part in parts:
             if parts.fill is not None:
                 parts.fill(self.rank, part)
-            if own is not None and mine.data_ptr() != own.data_ptr():
+            if mine.data_ptr() != own.data_ptr():
                 own[part].copy_(mine[part])
             self._send_all(transfer, part.stop * out.element_size())
         await self._sent(transfer, overlaps)
-        self._receive(transfer, parts, order, out.element_size())
+        self._receive(transfer, parts, out.element_size())
 
     async def _all_to_all(
         self, x: Tensor, out: Tensor, parts: Parts | None = None, overlaps: bool = False
@@ -277,12 +262,11 @@ class Collectives(Blocking):
         self._fill(transfer, parts, x.element_size())
         rows[self.rank].copy_(x[self.rank])
         await self._sent(transfer, overlaps)
-        self._receive(transfer, parts, arrivals(self.rank, self.size), x.element_size())
+        self._receive(transfer, parts, x.element_size())
 
-    def _receive(
-        self, transfer: Transfer, parts: Parts, order: Sequence[int], itemsize: int
-    ) -> None:
+    def _receive(self, transfer: Transfer, parts: Parts, itemsize: int) -> None:
         """Wait for all messages, and use each of the ``parts`` once it has come."""
+        order = arrivals(self.rank, self.size)
         if parts.use is None or len(parts.ends) == 1:
             self._wait(transfer)
             parts.use_all(order)

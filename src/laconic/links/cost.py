@@ -10,8 +10,6 @@ collective      bytes sent       messages    how it is carried
 mean            2(n-1)/n * B     2           reduce_scatter, then all_gather
 reduce_scatter  (n-1)/n * B      1           direct exchange, then a local sum
 all_gather      (n-1)/n * B      1           direct exchange (B: the gathered bytes)
-to s owners     (s-1)/s * B, B   1           reduce_scatter to the first s ranks: they, the others
-from s owners   (n-1)/s * B, 0   1           all_gather from them
 all_to_all      (n-1)/n * B      1           direct exchange (B: the rows for all ranks)
 broadcast       (n-1)/n * B      ceil(lb n)  tree; the mean over the ranks
 gather          (n-1) * B        1           direct exchange (B: one rank's bytes)
@@ -83,23 +81,13 @@ def mean(size: int, n: int, even: bool = True) -> Cost:
     return Cost(2 * (n - 1) * size // n, 2 * min(n - 1, 1))
 
 
-def reduce_scatter(size: int, n: int, owners: int | None = None, rank: int = 0) -> Cost:
-    """Reduce-scatter of ``size`` bytes: each of the first ``owners`` ranks (None: of all) ends with
-    one slice. What ``rank`` sends: all slices but its own."""
-    own = size // (owners or n) if rank < (owners or n) else 0
-    return Cost(size - own, min(n - 1, 1))
-
-
-def all_gather(size: int, n: int, owners: int | None = None, rank: int = 0) -> Cost:
-    """All-gather into ``size`` bytes: each of the first ``owners`` ranks (None: of all) starts with
-    one slice. What ``rank`` sends: its slice to every other."""
-    own = size // (owners or n) if rank < (owners or n) else 0
-    return Cost((n - 1) * own, min(n - 1, 1))
-
-
 def all_to_all(size: int, n: int) -> Cost:
-    """``size`` bytes of rows, one for each rank."""
+    """``size`` bytes of rows, one for each rank. Reduce-scatter and all-gather of ``size`` bytes
+    send as much."""
     return Cost((n - 1) * size // n, min(n - 1, 1))
+
+
+reduce_scatter = all_gather = all_to_all
 
 
 def broadcast(size: int, n: int) -> Cost:

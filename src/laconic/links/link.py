@@ -112,16 +112,10 @@ class AsyncLink(Protocol):
     async def mean(self, x: Tensor) -> None:
         """As `Link.mean`."""
 
-    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    async def reduce_scatter(self, x: Tensor) -> Tensor:
         """As `Link.reduce_scatter`."""
 
-    async def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
+    async def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         """As `Link.all_gather`."""
 
     async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
@@ -228,22 +222,15 @@ class Link(Protocol):
     def mean(self, x: Tensor) -> None:
         """``x <- mean over ranks of x``, in place; the same bits on every rank."""
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
-        """Cut ``x`` into ``owners`` slices (None: n), and return the mean over ranks of slice
-        ``rank``; an empty tensor on the ranks from ``owners`` on. Sums in float32 at least.
-        Overwrites ``x``. The result belongs to the link or is a view of x, and is valid until the
-        next call. The length of x is a multiple of ``owners``, which is at most n."""
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Cut ``x`` into n slices, and return the mean over ranks of slice ``rank``. Sums in
+        float32 at least. Overwrites ``x``. The result belongs to the link or is a view of x, and
+        is valid until the next call. The length of x is a multiple of n."""
 
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
-        """``out`` <- the first ``owners`` ranks' ``mine`` one after the other (None: all ranks'),
-        cast to ``out``'s dtype. ``mine`` may be its own slice of ``out``. ``parts`` are filled in
-        ``mine``, as the row for this rank, and used in the slices of ``out``."""
+    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        """``out`` <- all ranks' ``mine`` one after the other, cast to ``out``'s dtype. ``mine`` may
+        be its own slice of ``out``. ``parts`` are filled in ``mine``, as the row for this rank, and
+        used in the slices of ``out``."""
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         """Send row r of ``x``, of shape (n, m), to rank r. ``out``, of the same size, receives the

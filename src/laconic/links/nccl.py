@@ -139,19 +139,12 @@ class NcclLink(Quiet):
             self._run(dist.all_reduce, x)
             x.div_(self.size)
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
-        op, slices = dist.ReduceOp.AVG, x.view(owners or self.size, -1).unbind()
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         if state_dtype(x.dtype) != x.dtype:
-            if len(slices) == self.size:
-                return self._sliced_mean(x.view(self.size, -1))
-            return self.reduce_scatter(x.to(state_dtype(x.dtype)), owners)
-        if len(slices) < self.size:  # NCCL reduces to one rank, or cuts for all of them
-            for r, piece in enumerate(slices):
-                self._run(dist.reduce, piece, dist.get_global_rank(self._group, r), op=op)
-            return slices[self.rank] if self.rank < len(slices) else x[:0]
-        own = torch.empty_like(slices[0])
+            return self._sliced_mean(x.view(self.size, -1))
+        own = x.new_empty(x.numel() // self.size)
         reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        self._run(reduce_scatter, own, x, op=op)
+        self._run(reduce_scatter, own, x, op=dist.ReduceOp.AVG)
         return own
 
     def _only_on_device(self, x: Tensor, run: Callable[[Tensor], None]) -> bool:
@@ -170,24 +163,10 @@ class NcclLink(Quiet):
         self._run(dist.all_to_all_single, rows, x)
         return mean_in_rank_order(rows.unbind())
 
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
-        slices = list(out.view(owners or self.size, -1).unbind())
-        order = [r for r in arrivals(self.rank, self.size) if r < len(slices)]
-        with at_once(parts, [r for r in order if r == self.rank], order):
-            if len(slices) == self.size:
-                all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-                self._run(all_gather, out, mine.to(out.dtype))
-                return
-            for r, piece in enumerate(slices):
-                if r == self.rank:
-                    piece.copy_(mine)
-                self.broadcast(piece, r)
+    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        with at_once(parts, [self.rank], arrivals(self.rank, self.size)):
+            all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+            self._run(all_gather, out, mine.to(out.dtype))
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         with at_once(parts, hops(self.rank, self.size), arrivals(self.rank, self.size)):

@@ -36,19 +36,12 @@ class NullLink(Quiet):
     def mean(self, x: Tensor) -> None:
         """Does nothing: all ranks have the same."""
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
-        return x.view(owners or self.size, -1)[0]
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x.view(self.size, -1)[0]
 
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
-        rows = out.view(owners or self.size, -1)
-        order = [r for r in arrivals(self.rank, self.size) if r < len(rows)]
-        with at_once(parts, [self.rank], order):
+    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        rows = out.view(self.size, -1)
+        with at_once(parts, [self.rank], arrivals(self.rank, self.size)):
             if mine.data_ptr() != rows.data_ptr():
                 rows[0].copy_(mine)
             rows[1:].copy_(rows[0].expand_as(rows[1:]))

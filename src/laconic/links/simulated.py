@@ -270,24 +270,13 @@ class SimulatedLink(Quiet):
     def mean(self, x: Tensor) -> None:
         x.copy_(self._join("mean", x, mean_in_rank_order))
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         mean = self._join("reduce_scatter", x, mean_in_rank_order)
-        owners = owners or self.size
-        own = mean.view(owners, -1)[self.rank] if self.rank < owners else mean[:0]
-        return own.clone()
+        return mean.view(self.size, -1)[self.rank].clone()
 
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
-        slices = owners or self.size
-        order = [r for r in arrivals(self.rank, self.size) if r < slices]
-        with at_once(parts, [r for r in order if r == self.rank], order):
-            own = mine.to(out.dtype)
-            out.copy_(self._join("all_gather", own, lambda x: torch.cat(x[:slices]), out.shape))
+    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        with at_once(parts, [self.rank], arrivals(self.rank, self.size)):
+            out.copy_(self._join("all_gather", mine.to(out.dtype), torch.cat))
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         with at_once(parts, hops(self.rank, self.size), arrivals(self.rank, self.size)):

@@ -115,38 +115,29 @@ class _AsyncStaged:
             await self._inner.mean(host)
             self._link.copy(host, x)
 
-    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    async def reduce_scatter(self, x: Tensor) -> Tensor:
         link = self._link
         if not link.staged(x):
-            return await self._inner.reduce_scatter(x, owners)
+            return await self._inner.reduce_scatter(x)
         with link.copied(x) as host:
-            mean = await self._inner.reduce_scatter(host, owners)
-            if not mean.numel():
-                return x[:0]
+            mean = await self._inner.reduce_scatter(host)
             if mean.dtype != x.dtype:
                 return mean.to(link.device)  # it waits: this memory is not pinned
-            own = x.view(owners or self.size, -1)[self.rank]
+            own = x.view(self.size, -1)[self.rank]
             link.copy(mean, own)
             return own
 
-    async def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
+    async def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         link = self._link
         if not link.staged(out):
-            await self._inner.all_gather(mine, out, owners, parts)
+            await self._inner.all_gather(mine, out, parts)
             return
-        order = [r for r in arrivals(self.rank, self.size) if r < (owners or self.size)]
         with (
-            at_once(parts, [r for r in order if r == self.rank], order),
+            at_once(parts, [self.rank], arrivals(self.rank, self.size)),
             link.copied(mine) as own,
             link.memory.borrow(out.numel(), out.dtype) as host,
         ):
-            await self._inner.all_gather(own, host, owners)
+            await self._inner.all_gather(own, host)
             link.copy(host, out)
 
     async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:

@@ -96,32 +96,19 @@ class _WrappedAsync:
         amount = cost.mean(size_of(x), self.size, x.numel() % self.size == 0)
         await self._around("mean", amount, amount.bytes, self._inner.mean(x))
 
-    async def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
-        sends, brings = self._to_and_from(size_of(x), owners)
-        job = self._inner.reduce_scatter(x, owners)
-        return await self._around("reduce_scatter", sends, brings.bytes, job)
+    async def reduce_scatter(self, x: Tensor) -> Tensor:
+        amount, job = cost.reduce_scatter(size_of(x), self.size), self._inner.reduce_scatter(x)
+        return await self._around("reduce_scatter", amount, amount.bytes, job)
 
-    async def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
-        brings, sends = self._to_and_from(size_of(out), owners)
-        job = self._inner.all_gather(mine, out, owners, parts)
-        await self._around("all_gather", sends, brings.bytes, job)
+    async def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        amount = cost.all_gather(size_of(out), self.size)
+        job = self._inner.all_gather(mine, out, parts)
+        await self._around("all_gather", amount, amount.bytes, job)
 
     async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         amount = cost.all_to_all(size_of(x), self.size)
         job = self._inner.all_to_all(x, out, parts)
         await self._around("all_to_all", amount, amount.bytes, job)
-
-    def _to_and_from(self, size: int, owners: int | None) -> tuple[Cost, Cost]:
-        """What this rank sends to the owners of slices, and what it sends as an owner. A rank
-        sends in a reduce-scatter what it receives in an all-gather, and the reverse."""
-        at = size, self.size, owners, self.rank
-        return cost.reduce_scatter(*at), cost.all_gather(*at)
 
     async def swap(
         self, x: Tensor, to: Sequence[int], source: Sequence[int]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.update import Clock, State
-from laconic.errors import check_int
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink
@@ -41,41 +40,25 @@ class ShardedMean(Exchange):
 
     Sends the same bytes as one all-reduce. Each worker does 1/n of the outer step's arithmetic and
     stores 1/n of its state.
-
-    ``shards``: only the first ``shards`` workers own a slice and store outer state. They send
-    (n-1)/shards of the message on top of what every worker sends. With None, or a value of n or
-    more, all workers own a slice.
     """
-
-    shards: int | None = None
 
     agrees = True
 
-    def __post_init__(self) -> None:
-        if self.shards is not None:
-            check_int("shards", self.shards, 1)
-
     def replicated(self) -> Exchange:
-        if self.shards is not None:
-            raise ValueError(
-                f"outer state in {self.shards} shards is lost with the workers that own it: where "
-                "workers come and go, every worker stores all of it"
-            )
         return Mean()
 
     def owners(self, n: int) -> int | None:
-        return n if self.shards is None else min(self.shards, n)
+        return n
 
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
-        at = length * itemsize, n, self.owners(n), n - 1  # with shards set, most ranks own nothing
+        at = length * itemsize, n
         return cost.reduce_scatter(*at) + cost.all_gather(*at)
 
     async def run(
         self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
-        owners = self.owners(link.size)
-        result = combine(await link.reduce_scatter(message, owners))
-        await link.all_gather(result, message, owners)
+        result = combine(await link.reduce_scatter(message))
+        await link.all_gather(result, message)
         return Arrival(message)
 
 

@@ -265,22 +265,15 @@ class ElasticLink(Quiet):
         output = self._collective(run, lambda outcome: like(outcome.output, x, n * each))
         x.copy_(output[: x.numel()].view(x.shape))
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         raise ValueError("a worker of an elastic run owns no part of the outer state: use mean")
 
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
-        assert owners in (None, self.size), "all workers own a slice"
+    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         # nothing is used before all is complete
         fills = None if parts is None else Parts(parts.ends, parts.fill)
 
         def run(link: Everyone) -> None:
-            link.all_gather(mine, out, owners, fills)
+            link.all_gather(mine, out, fills)
             self.units.outcome = Outcome(out.clone())
 
         def passed_on(outcome: Outcome) -> None:

@@ -408,18 +408,11 @@ class RankLink(Quiet):
         (mean,) = _all(self._rows(MEAN, x, 1, 1))
         x.copy_(mean.view(x.shape))
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         raise ValueError("a worker of an elastic run owns no part of the outer state: use mean")
 
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
+    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         n = self.size
-        assert owners in (None, n), "all workers own a slice"
         with at_once(parts, [self.rank], range(n)):
             rows = _all(self._rows(ALL_GATHER, mine.to(out.dtype), 1, n))
             for row, into in zip(rows, out.view(n, -1), strict=True):
