@@ -25,11 +25,11 @@ from laconic.links.elastic.reception import Reception
 from laconic.links.elastic.relay import Relay, send_record
 from laconic.links.elastic.relay_frames import Snapshot, Start
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
-from laconic.links.elastic.replay import Replay, like
+from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
 from laconic.links.health import shown
-from laconic.links.link import Parts, Quiet, Sent
+from laconic.links.link import Parts, Quiet, Sent, arrivals, at_once
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
@@ -138,26 +138,37 @@ class ElasticLink(Quiet):
             except Interrupted:
                 continue
 
-    def _collective(self, run: Callable[[Everyone], T], passed_on: Callable[[Outcome], T]) -> T:
-        """Make a collective by ``run``. Where it is interrupted, and another worker has completed
-        the unit, ``passed_on`` gives its result."""
+    def _collective(self, run: Callable[[Everyone], Outcome]) -> Outcome:
+        """Make a collective by ``run``. Returns its outcome, or that of another worker that has
+        completed the unit, where this one is interrupted."""
         link, units = self.rendezvous.link, self.units
         assert link is not None, "a unit is under way"
         units.collectives += 1
         try:
-            result = run(link)
+            units.outcome = run(link)
         except OtherCallError as error:
             raise LinkError(_different(units.call)) from error
         except Interrupted:
             if not self.rendezvous.resolve():
                 raise
-            result = passed_on(units.outcome)
         else:
             units.outcome.digests = dict(zip(units.ranks, link.digests(), strict=False))
         if self.relays and units.outcome.output is not None:
             units.outputs.append(units.outcome.output.clone())
         self.joined = time.perf_counter()
-        return result
+        return units.outcome
+
+    def _brought(self, run: Callable[[Everyone], Tensor], own: Tensor, length: int) -> Tensor:
+        """What a collective brings to all workers, ``length`` elements of the dtype of ``own``:
+        ``run`` makes it, or the donor has received it. A worker alone has its ``own`` message."""
+        if self.replaying:
+            output = self.replay.next(own, length)
+            if output is None:
+                return own
+        else:
+            output = self._collective(lambda link: Outcome(run(link))).output
+        assert output is not None, "the unit ends with this collective"
+        return output.view(-1).view(torch.uint8).view(own.dtype)[:length]
 
     def _view_decided(self, view: View) -> None:
         """Called in another thread."""
@@ -256,14 +267,9 @@ class ElasticLink(Quiet):
             own = link.reduce_scatter(padded if n * each > x.numel() else padded.clone())
             self.units.collectives += 1
             link.all_gather(own, output)
-            self.units.outcome = Outcome(output)
             return output
 
-        if self.replaying:
-            self.replay.mean(x)
-            return
-        output = self._collective(run, lambda outcome: like(outcome.output, x, n * each))
-        x.copy_(output[: x.numel()].view(x.shape))
+        x.copy_(self._brought(run, x, x.numel()).view(x.shape))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         raise ValueError("a worker of an elastic run owns no part of the outer state: use mean")
@@ -271,79 +277,59 @@ class ElasticLink(Quiet):
     def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         # nothing is used before all is complete
         fills = None if parts is None else Parts(parts.ends, parts.fill)
+        if self.replaying and parts is not None:  # `fill` may wait for a copy to ``out``
+            parts.fill_all([self.rank])
 
-        def run(link: Everyone) -> None:
-            link.all_gather(mine, out, fills)
-            self.units.outcome = Outcome(out.clone())
+        def run(link: Everyone) -> Tensor:
+            output = torch.empty_like(out)
+            link.all_gather(mine, output, fills)
+            return output
 
-        def passed_on(outcome: Outcome) -> None:
-            out.copy_(like(outcome.output, out, out.numel()).view(out.shape))
-
-        if self.replaying:
-            self.replay.all_gather(mine, out, fills)
-        else:
-            self._collective(run, passed_on)
+        out.copy_(self._brought(run, mine.to(out.dtype), out.numel()).view(out.shape))
         if parts is not None:
             parts.use_all(range(self.size))
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        if self.replaying:
-            self.replay.all_to_all(x, out, parts)
+        if self.replaying:  # the result does not count: that of the unit is what all_gather brings
+            with at_once(parts, range(self.size), arrivals(0, self.size)):
+                out.copy_(x)
             return
 
-        def never(outcome: Outcome) -> None:
-            raise AssertionError("no unit ends with this collective")
+        def run(link: Everyone) -> Outcome:
+            link.all_to_all(x, out, parts)
+            return Outcome()
 
-        self.units.outcome = Outcome()
-        self._collective(lambda link: link.all_to_all(x, out, parts), never)
+        outcome = self._collective(run)
+        assert outcome.output is None, "no unit ends with this collective"
 
     def gather(self, x: Tensor) -> Tensor:
-        if self.replaying:
-            return self.replay.gather(x)
-        if not self.units.under_way:  # before there is a communication thread
+        if not (self.replaying or self.units.under_way):  # before there is a communication thread
             return self.unit(partial(self.gather, x))
         shape = self.size, *x.shape
-
-        def run(link: Everyone) -> Tensor:
-            rows = link.gather(x)
-            self.units.outcome = Outcome(rows.clone())
-            return rows
-
-        def passed_on(outcome: Outcome) -> Tensor:
-            return like(outcome.output, x, shape[0] * x.numel()).view(shape)
-
-        return self._collective(run, passed_on)
+        rows = self._brought(lambda link: link.gather(x), x, shape[0] * x.numel())
+        return rows.reshape(shape).clone()
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
-        if self.replaying:
-            self.replay.broadcast(x)
-            return
-
-        def run(link: Everyone) -> None:
+        def run(link: Everyone) -> Tensor:
             received = x.clone()  # an attempt that is interrupted leaves x as it was
             link.broadcast(received, root)
-            self.units.outcome = Outcome(received)
-            x.copy_(received)
+            return received
 
-        def passed_on(outcome: Outcome) -> None:
-            x.copy_(like(outcome.output, x, x.numel()).view(x.shape))
-
-        self._collective(run, passed_on)
+        x.copy_(self._brought(run, x, x.numel()).view(x.shape))
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor | None]:
         if self.replaying:
-            return self.replay.swap(x, to, source)
+            return [None] * len(source)
         units = self.units
-        outcome = Outcome(
-            sent=x.clone() if self.size > 1 else x,
-            source=[units.ranks[r] for r in source],
+        outcome = units.outcome = Outcome(  # other workers ask for it before it is complete
+            sent=x.clone() if self.size > 1 else x, source=[units.ranks[r] for r in source]
         )
-        units.outcome = outcome  # other workers ask for it before it is complete
 
-        pieces: list[Tensor | None] = self._collective(
-            lambda link: [*link.swap(x, to, source)], lambda outcome: outcome.pieces
-        )
-        return pieces
+        def run(link: Everyone) -> Outcome:
+            outcome.pieces = [*link.swap(x, to, source)]
+            return outcome
+
+        return self._collective(run).pieces
 
 
 _open: weakref.WeakSet[ElasticLink] = weakref.WeakSet()

@@ -6,13 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from laconic.links.calls import Call
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Record
-from laconic.links.link import Parts, arrivals, at_once
 
 T = TypeVar("T")
 
@@ -75,48 +73,17 @@ class Replay:
             self.note(record)
         return self._outputs
 
-    def _next(self) -> Tensor | None:
-        """What the next collective has brought to the donor; None: there is no donor."""
+    def next(self, x: Tensor, length: int) -> Tensor | None:
+        """What the next collective has brought to the donor: ``length`` elements of the dtype of
+        ``x``, perhaps padded. None: there is no donor."""
         outputs = self._fetch()
-        return None if outputs is None else outputs.pop(0)
-
-    def mean(self, x: Tensor) -> None:
-        output = self._next()
-        if output is not None:
-            whole = output.numel() * output.element_size() // x.element_size()
-            if not 0 <= whole - x.numel() < max(self._workers, 1):  # it is padded
-                raise RelayError(
-                    f"it exchanges {whole} elements in {self._call}, and this worker has "
-                    f"{x.numel()}: the optimizer's groups and requires_grad must be as they are "
-                    "there at that step"
-                )
-            x.copy_(like(output, x, x.numel()).view(x.shape))
-
-    broadcast = mean
-
-    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None) -> None:
-        output = self._next()
-        if parts is not None:  # also where it does not count: `fill` may wait for a copy to ``out``
-            parts.fill_all([self.rank])
-        value = mine if output is None else like(output, out, out.numel())
-        out.copy_(value.view(out.shape))
-
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None) -> None:
-        # the result does not count: that of the unit is what its all_gather brings
-        with at_once(parts, range(self.size), arrivals(0, self.size)):
-            out.copy_(x)
-
-    def gather(self, x: Tensor) -> Tensor:
-        output = self._next()
-        if output is None:
-            return x.clone()[None]
-        return like(output, x, self.size * x.numel()).view(self.size, *x.shape)
-
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor | None]:
-        return [None] * len(source)
-
-
-def like(output: Tensor | None, x: Tensor, length: int) -> Tensor:
-    """``output``, as bytes, as ``length`` elements of the dtype of ``x``."""
-    assert output is not None, "the unit ends with this collective"
-    return output.view(-1).view(torch.uint8).view(x.dtype)[:length]
+        if outputs is None:
+            return None
+        output = outputs.pop(0)
+        whole = output.numel() * output.element_size() // x.element_size()
+        if not 0 <= whole - length < max(self._workers, 1):
+            raise RelayError(
+                f"it exchanges {whole} elements in {self._call}, and this worker has {length}: the "
+                "optimizer's groups and requires_grad must be as they are there at that step"
+            )
+        return output
