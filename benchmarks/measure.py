@@ -292,7 +292,7 @@ def slow() -> None:
 def own_link() -> TcpLink:
     """Return a link of its own over all ranks."""
     group = dist.new_group()
-    return TcpLink.over(group, torch.device("cpu"), timedelta(seconds=60), owned=True)
+    return TcpLink.over(group, torch.device("cpu"), timedelta(seconds=60))
 
 
 def from_common_start(job: Callable[[], object]) -> float:

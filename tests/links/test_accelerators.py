@@ -160,7 +160,7 @@ made: list[Own] = []
 def own_over(
     group: dist.ProcessGroup, device: torch.device, timeout: timedelta, *, owned: bool = False
 ) -> Own:
-    made.append(Own(TcpLink.over(group, torch.device("cpu"), timeout, owned=owned), device))
+    made.append(Own(TcpLink.over(group, torch.device("cpu"), timeout), device))
     return made[-1]
 
 

@@ -117,7 +117,7 @@ def test_a_rank_that_never_comes_to_attach_is_logged_before_the_timeout(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(LinkError, match="rank 1 has not come within 100 s"):
-        rendezvous.Rendezvous(HashStore()).wait_for_all(100.0)
+        rendezvous.Rendezvous(HashStore()).exchange("", 100.0)
     for record, seconds in zip(caplog.records, (30, 60), strict=True):
         assert f"{seconds} s for rank 1" in record.getMessage()
 
@@ -128,7 +128,7 @@ def test_a_rank_that_ends_before_attach_is_named_within_seconds(clock: FakeTime)
         address = str(Address("127.0.0.1", server.getsockname()[1], "00" * 8))
     dist.PrefixStore("laconic", store).set("beacon/1", address)  # type: ignore[attr-defined]
     with pytest.raises(LinkError, match="rank 1 ") as caught:
-        rendezvous.Rendezvous(store).wait_for_all(600.0)
+        rendezvous.Rendezvous(store).exchange("", 600.0)
     assert caught.value.ranks == (1,) and clock.now < 10
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import laconic as la
 from laconic.links import job_secret
 from laconic.links.call_guard import CallGuard
+from laconic.links.texts import exchange_texts
 
 from tests.elastic.test_coordinator import attached
 from tests.links.test_secured import Between
@@ -73,7 +74,7 @@ def test_ranks_derive_a_links_secret(monkeypatch: pytest.MonkeyPatch) -> None:
             return stacked
 
         guard = CallGuard(rank, range(2), None)
-        assert guard.meet(gather, f"text/{rank}") == ["text/0", "text/1"]
+        assert guard.meet(partial(exchange_texts, gather), f"text/{rank}") == ["text/0", "text/1"]
         return guard.secret
 
     secrets = set()

@@ -25,7 +25,7 @@ from laconic.links.health import NOTHING, Answer, Request, Verdict
 from laconic.links.long_wait import LongWait, Patience
 from laconic.links.rendezvous import ADVICE, UNREACHABLE_SECONDS
 from laconic.links.stalls import Counted, Stalls
-from laconic.links.texts import Gather, exchange_texts
+from laconic.links.texts import ExchangeTexts, Gather
 from laconic.links.wire import ChangedError, LostError, OtherCallError, Wire
 
 PEERS_SECONDS = 0.5
@@ -122,13 +122,13 @@ class CallGuard:
         assert self._sequence.record.secret is not None, "the ranks have met"
         return self._sequence.record.secret
 
-    def meet(self, gather: Gather, text: str) -> list[str]:
+    def meet(self, exchange: ExchangeTexts, text: str) -> list[str]:
         """Exchange the addresses of the beacons, and adopt rank 0's secret; or, where all ranks
         have one already, derive this link's from it and rank 0's salt. Returns every rank's
         ``text``, by rank. All ranks must call it."""
         own = "/".join([self._sequence.address, secrets.token_hex(SECRET_BYTES), text])
         try:
-            received = [said.split("/", 2) for said in exchange_texts(gather, own)]
+            received = [said.split("/", 2) for said in exchange(own)]
         except LinkError:
             raise
         except RuntimeError as error:

@@ -23,7 +23,7 @@ from laconic.buckets import Scratch
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
 from laconic.links.link import Link, Parts, Quiet, arrivals, at_once, hops
-from laconic.links.tcp import gather_over, takes_cpu
+from laconic.links.tcp import takes_cpu, texts_over
 from laconic.tensors import mean_in_rank_order, state_dtype
 
 
@@ -61,7 +61,7 @@ class NcclLink(Quiet):
         """A link over the ranks of ``group``. Every rank must call it."""
         seconds = timeout.total_seconds()
         guard = CallGuard(group.rank(), range(group.size()), None, timeout=seconds)
-        guard.meet(partial(gather_over, group, device), "")
+        guard.meet(texts_over(group, device), "")
         return cls(guard, group, device, timeout, owned)
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:

@@ -1,8 +1,8 @@
 """How ranks wait for each other before they have a link: by the store of torch's process group.
 
-A rank that calls `Rendezvous.wait_for_all` marks this in the store, with the address of its beacon,
-and waits for the others. So an error can name a rank that never comes, and a rank whose process has
-ended is noticed at once.
+A rank that calls `Rendezvous.exchange` puts a text into the store, and the address of its beacon,
+and waits for those of the others. So an error can name a rank that never comes, and a rank whose
+process has ended is noticed at once.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Rendezvous:
         self._raw = store
         self._store = dist.PrefixStore("laconic", store)  # type: ignore[attr-defined]
         self._problem: ValueError | LinkError | None = None
-        """What is wrong with this rank's settings, raised in `wait_for_all` by every rank."""
+        """What is wrong with this rank's settings, raised in `exchange` by every rank."""
         with self._failing():
             try:
                 shared, own = job_secret.read(), job_secret.fingerprint()
@@ -89,7 +89,7 @@ class Rendezvous:
             said = self._text(self._store.compare_set("keys", "", f"{how} {own}"))
             if said != f"{how} {own}":
                 said = self._differ(_difference(f"rank {self._rank}", how, own, said))
-                # the others raise it in `wait_for_all`; rank 0 too, since the store may end with it
+                # the others raise it in `exchange`; rank 0 too, since the store may end with it
                 if self._rank != 0:
                     self._refuse(said)
             if shared is None:
@@ -121,16 +121,16 @@ class Rendezvous:
             else:
                 self._store.set(f"beacon/{self._rank}", address)
 
-    def wait_for_all(self, timeout: float) -> None:
-        """Wait until all ranks have called it as often as this one; raises `LinkError`, and
-        ``ValueError`` where this rank's settings are wrong."""
+    def exchange(self, text: str, timeout: float) -> list[str]:
+        """Wait until all ranks have called it as often as this one, and return their texts, by
+        rank. Raises `LinkError`, and ``ValueError`` where this rank's settings are wrong."""
         self.publish()
         with self._failing():
             number = self._store.add(f"meetings/{self._rank}", 1)
             here = dist.PrefixStore(  # type: ignore[attr-defined]
                 f"meeting/{number}", self._store
             )
-            here.set(f"rank/{self._rank}", "here")
+            here.set(f"rank/{self._rank}", text)
             here.add("count", 1)
         start = time.monotonic()
         deadline, ask_at, pause = start + timeout, start + ASK_SECONDS, FIRST_POLL
@@ -144,7 +144,7 @@ class Rendezvous:
                 if here.check(["verdict"]):
                     self._raise(here)
                 if complete:
-                    return
+                    return [self._text(here.get(f"rank/{r}")) for r in range(self._size)]
             now = time.monotonic()
             if now >= ask_at or now >= deadline:
                 with self._failing():
@@ -166,24 +166,6 @@ class Rendezvous:
                         self._raise(here)
             time.sleep(pause)  # a wait on the store itself would block other threads
             pause = min(1.5 * pause, LAST_POLL)
-
-    @contextmanager
-    def naming_lost_ranks(self) -> Iterator[None]:
-        """A context for what all ranks do together after `wait_for_all`. An error of torch's inside
-        is raised as one that names the ranks that were lost."""
-        try:
-            yield
-        except RuntimeError as error:
-            reason = clean(str(error).splitlines()[0])
-            others = [r for r in range(self._size) if r != self._rank]
-            with self._failing():
-                addresses = [self._text(self._store.get(f"beacon/{r}")) for r in others]
-            answers = health.ask_all(addresses, self._secret, self._rank)
-            said = {r: a for r, a in zip(others, answers, strict=True) if a.lost}
-            silent = [r for r, a in said.items() if a.missing != "gone"]
-            why = "; ".join(f"rank {r} {a.status}" for r, a in said.items())
-            why = why or "torch made no process group"
-            raise LinkError(f"{why}. {ADVICE}. ({reason})", ranks=silent or said) from error
 
     def _late(self, missing: list[int], timeout: float) -> str:
         return "; ".join(f"rank {r} has not come within {timeout:g} s" for r in missing)

@@ -15,7 +15,7 @@ from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
 from laconic.links.collectives import Collectives
 from laconic.links.link import FAR_SECONDS, AsyncLink
-from laconic.links.texts import exchange_texts
+from laconic.links.texts import ExchangeTexts, exchange_texts
 from laconic.links.wire import Wire
 
 
@@ -24,24 +24,22 @@ def takes_cpu(group: dist.ProcessGroup) -> bool:
     return "cpu" in str(dist.get_backend_config(group))
 
 
-def gather_over(group: dist.ProcessGroup, device: torch.device, x: Tensor) -> Tensor:
-    """As `Link.gather`, of a CPU tensor, over a process group of torch: on ``device`` if the group
-    takes no CPU tensors."""
-    x = x if takes_cpu(group) else x.to(device)
-    rows = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(rows, x, group=group)
-    return torch.stack(rows)
+def texts_over(group: dist.ProcessGroup, device: torch.device) -> ExchangeTexts:
+    """Exchanges texts over a process group of torch: on ``device`` if the group takes no CPU
+    tensors."""
 
+    def gather(x: Tensor) -> Tensor:
+        x = x if takes_cpu(group) else x.to(device)
+        rows = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(rows, x, group=group)
+        return torch.stack(rows)
 
-_destroyed: list[dist.ProcessGroup] = []
-"""The process group that was destroyed last, which stays in memory. Freeing it waits for its
-threads, one of which may wait for this thread: in some versions of torch, the thread frees the
-tensor of the last collective, for which it needs the interpreter's lock."""
+    return partial(exchange_texts, gather)
 
 
 class TcpLink(Collectives):
-    """Collectives on CPU tensors over connections of laconic's own. Made by `over`; ``guard`` and
-    ``wire`` are those of the link, and connected."""
+    """Collectives on CPU tensors over connections of laconic's own. Made by `over` and `met`;
+    ``guard`` and ``wire`` are those of the link, and connected."""
 
     threaded = True
     queues = False
@@ -53,29 +51,22 @@ class TcpLink(Collectives):
         """Whether a round trip takes at least `FAR_SECONDS`; the same on all ranks."""
 
     @classmethod
-    def over(
-        cls,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        timeout: timedelta,
-        *,
-        owned: bool = False,
-    ) -> TcpLink:
-        """A link over the ranks of ``group``, which exchange their addresses and a secret over it,
-        and do not need it afterward; ``owned``: it is destroyed then. Every rank must call it."""
-        ranks = range(group.size())
-        wire = Wire(group.rank(), None, timeout.total_seconds(), ranks)
+    def over(cls, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> TcpLink:
+        """A link over the ranks of ``group``, which they need until this returns. Every rank must
+        call it."""
+        return cls.met(group.rank(), group.size(), texts_over(group, device), timeout)
+
+    @classmethod
+    def met(cls, rank: int, size: int, exchange: ExchangeTexts, timeout: timedelta) -> TcpLink:
+        """A link of ``size`` ranks, which ``exchange`` their addresses and a secret. Every rank
+        must call it."""
+        wire = Wire(rank, None, timeout.total_seconds(), range(size))
         try:
-            guard = CallGuard(group.rank(), ranks, wire, timeout=wire.timeout)
-            addresses = guard.meet(partial(gather_over, group, device), wire.address)
-            link = cls._connected(guard, wire, addresses)
+            guard = CallGuard(rank, range(size), wire, timeout=wire.timeout)
+            return cls._connected(guard, wire, guard.meet(exchange, wire.address))
         except BaseException:
             wire.close()
             raise
-        if owned:  # every rank has connected, so every rank has the addresses
-            dist.destroy_process_group(group)
-            _destroyed[:] = [group]
-        return link
 
     @classmethod
     def _connected(cls, guard: CallGuard, wire: Wire, addresses: Sequence[str]) -> TcpLink:

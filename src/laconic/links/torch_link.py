@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Literal
 
 import torch
@@ -56,13 +57,8 @@ def check_choice_of_link(choice: Choice, device: torch.device) -> None:
         raise ValueError(f"there is no link for tensors on {device}: move the model to a CPU")
 
 
-def _host_link(
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, *, owned: bool = False
-) -> Link:
-    """The link over laconic's own connections. ``device``: where the tensors are."""
-    if accelerator(device) is None:
-        return TcpLink.over(group, device, timeout, owned=owned)
-    return StagedLink(TcpLink.over(group, device, timeout, owned=owned), device)
+def _for_tensors_on(device: torch.device, link: TcpLink) -> Link:
+    return link if accelerator(device) is None else StagedLink(link, device)
 
 
 def TorchLink(  # noqa: N802  a user writes it like the classes of other links
@@ -75,18 +71,28 @@ def TorchLink(  # noqa: N802  a user writes it like the classes of other links
     call it. ``timeout``: how long to wait for a rank that does not answer. ``link``: over laconic's
     own connections, or by NCCL."""
     check_choice_of_link(link, device)
-    return OWN[link](group, device, timeout) if link in OWN else _host_link(group, device, timeout)
+    if link in OWN:
+        return OWN[link](group, device, timeout)
+    return _for_tensors_on(device, TcpLink.over(group, device, timeout))
 
 
-def _new_group(timeout: timedelta) -> dist.ProcessGroup:
-    found = default_rendezvous()
+def _host_link(device: torch.device, timeout: timedelta) -> Link:
+    """The link over laconic's own connections to all ranks of the default process group."""
+    found, group = default_rendezvous(), dist.group.WORLD
     if found is None:
-        group: dist.ProcessGroup = dist.new_group(timeout=timeout)
-        return group
-    found.wait_for_all(timeout.total_seconds())
-    with found.naming_lost_ranks():
-        group = dist.new_group(timeout=timeout)
-    return group
+        return _for_tensors_on(device, TcpLink.over(group, device, timeout))
+    exchange = partial(found.exchange, timeout=timeout.total_seconds())
+    exchange("")  # raises what is wrong with any rank's settings on all of them
+    link = TcpLink.met(group.rank(), group.size(), exchange, timeout)
+    return _for_tensors_on(device, link)
+
+
+def _own_link(backend: str, device: torch.device, timeout: timedelta) -> Link:
+    """The link over the accelerator's own collectives to all those ranks."""
+    found = default_rendezvous()
+    if found is not None:
+        found.exchange("", timeout.total_seconds())
+    return OWN[backend](dist.new_group(timeout=timeout), device, timeout, owned=True)
 
 
 def world_link(device: torch.device, timeout: timedelta, choice: Choice = "auto") -> Link:
@@ -94,16 +100,16 @@ def world_link(device: torch.device, timeout: timedelta, choice: Choice = "auto"
     check_choice_of_link(choice, device)
     backend = own_backend(device)
     if backend is None or choice == "tcp":
-        return _host_link(_new_group(timeout), device, timeout, owned=True)
+        return _host_link(device, timeout)
     if choice == "auto":
-        host = _host_link(_new_group(timeout), device, timeout, owned=True)
+        host = _host_link(device, timeout)
         with ExitStack() as on_exit:
             on_exit.callback(host.close)
             agree(host.gather, None)
             if not _on_one_host(host, device):
                 on_exit.pop_all()
                 return host
-    return OWN[backend](_new_group(timeout), device, timeout, owned=True)
+    return _own_link(backend, device, timeout)
 
 
 def _on_one_host(link: Link, device: torch.device) -> bool:
