@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from laconic.buckets import Scratch
 from laconic.links.connections import Connections
-from laconic.links.link import AsyncLink, Blocking, Job, Parts, Sent, arrivals, hops, sent
+from laconic.links.link import AsyncLink, Blocking, Job, Parts, Sent, arrivals, awaiting, hops, sent
 from laconic.links.wire import Transfer
 from laconic.tensors import mean_in_rank_order
 
@@ -156,12 +156,18 @@ class Collectives(Blocking):
 
     @property
     def awaited(self) -> AsyncLink:
-        return cast("AsyncLink", _Awaited(self, overlaps=False))
+        return self._awaiting(overlaps=False)
 
     @property
     def overlapped(self) -> AsyncLink:
         """As `awaited`, but several can be under way."""
-        return cast("AsyncLink", _Awaited(self, overlaps=True))
+        return self._awaiting(overlaps=True)
+
+    def _awaiting(self, overlaps: bool) -> AsyncLink:
+        def collective(name: str) -> Callable[..., Job[Any]]:
+            return partial(getattr(self, f"_{name}"), overlaps=overlaps)
+
+        return awaiting(self.rank, self.size, collective)
 
     async def _mean(self, x: Tensor, overlaps: bool = False) -> None:
         if self.size == 1:
@@ -316,14 +322,3 @@ class Collectives(Blocking):
         await self._sent(transfer, overlaps)
         self._wait(transfer)
         return everyone
-
-
-class _Awaited:
-    """The collectives of ``of``, to be awaited. ``overlaps``: with each other."""
-
-    def __init__(self, of: Collectives, *, overlaps: bool) -> None:
-        self._of, self._overlaps = of, overlaps
-        self.rank, self.size = of.rank, of.size
-
-    def __getattr__(self, name: str) -> Callable[..., Job[Any]]:
-        return partial(getattr(self._of, f"_{name}"), overlaps=self._overlaps)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import coroutine
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -136,26 +137,34 @@ class AsyncLink(Protocol):
 COLLECTIVES = ["mean", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "swap", "gather"]
 
 
-class _OneByOne:
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self.rank, self.size = link.rank, link.size
+class _Awaiting:
+    def __init__(
+        self, rank: int, size: int, make: Callable[[str], Callable[..., Job[Any]]]
+    ) -> None:
+        self.rank, self.size, self._make = rank, size, make
 
     def __getattr__(self, name: str) -> Callable[..., Job[Any]]:
-        async def collective(*args: Any, **options: Any) -> Any:
-            return getattr(self._link, name)(*args, **options)
+        return self._make(name)
 
-        return collective
+
+def awaiting(rank: int, size: int, make: Callable[[str], Callable[..., Job[Any]]]) -> AsyncLink:
+    """The collectives that ``make(name)`` returns."""
+    return cast("AsyncLink", _Awaiting(rank, size, make))
 
 
 def one_by_one(link: Link) -> AsyncLink:
     """The collectives of ``link``, which never pause: each is complete once it is awaited."""
+
+    async def collective(name: str, *args: Any, **options: Any) -> Any:
+        return getattr(link, name)(*args, **options)
+
     kind = type(link)
     if isinstance(link, Blocking) and all(
         getattr(kind, name) is getattr(Blocking, name) for name in COLLECTIVES
     ):
         return link.awaited
-    return cast("AsyncLink", _OneByOne(link))  # also where a subclass has its own of some
+    # also where a subclass has its own of some
+    return awaiting(link.rank, link.size, lambda name: partial(collective, name))
 
 
 class Link(Protocol):

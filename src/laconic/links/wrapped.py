@@ -3,7 +3,7 @@ collective, which receives the collective's cost."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from types import coroutine
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from torch import Tensor
 from laconic.links import cost
 from laconic.links.calls import Call
 from laconic.links.cost import Cost
-from laconic.links.link import AsyncLink, Blocking, Job, Link, Parts, T, one_by_one
+from laconic.links.link import AsyncLink, Blocking, Job, Link, T, awaiting, one_by_one
 
 
 def size_of(x: Tensor) -> int:
@@ -21,7 +21,7 @@ def size_of(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _inner(name: str) -> Any:
+def inner(name: str) -> Any:
     """That attribute of the link inside."""
     return property(lambda around: getattr(around.link, name))
 
@@ -32,19 +32,19 @@ class Around:
     def __init__(self, link: Link) -> None:
         self.link = link
 
-    rank: int = _inner("rank")
-    size: int = _inner("size")
-    threaded: bool = _inner("threaded")
-    queues: bool = _inner("queues")
-    joined = _inner("joined")
-    begin_call = _inner("begin_call")
-    digests = _inner("digests")
-    sent = _inner("sent")
-    check = _inner("check")
-    check_peers = _inner("check_peers")
-    leave = _inner("leave")
-    status = _inner("status")
-    close = _inner("close")
+    rank: int = inner("rank")
+    size: int = inner("size")
+    threaded: bool = inner("threaded")
+    queues: bool = inner("queues")
+    joined = inner("joined")
+    begin_call = inner("begin_call")
+    digests = inner("digests")
+    sent = inner("sent")
+    check = inner("check")
+    check_peers = inner("check_peers")
+    leave = inner("leave")
+    status = inner("status")
+    close = inner("close")
 
 
 class Wrapped(Blocking, Around):
@@ -65,12 +65,12 @@ class Wrapped(Blocking, Around):
 
     @property
     def overlapping(self) -> AsyncLink | None:
-        inner = self.link.overlapping if self.overlaps else None
-        return None if inner is None else _WrappedAsync(inner, self)
+        link = self.link.overlapping if self.overlaps else None
+        return None if link is None else self._wrap(link)
 
     @property
     def awaited(self) -> AsyncLink:
-        return _WrappedAsync(one_by_one(self.link), self)
+        return self._wrap(one_by_one(self.link))
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         sent: bool = self.link.begin_call(call, wait=wait)
@@ -83,54 +83,33 @@ class Wrapped(Blocking, Around):
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         return self.like(self.link.split(sets))
 
+    def _wrap(self, link: AsyncLink) -> AsyncLink:
+        def wrap(name: str) -> Callable[..., Job[Any]]:
+            def wrapped(*args: Any, **options: Any) -> Job[Any]:
+                amount, received = self._sends(name, *args)
+                job = getattr(link, name)(*args, **options)
+                return self._by_stages(name, amount, received, job)
 
-class _WrappedAsync:
-    """The collectives of ``inner``, with the `Wrapped.around` of ``wrapped`` around each of their
-    stages."""
+            return wrapped
 
-    def __init__(self, inner: AsyncLink, wrapped: Wrapped) -> None:
-        self._inner, self._wrapped = inner, wrapped
-        self.rank, self.size = inner.rank, inner.size
+        return awaiting(self.rank, self.size, wrap)
 
-    async def mean(self, x: Tensor) -> None:
-        amount = cost.mean(size_of(x), self.size, x.numel() % self.size == 0)
-        await self._around("mean", amount, amount.bytes, self._inner.mean(x))
-
-    async def reduce_scatter(self, x: Tensor) -> Tensor:
-        amount, job = cost.reduce_scatter(size_of(x), self.size), self._inner.reduce_scatter(x)
-        return await self._around("reduce_scatter", amount, amount.bytes, job)
-
-    async def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        amount = cost.all_gather(size_of(out), self.size)
-        job = self._inner.all_gather(mine, out, parts)
-        await self._around("all_gather", amount, amount.bytes, job)
-
-    async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        amount = cost.all_to_all(size_of(x), self.size)
-        job = self._inner.all_to_all(x, out, parts)
-        await self._around("all_to_all", amount, amount.bytes, job)
-
-    async def swap(
-        self, x: Tensor, to: Sequence[int], source: Sequence[int]
-    ) -> Sequence[Tensor | None]:
-        received = size_of(x) * len(source)
-        job = self._inner.swap(x, to, source)
-        return await self._around("swap", cost.swap(size_of(x), len(to)), received, job)
-
-    async def broadcast(self, x: Tensor, root: int = 0) -> None:
-        amount = cost.broadcast(size_of(x), self.size)
-        await self._around("broadcast", amount, amount.bytes, self._inner.broadcast(x, root))
-
-    async def gather(self, x: Tensor) -> Tensor:
-        amount = cost.gather(size_of(x), self.size)
-        return await self._around("gather", amount, amount.bytes, self._inner.gather(x))
+    def _sends(self, collective: str, x: Tensor, *more: Any) -> tuple[Cost, int]:
+        """What this rank sends for a ``collective``, and how many bytes it receives."""
+        size, n = size_of(more[0] if collective == "all_gather" else x), self.size
+        if collective == "swap":
+            to, source = more
+            return cost.swap(size, len(to)), size * len(source)
+        even = [x.numel() % n == 0] if collective == "mean" else []
+        amount: Cost = getattr(cost, collective)(size, n, *even)
+        return amount, amount.bytes
 
     @coroutine
-    def _around(
+    def _by_stages(
         self, collective: str, amount: Cost, received: int, job: Job[T]
     ) -> Generator[None, None, T]:
         while True:
-            with self._wrapped.around(collective, amount, received):
+            with self.around(collective, amount, received):
                 try:
                     job.send(None)
                 except StopIteration as end:
