@@ -25,7 +25,6 @@ PUBLIC = {
     if name != "Recipe" and not inspect.ismodule(value := getattr(laconic, name))
 }
 METHODS: dict[str, Any] = {
-    "Faults.random": laconic.Faults.random,
     "Synchronizer.consensus": laconic.Synchronizer.consensus,
 }
 WITHOUT_ARGUMENTS = ("Synchronizer", "SlowMoBaseAlgorithm", "Update", "Exchange")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from laconic.errors import check_float, check_int
+from laconic.errors import check_int
 from laconic.links.calls import Call
 
 
@@ -197,35 +196,6 @@ class Faults(Plan):
         for step in (*self.join, *(step for _, step in self.kill)):
             if not self._alive(step):
                 raise ValueError(f"no worker is left after step {step}")
-
-    @classmethod
-    def random(
-        cls, start: int, steps: int, mtbf: float, *, seed: int = 0, restart: int = 1
-    ) -> Faults:
-        """Kills at random over so many ``steps``.
-
-        Args:
-            start: how many workers there are at the start, at least 1.
-            steps: of the whole run.
-            mtbf: steps between two kills on average (the times in between are exponential), above
-                0.
-            seed: equal seeds give equal kills.
-            restart: steps after which a new worker joins.
-        """
-        check_float("mtbf", mtbf, 0.0, strict=True)
-        chance, alive, time = random.Random(seed), dict.fromkeys(range(start), 0), 0.0
-        kill, join = list[tuple[int, int]](), list[int]()
-        while (time := time + chance.expovariate(1 / mtbf)) < steps:
-            step = int(time)
-            able = [worker for worker, since in alive.items() if since < step]
-            if len(able) > 1:
-                worker = chance.choice(able)
-                del alive[worker]
-                kill.append((worker, step))
-                if step + restart < steps:
-                    alive[start + len(join)] = step + restart + 1
-                    join.append(step + restart)
-        return cls(start, tuple(kill), tuple(join))
 
     @property
     def workers(self) -> int:
