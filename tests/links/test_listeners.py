@@ -90,7 +90,9 @@ def test_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(addresses.BIND, text)
         beacon = health.Beacon()
         address = beacon.enroll(SECRET)
-        assert Address.parse(address).host == "::1" and not health.ask(address, SECRET).lost
+        assert (
+            Address.parse(address).host == "::1" and not health.ask_all([address], SECRET)[0].lost
+        )
         beacon.close()
 
 
@@ -125,7 +127,7 @@ def test_callers_that_reset_their_connections_end_no_listener(
     for _ in range(200):
         with socket.create_connection(("127.0.0.1", Address.parse(address).port)) as caller:
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, s.RESET)
-    assert not health.ask(address, SECRET).lost
+    assert not health.ask_all([address], SECRET)[0].lost
     beacon.close()
 
 

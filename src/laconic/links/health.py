@@ -273,7 +273,7 @@ class Beacon:
                 request = Request(left=link.position.serial)
                 at = link.secret, link.rank, request
                 asked += [(a, *at) for r, a in link.others.items() if r not in link.left]
-        ask_each(asked, ANSWER_SECONDS)
+        ask_each(asked)
 
     def close(self) -> None:
         """Answer nobody from now on."""
@@ -341,12 +341,6 @@ def key_of(address: str) -> str:
 # -- asking ----
 
 
-def ask(address: str, secret: bytes, rank: int = 0, request: Request = NOTHING) -> Answer:
-    """The answer of the beacon at ``address`` to ``rank`` and its ``request``, or why there was
-    none. ``secret``: the link's."""
-    return ask_all([address], secret, rank, request)[0]
-
-
 def ask_all(
     addresses: Iterable[str],
     secret: bytes,
@@ -354,9 +348,10 @@ def ask_all(
     request: Request = NOTHING,
     heard: Heard | None = None,
 ) -> list[Answer]:
-    """As `ask`, all beacons at once. ``heard(index, answer)`` is called as soon as each answer, or
-    that there is none, is known."""
-    return ask_each([(a, secret, rank, request) for a in addresses], ANSWER_SECONDS, heard)
+    """The answers of the beacons at ``addresses`` to ``rank`` and its ``request``, or why there was
+    none, all at once. ``secret``: the link's. ``heard(index, answer)`` is called as soon as each
+    answer, or that there is none, is known."""
+    return ask_each([(a, secret, rank, request) for a in addresses], heard)
 
 
 class _Question:
@@ -366,14 +361,14 @@ class _Question:
     def __init__(
         self,
         asked: tuple[str, bytes, int, Request],
-        deadline: float,
         talks: Talks,
         answered: Callable[[Answer], None],
     ) -> None:
         address, secret, rank, request = asked
         self._host, self._port, key = Address.parse(address)
         self._say = secret, PURPOSE, bytes.fromhex(key), rank, request.pack()
-        self._deadline, self._talks, self._answered = deadline, talks, answered
+        self._deadline = time.monotonic() + ANSWER_SECONDS
+        self._talks, self._answered = talks, answered
 
     def ask(self) -> None:
         at = self._host, self._port, handshake.call(*self._say), self._deadline
@@ -407,12 +402,10 @@ class _Question:
 
 
 def ask_each(
-    asked: Sequence[tuple[str, bytes, int, Request]],
-    seconds: float = ANSWER_SECONDS,
-    heard: Heard | None = None,
+    asked: Sequence[tuple[str, bytes, int, Request]], heard: Heard | None = None
 ) -> list[Answer]:
-    """The answers to questions, each an address, a secret, a rank and a request as in `ask`, in
-    that order. Waits for each at most ``seconds``."""
+    """As `ask_all`, of questions that are each an address, a secret, a rank and a request. Waits
+    for each answer at most `ANSWER_SECONDS`."""
     answers, talks, begun = dict[int, Answer](), Talks(), 0
 
     def answered(index: int, answer: Answer) -> None:
@@ -423,9 +416,9 @@ def ask_each(
     try:
         while len(answers) < len(asked):
             if begun < len(asked) and begun - len(answers) < MOST_AT_ONCE:
-                at = asked[begun], time.monotonic() + seconds, talks, partial(answered, begun)
+                question = _Question(asked[begun], talks, partial(answered, begun))
                 begun += 1
-                _Question(*at).ask()
+                question.ask()
             else:
                 talks.turn()
     finally:

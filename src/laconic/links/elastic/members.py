@@ -210,7 +210,7 @@ class Members:
     def add(self, newcomer: Member) -> None:
         """Take in ``newcomer``. Raises `LinkError` if it does not answer: the others would wait for
         it in vain."""
-        if all(health.ask(newcomer.beacon, self.secret).lost for _ in range(QUESTIONS)):
+        if all(health.ask_all([newcomer.beacon], self.secret)[0].lost for _ in range(QUESTIONS)):
             raise LinkError(f"{newcomer.name} does not answer: are its address and ports open?")
         self._newcomers[newcomer.id] = time.monotonic()
         self._wake_beat.set()
