@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from types import TracebackType
 
 TIMEOUT = 600.0
 """Seconds after which a rank that does not answer is an error on all other ranks, by default."""
@@ -47,6 +49,19 @@ def error_text(error: Exception) -> str:
     """The message of ``error``, after its type unless it is a RuntimeError or ValueError."""
     plain = isinstance(error, (RuntimeError, ValueError))
     return str(error) if plain else f"{type(error).__name__}: {error}"
+
+
+def when_uncaught(act: Callable[[BaseException], None]) -> None:
+    """Call ``act`` with an exception that ends the program, before it is printed."""
+    before = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        act(error)
+        before(kind, error, traceback)
+
+    sys.excepthook = hook
 
 
 def after_step(step: int) -> str:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.reports import Reports
 from laconic.engine.saved_state import Runner, Stateful, checksum
 from laconic.engine.session import Session
-from laconic.errors import LinkError, after_step
+from laconic.errors import LinkError, after_step, when_uncaught
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.link import ElasticLink, Settings
 from laconic.links.elastic.rank_link import RankLink
@@ -87,17 +84,7 @@ class Donor:
         # the signal may have ended the processes of a DataLoader, too: its handler raises that
         # wherever this thread is, and its iterator, when no batch is left
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        sys.excepthook = partial(self._uncaught, sys.excepthook)
-
-    def _uncaught(
-        self,
-        hook: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-        kind: type[BaseException],
-        error: BaseException,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._failed(error)
-        hook(kind, error, traceback)
+        when_uncaught(self._failed)
 
     def _failed(self, error: BaseException) -> None:
         """The training has ended by ``error``. After SIGTERM this worker leaves all the same."""

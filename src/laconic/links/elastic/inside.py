@@ -15,13 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laconic.errors import when_uncaught
 from laconic.links.tcp import TcpLink
 
 log = logging.getLogger("laconic")
@@ -62,39 +61,45 @@ class Inside:
 
     def say(self, value: Any = None) -> Any:
         """What rank 0 says, as far as JSON can hold it; on all ranks."""
-        return json.loads(bytes(self._send([_bytes(json.dumps(value).encode())] * self.size)))
+        return self._deal(None if self.rank else [value] * self.size, _JSON)
+
+    def tell(self, value: Any) -> list[Any]:
+        """The ``value`` of every rank, by rank, as far as JSON can hold it. On other ranks than 0
+        none but their own."""
+        return self._collect(value, _JSON)
 
     def deal(self, states: Sequence[Any] | None) -> Any:
         """What rank 0 has for this rank among its ``states``, by rank: plain data with tensors."""
-        own = self._send(None if states is None else list(map(_packed, states)))
-        return _unpacked(own) if states is None else states[0]
+        return self._deal(states, _STATE)
 
     def collect(self, state: Any) -> list[Any]:
-        """The ``state`` of every rank, by rank: plain data with tensors. On other ranks than 0 none
-        but their own."""
+        """As `tell`, of plain data with tensors."""
+        return self._collect(state, _STATE)
+
+    def _deal(self, values: Sequence[Any] | None, codec: _Codec) -> Any:
         if self.rank:
-            packed = _packed(state)
-            self.exchange({0: torch.tensor([len(packed)])}, {})
-            self.exchange({0: packed}, {})
-            return [state]
-        sizes = {r: torch.zeros(1, dtype=torch.int64) for r in self._others}
+            return self._take([0], codec)[0]
+        assert values is not None, "rank 0 has them"
+        self._post({r: codec[0](values[r]) for r in self._others})
+        return values[0]
+
+    def _collect(self, value: Any, codec: _Codec) -> list[Any]:
+        if self.rank:
+            self._post({0: codec[0](value)})
+            return [value]
+        return [value, *self._take(self._others, codec)]
+
+    def _post(self, packed: Mapping[int, bytes]) -> None:
+        rows = {r: torch.frombuffer(bytearray(d), dtype=torch.uint8) for r, d in packed.items()}
+        self.exchange({r: torch.tensor([len(row)]) for r, row in rows.items()}, {})
+        self.exchange(rows, {})
+
+    def _take(self, ranks: Sequence[int], codec: _Codec) -> list[Any]:
+        sizes = {r: torch.zeros(1, dtype=torch.int64) for r in ranks}
         self.exchange({}, sizes)
         rows = {r: torch.empty(int(size), dtype=torch.uint8) for r, size in sizes.items()}
         self.exchange({}, rows)
-        return [state, *(_unpacked(row) for row in rows.values())]
-
-    def _send(self, parts: Sequence[Tensor] | None) -> Tensor:
-        """Rank 0 has ``parts``, by rank. Returns this rank's."""
-        if self.rank == 0:
-            assert parts is not None, "rank 0 has them"
-            self.exchange({r: torch.tensor([len(parts[r])]) for r in self._others}, {})
-            self.exchange({r: parts[r] for r in self._others}, {})
-            return parts[0]
-        size = torch.zeros(1, dtype=torch.int64)
-        self.exchange({}, {0: size})
-        own = torch.empty(int(size), dtype=torch.uint8)
-        self.exchange({}, {0: own})
-        return own
+        return [codec[1](row.numpy().tobytes()) for row in rows.values()]
 
     def union(self, names: Sequence[str]) -> set[str]:
         """The ``names`` of all ranks."""
@@ -122,7 +127,7 @@ class Watch:
         self._found = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="laconic-ranks")
         self._thread.start()
-        sys.excepthook = partial(self._uncaught, sys.excepthook)
+        when_uncaught(self._wait_for_news)
 
     def stop(self) -> None:
         """The ranks have not joined a run, and need not end together."""
@@ -149,28 +154,18 @@ class Watch:
             stream.flush()
         os._exit(1)
 
-    def _uncaught(
-        self,
-        hook: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-        kind: type[BaseException],
-        error: BaseException,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _wait_for_news(self, error: BaseException) -> None:
         """A collective of torch's may fail first, without saying why."""
-        if issubclass(kind, RuntimeError) and self._found.wait(2 * GRACE_SECONDS):
+        if isinstance(error, RuntimeError) and self._found.wait(2 * GRACE_SECONDS):
             self._thread.join()
-        hook(kind, error, traceback)
 
 
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _packed(state: Any) -> Tensor:
+def _saved(state: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    return _bytes(buffer.getvalue())
+    return buffer.getvalue()
 
 
-def _unpacked(data: Tensor) -> Any:
-    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+_Codec = tuple[Callable[[Any], bytes], Callable[[bytes], Any]]
+_JSON: _Codec = (lambda value: json.dumps(value).encode()), json.loads
+_STATE: _Codec = _saved, lambda data: torch.load(io.BytesIO(data), weights_only=True)

@@ -40,7 +40,17 @@ EXIT_SECONDS = 5.0
 """How long a process that ends waits for its threads."""
 
 
-class ElasticLink(Quiet):
+class Undivided:
+    """What the workers of an elastic run cannot do."""
+
+    def split(self, sets: Sequence[Sequence[int]]) -> NoReturn:
+        raise ValueError("the workers of an elastic run cannot be divided into sets")
+
+    def reduce_scatter(self, x: Tensor) -> NoReturn:
+        raise ValueError("a worker of an elastic run owns no part of the outer state: use mean")
+
+
+class ElasticLink(Undivided, Quiet):
     """The link of one worker to the others of its run. A newcomer's is a `Replay` until it has
     caught up.
 
@@ -252,9 +262,6 @@ class ElasticLink(Quiet):
         for relay in self.relays:
             relay.end(until)
 
-    def split(self, sets: Sequence[Sequence[int]]) -> NoReturn:
-        raise ValueError("the workers of an elastic run cannot be divided into sets")
-
     # -- collectives ----
 
     def mean(self, x: Tensor) -> None:
@@ -270,9 +277,6 @@ class ElasticLink(Quiet):
             return output
 
         x.copy_(self._brought(run, x, x.numel()).view(x.shape))
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        raise ValueError("a worker of an elastic run owns no part of the outer state: use mean")
 
     def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         # nothing is used before all is complete
@@ -306,8 +310,11 @@ class ElasticLink(Quiet):
         if not (self.replaying or self.units.under_way):  # before there is a communication thread
             return self.unit(partial(self.gather, x))
         shape = self.size, *x.shape
-        rows = self._brought(lambda link: link.gather(x), x, shape[0] * x.numel())
-        return rows.reshape(shape).clone()
+        return (
+            self._brought(lambda link: link.gather(x), x, shape[0] * x.numel())
+            .reshape(shape)
+            .clone()
+        )
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         def run(link: Everyone) -> Tensor:

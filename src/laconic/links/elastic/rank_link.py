@@ -16,75 +16,58 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from laconic.errors import LinkError, NotFiniteError
-from laconic.links.calls import FINISH, GRADIENTS, Call
+from laconic.links.calls import FINISH, GRADIENTS, SAME_CALLS, Call
 from laconic.links.elastic.inside import Inside
-from laconic.links.elastic.link import ElasticLink, Settings
+from laconic.links.elastic.link import ElasticLink, Settings, Undivided
 from laconic.links.elastic.mesh import Interrupted
-from laconic.links.elastic.relay import Relay, RelayError
+from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Units
 from laconic.links.health import LinkRecord
-from laconic.links.link import Parts, Quiet, Sent, arrivals, at_once, hops
-from laconic.links.wrapped import Around
+from laconic.links.link import Parts, Quiet, arrivals, at_once, hops
+from laconic.links.wrapped import Around, inner
 
 T = TypeVar("T")
-DONE, BEGIN, SIZE, MEAN, ALL_GATHER, ALL_TO_ALL, GATHER, BROADCAST, SWAP = range(9)
-"""What a rank is about to do in a job. Done: it has no more to do."""
-DTYPES = (
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int8),
-    *(torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128),
-)
-WITH_ALL = BEGIN, SIZE, SWAP
-"""What all ranks do, or none."""
+DONE, BEGIN, SIZE = "done", "begin", "size"
+"""What a rank asks rank 0 for, beside collectives. Done: it has no more to do in this job."""
+WITH_ALL = BEGIN, SIZE, "swap"
+"""What all ranks ask for, or none."""
 PROBLEM = 2**64 - 1
 """The digest of a rank that cannot make a call: see `laconic.engine.session`."""
-Rows = Sequence[Tensor | None]
+Rows = list[Tensor | None]
 """What a collective brings; None for messages that are lost."""
-Swap = tuple[Sequence[int], Sequence[int]]
-"""To whom, and from whom: see `Link.swap`."""
+Asked = list[Any]
+"""What a rank asks rank 0 for: what, about what (the same on all ranks), and what it sends."""
 
 
-class Turn(NamedTuple):
-    """What a rank is about to do: an ``op`` on ``rows`` of ``columns`` elements of a dtype, which
-    brings ``results`` rows. ``first``, ``second``: numbers that depend on the op."""
-
-    op: int
-    rows: int = 0
-    columns: int = 0
-    dtype: int = 0
-    results: int = 0
-    first: int = 0
-    second: int = 0
-
-
-class RankLink(Quiet):
+class RankLink(Undivided, Around):
     """Of the rank ``inside.rank`` of a worker. ``outer``: the worker's link to the others, on rank
-    0. ``threaded``, ``settings`` and more: as those of `ElasticLink`, as far as the engine uses
-    them."""
+    0. Its attributes are those of `ElasticLink`, as far as the engine uses them."""
 
-    threaded = True
+    link: Any
+    overlapping = None
+    members: Any = inner("members")
+    reception: Any = inner("reception")
+    replay: Replay = inner("replay")
+    units: Units = inner("units")
+    replaying: bool = inner("replaying")
+    relays: Any = inner("relays")
+    take_part_from = inner("take_part_from")
 
     def __init__(self, inside: Inside, outer: ElasticLink | None, reports: Reporting) -> None:
-        self.inside, self.outer, self.reports = inside, outer, reports
-        stub = _stub()
-        self.members: Any = stub if outer is None else outer.members
-        self.reception: Any = stub if outer is None else outer.reception
-        self.units = Units("") if outer is None else outer.units
-        self.replay = Replay(lambda: None) if outer is None else outer.replay
+        super().__init__(cast("Any", outer or _Followed()))
+        self.inside, self.reports = inside, reports
         self.settings: Callable[[Call], tuple[Settings, Callable[[], Snapshot] | None]]
         self.over = False
         """Whether the ranks may end: the run has finished, or goes on without this worker."""
-        self._place = 0, 1
-        """This worker's rank among the workers, and their number."""
-        self._digests: list[int] = []
         self._problem = False
         """Whether a rank of this worker cannot make the present call."""
         self._told = False
@@ -93,128 +76,80 @@ class RankLink(Quiet):
         """The one in which a job is at work."""
         self._replayed: int | None = None
         """How many workers took part in the donor's unit, once this is known."""
-        if outer is not None:
-            outer.settings = self._all_settings
-
-    # -- what the engine uses of an `ElasticLink` ----
-
-    @property
-    def joined(self) -> float:
-        return 0.0 if self.outer is None else self.outer.joined
-
-    @property
-    def relays(self) -> list[Relay]:
-        """The newcomers that receive this worker's state; on rank 0."""
-        return [] if self.outer is None else self.outer.relays
-
-    @property
-    def replaying(self) -> bool:
-        """See `ElasticLink.replaying`."""
-        return self.units.done is None
+        self.link.settings = self._all_settings
 
     @property
     def wake(self) -> Callable[[Callable[[], None]], None]:
-        """See `ElasticLink`."""
-        assert self.outer is not None, "rank 0 hears of views"
-        return self.outer.wake
+        """See `ElasticLink`. Only rank 0 hears of views."""
+        return self.link.wake  # type: ignore[no-any-return]
 
     @wake.setter
     def wake(self, poke: Callable[[Callable[[], None]], None]) -> None:
-        if self.outer is not None:
-            self.outer.wake = poke
-
-    def take_part_from(self, start: Start) -> None:
-        """See `ElasticLink.take_part_from`."""
-        if self.outer is not None:
-            self.outer.take_part_from(start)
-        self.units.call, self.units.done = start.call, start.serial - 1
+        self.link.wake = poke
 
     def interrupt(self) -> None:
         """See `ElasticLink.interrupt`."""
-        if self.outer is not None:
-            self.outer.interrupt()
+        self.link.interrupt()
         self.inside.shutdown()
 
     def digests(self) -> Sequence[int]:
-        if self._problem:
-            return [PROBLEM]
-        return self._digests if self.outer is None else self.outer.digests()
-
-    def sent(self) -> Mapping[int, Sent]:
-        return {} if self.outer is None else self.outer.sent()
-
-    def leave(self, broken: bool) -> None:
-        if self.outer is not None:
-            self.outer.leave(broken)
-
-    def status(self, text: str) -> None:
-        self.members.status(text)
+        return [PROBLEM] if self._problem else self.link.digests()
 
     def close(self) -> None:
         self.over = True
-        if self.outer is not None:
-            self.outer.close()
-
-    def split(self, sets: Sequence[Sequence[int]]) -> NoReturn:
-        raise ValueError("the workers of an elastic run cannot be divided into sets")
+        self.link.close()
 
     # -- who takes part ----
 
     @property
-    def rank(self) -> int:
-        return self._place[0] if self.outer is None else self.outer.rank
-
-    @property
-    def size(self) -> int:
-        if not self.replaying or self._thread != threading.get_ident():
-            return self._place[1] if self.outer is None or self.replaying else self.outer.size
+    def size(self) -> int:  # type: ignore[override]
+        if not self.replaying:
+            return self.link.size  # type: ignore[no-any-return]
+        if self._thread != threading.get_ident():
+            return 1
         if self._replayed is None:
-            self._turns(Turn(SIZE))
-            outer = self.outer
-            said = self._wait() if outer is None else self._serve(lambda: {"size": outer.size})
-            self._replayed = int(said["size"])
+            self._replayed = int(self._ask(SIZE, work=lambda _: self.link.size))
         return self._replayed
 
     def _news(self) -> dict[str, Any]:
         """What rank 0 tells the others of the run."""
-        units, reports, outer = self.units, self.reports, self.outer
-        assert outer is not None, "rank 0 says it"
+        units, reports, members = self.units, self.reports, self.members
         return {
             "me": units.me,
             "done": units.done,
             "active": units.active,
-            "place": [0, 1] if self.replaying else [outer.rank, outer.size],
-            "view": [self.members.number, self.members.view.number, self.members.view.ids],
+            "place": [0, 1] if self.replaying else [self.link.rank, self.link.size],
+            "view": [members.number, members.view.number, members.view.ids],
             "lost": [reports.workers_lost, reports.steps_lost],
-            "digests": list(outer.digests()),
+            "digests": list(self.link.digests()),
         }
 
     def tell(self) -> None:
         """Rank 0 tells the others of the run, before the first unit."""
-        self._hear(self.inside.say(self._news() if self.outer is not None else None))
+        self._hear(self.inside.say(None if self.inside.rank else self._news()))
 
     def _hear(self, news: Mapping[str, Any]) -> None:
-        if self.outer is not None:
+        if self.inside.rank == 0:
             return
         self.units.me, self.units.done, self.units.active = news["me"], news["done"], news["active"]
-        self._place = news["place"][0], news["place"][1]
+        self.link.rank, self.link.size = news["place"]
         view = self.members.view
         self.members.number, view.number, view.ids = news["view"]
         self.reports.workers_lost, self.reports.steps_lost = news["lost"]
-        self._digests = news["digests"]
+        self.link.heard = news["digests"]
 
     # -- units ----
 
     def unit(self, job: Callable[[], T]) -> T:
         """Run ``job``, which makes collectives, all or nothing for all ranks of the worker."""
-        if self.outer is None:
+        if self.inside.rank:
             return self._follow(job)
         self._told = False
         try:
-            result = self.outer.unit(partial(self._attempt, job))
+            result: T = self.link.unit(partial(self._attempt, job))
         except (LinkError, RelayError) as error:
             if not self._told:
-                self.inside.say({"failed": str(error), "donor": isinstance(error, RelayError)})
+                self.inside.say(_failure(error))
             raise
         except NotFiniteError:
             self.inside.say({"end": self._news()})
@@ -255,7 +190,7 @@ class RankLink(Quiet):
                 result = job()
             except NotFiniteError as raised:
                 error = raised
-            while self._next(Turn(DONE)) is not None:
+            while self._next(DONE) is not None:
                 continue
         finally:
             self._thread = None
@@ -263,71 +198,44 @@ class RankLink(Quiet):
             raise error
         return result
 
-    # -- turns ----
+    # -- asking rank 0 ----
 
-    def _turns(self, own: Turn) -> list[Turn]:
-        """What each rank does next; raises `LinkError` where they do not belong together."""
-        turns = [Turn(*row) for row in self.inside.gather(own)]
-        alike = {t._replace(columns=0, second=0) for t in turns if t.op != DONE}
-        if len(alike) > 1 or (own.op == DONE and any(t.op in WITH_ALL for t in alike)):
-            raise LinkError(
-                "the ranks of this worker make different calls: every rank must take the same "
-                "optimizer steps and make the same laconic calls"
-            )
-        return turns
+    def _ask(
+        self, what: str, *about: Any, sends: int = 0, work: Callable[[list[Asked]], Any]
+    ) -> Any:
+        """Ask rank 0 for something, as all ranks do at once. Rank 0 does the ``work`` with what all
+        of them ask. Returns its result, or raises what it raises."""
+        asked = self.inside.tell([what, [*about], sends])
 
-    def _next(self, own: Turn, x: Tensor | None = None, swap: Swap = ((), ())) -> Rows | None:
-        """Take part in the next collective of the ranks: this one in ``own``, with the message
-        ``x``. Returns the rows that come for it, None for those that are lost; or None where all
-        ranks are done."""
-        turns = self._turns(own)
-        turn = next((t for t in turns if t.op != DONE), None)
-        if turn is None:
-            return None
-        columns = [0 if t.op == DONE else t.columns for t in turns]
-        pieces = [torch.empty(turn.rows, m, dtype=DTYPES[turn.dtype]) for m in columns]
-        if x is not None:
-            pieces[self.inside.rank] = x.reshape(turn.rows, -1).contiguous()
+        def checked() -> Any:
+            alike = [each[:2] for each in asked if each[0] != DONE]
+            some = len(alike) not in (0, len(asked)) and alike[0][0] in WITH_ALL
+            if some or any(each != alike[0] for each in alike):
+                raise LinkError(f"the ranks of this worker make different calls. {SAME_CALLS}")
+            return work(asked)
+
+        return self._serve(checked)
+
+    def _serve(self, work: Callable[[], Any]) -> Any:
+        """Do ``work`` on rank 0. Returns its result on all ranks, or raises what it raises."""
         if self.inside.rank:
-            self.inside.exchange({0: pieces[self.inside.rank].view(-1)}, {})
-            lost = self._wait()["lost"]
-            rows = pieces[0].new_empty(turn.results, columns[self.inside.rank])
-            self.inside.exchange({}, {0: rows.view(-1)})
-        else:
-            self.inside.exchange({}, {r: p.view(-1) for r, p in enumerate(pieces) if r})
-            whole, found = torch.cat(pieces, 1), list[Tensor | None]()
-
-            def serve() -> dict[str, Any]:
-                found.extend(self._outer(turn, whole, swap))
-                return {"lost": [r for r, row in enumerate(found) if row is None]}
-
-            lost = self._serve(serve)["lost"]
-            zeros = whole.new_zeros(whole.shape[1])
-            came = [zeros if row is None else row for row in found]
-            together = torch.stack(came) if came else whole[:0]
-            parts = [part.contiguous().view(-1) for part in torch.split(together, columns, 1)]
-            self.inside.exchange({r: part for r, part in enumerate(parts) if r}, {})
-            rows = parts[0].view(turn.results, columns[0])
-        return [None if r in lost else row for r, row in enumerate(rows.unbind())]
-
-    def _serve(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Do ``work`` on rank 0, and tell the others what it returns, or raises."""
-        said: dict[str, Any] = {"failed": "rank 0 of this worker has failed", "donor": False}
+            return self._answer()
+        said = _failure(LinkError("rank 0 of this worker has failed"))
         try:
-            said = work()
+            said = {"is": work()}
         except Interrupted:
             said = {"again": True}
             raise
         except (LinkError, RelayError) as error:
-            said = {"failed": str(error), "donor": isinstance(error, RelayError)}
+            said = _failure(error)
             raise
         finally:
             self._told = "failed" in said
             self.inside.say(said)
-        return said
+        return said["is"]
 
-    def _wait(self) -> dict[str, Any]:
-        """Wait for `_serve` on rank 0."""
+    def _answer(self) -> Any:
+        """What `_serve` returns on rank 0."""
         while "ask" in (said := self.inside.say()):
             own: list[Any] = [0, None]
             if self.units.call.name == GRADIENTS:
@@ -337,49 +245,21 @@ class RankLink(Quiet):
         if "again" in said:
             raise Interrupted("rank 0 of this worker has to repeat the unit")
         _raise_failure(said)
-        return dict(said)
-
-    def _outer(self, turn: Turn, whole: Tensor, swap: Swap) -> Rows:
-        """Make the collective ``turn`` of all ranks' messages, on rank 0. Returns its rows."""
-        outer, flat = self.outer, whole.view(-1)
-        assert outer is not None
-        if not whole.numel():
-            return list(whole.new_empty(turn.results, 0).unbind())
-        if turn.op == GATHER:
-            return list(outer.gather(flat).unbind())
-        if turn.op == SWAP:
-            return [None if piece is None else piece.clone() for piece in outer.swap(flat, *swap)]
-        if turn.op == ALL_GATHER:
-            out = whole.new_empty(turn.results, whole.shape[1])
-            outer.all_gather(flat, out.view(-1))
-        elif turn.op == ALL_TO_ALL:
-            out = torch.empty_like(whole)
-            outer.all_to_all(whole, out)
-        elif turn.op == MEAN:
-            outer.mean(flat)
-            out = whole
-        else:
-            outer.broadcast(flat, turn.first)
-            out = whole
-        return list(out.unbind())
+        return said["is"]
 
     # -- calls ----
 
-    def begin_call(self, call: Call, *, wait: bool) -> bool:
+    def begin_call(self, call: Call, *, wait: bool) -> bool:  # type: ignore[override]
         self.units.call, self.over = call, False
-        signed = call.digest - 2**64 * (call.digest >= 2**63)
-        turns = self._turns(Turn(BEGIN, first=call.id, second=signed))
-        digest = combined([turn.second % 2**64 for turn in turns])
-        self._problem = digest == PROBLEM
 
-        def serve() -> dict[str, Any]:
-            assert self.outer is not None
-            begun = self.outer.begin_call(call._replace(digest=digest), wait=wait)
-            return {"begun": begun, "news": self._news()}
+        def begin(asked: list[Asked]) -> list[Any]:
+            digest = combined([each[2] for each in asked])
+            begun = self.link.begin_call(call._replace(digest=digest), wait=wait)
+            return [begun, digest == PROBLEM, self._news()]
 
-        said = self._wait() if self.outer is None else self._serve(serve)
-        self._hear(said["news"])
-        return bool(said["begun"])
+        begun, self._problem, news = self._ask(BEGIN, call.id, sends=call.digest, work=begin)
+        self._hear(news)
+        return bool(begun)
 
     def _all_settings(self, call: Call) -> tuple[Settings, Callable[[], Snapshot] | None]:
         """See `ElasticLink.settings`: of all ranks, on rank 0, while the others wait."""
@@ -395,33 +275,83 @@ class RankLink(Quiet):
 
     # -- collectives ----
 
-    def _rows(self, op: int, x: Tensor, rows: int, results: int, **more: Any) -> Rows:
+    def _rows(self, what: str, x: Tensor, rows: int, results: int, *about: Any) -> Rows:
         """Make a collective of ``rows`` of ``x``, which brings so many ``results``."""
-        swap = more.pop("swap", ((), ()))
-        columns = x.numel() // max(rows, 1)
-        turn = Turn(op, rows, columns, DTYPES.index(x.dtype), results, **more)
-        found = self._next(turn, x, swap)
+        x = x.reshape(rows, x.numel() // max(rows, 1)).contiguous()
+        found = self._next(what, str(x.dtype).removeprefix("torch."), rows, results, *about, x=x)
         assert found is not None, "this rank is not done"
         return found
 
-    def mean(self, x: Tensor) -> None:
-        (mean,) = _all(self._rows(MEAN, x, 1, 1))
-        x.copy_(mean.view(x.shape))
+    def _next(self, what: str, *about: Any, x: Tensor | None = None) -> Rows | None:
+        """Take part in the next collective of the ranks: this one in ``what``, with its rows ``x``.
+        Returns the rows that it brings, None for those that are lost; or None where all ranks are
+        done."""
+        inside, me = self.inside, self.inside.rank
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        raise ValueError("a worker of an elastic run owns no part of the outer state: use mean")
+        def turn(asked: list[Asked]) -> Any:
+            made = next((each for each in asked if each[0] != DONE), None)
+            return made and [*made[:2], [sends for _, _, sends in asked]]
+
+        found = self._ask(what, *about, sends=0 if x is None else x.shape[1], work=turn)
+        if found is None:
+            return None
+        what, (dtype, rows, results, *about), columns = found
+        pieces = [torch.empty(rows, m, dtype=getattr(torch, dtype)) for m in columns]
+        if x is not None:
+            pieces[me] = x
+        out = pieces[0].new_empty(results, columns[me])
+        if me:
+            inside.exchange({0: pieces[me].view(-1)}, {})
+            lost = self._answer()
+            inside.exchange({}, {0: out.view(-1)})
+            return [None if r in lost else row for r, row in enumerate(out.unbind())]
+        inside.exchange({}, {r: p.view(-1) for r, p in enumerate(pieces) if r})
+        whole, brought = torch.cat(pieces, 1), Rows()
+
+        def make() -> list[int]:
+            brought.extend(self._outer(what, whole, *about) if whole.numel() else out.unbind())
+            return [r for r, row in enumerate(brought) if row is None]
+
+        lost, nothing = self._serve(make), whole.new_zeros(whole.shape[1])
+        rows_of_all = [nothing if row is None else row for row in brought]
+        together = torch.stack(rows_of_all) if rows_of_all else whole[:0]
+        parts = [p.contiguous() for p in torch.split(together, columns, 1)]
+        inside.exchange({r: p.view(-1) for r, p in enumerate(parts) if r}, {})
+        return [None if r in lost else row for r, row in enumerate(parts[0].unbind())]
+
+    def _outer(self, what: str, x: Tensor, *about: Any) -> Rows:
+        """Make the collective ``what`` with all ranks' messages ``x``, on rank 0."""
+        flat = x.view(-1)
+        if what == "swap":
+            return [None if p is None else p.clone() for p in self.link.swap(flat, *about)]
+        if what == "gather":
+            return [*self.link.gather(flat).unbind()]
+        out = x
+        if what == "all_gather":
+            out = x.new_empty(self.size, x.shape[1])
+            self.link.all_gather(flat, out.view(-1))
+        elif what == "all_to_all":
+            out = torch.empty_like(x)
+            self.link.all_to_all(x, out)
+        else:
+            getattr(self.link, what)(flat, *about)
+        return [*out.unbind()]
+
+    def mean(self, x: Tensor) -> None:
+        (mean,) = _all(self._rows("mean", x, 1, 1))
+        x.copy_(mean.view(x.shape))
 
     def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         n = self.size
         with at_once(parts, [self.rank], range(n)):
-            rows = _all(self._rows(ALL_GATHER, mine.to(out.dtype), 1, n))
+            rows = _all(self._rows("all_gather", mine.to(out.dtype), 1, n))
             for row, into in zip(rows, out.view(n, -1), strict=True):
                 into.copy_(row)
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         n = self.size
         with at_once(parts, hops(self.rank, n), arrivals(self.rank, n)):
-            rows = _all(self._rows(ALL_TO_ALL, x, n, n))
+            rows = _all(self._rows("all_to_all", x, n, n))
             for row, into in zip(rows, out.view(n, -1), strict=True):
                 into.copy_(row)
 
@@ -429,14 +359,14 @@ class RankLink(Quiet):
         if self._thread != threading.get_ident():  # before there is a communication thread
             return self.unit(partial(self.gather, x))
         n = self.size
-        return torch.stack(_all(self._rows(GATHER, x, 1, n))).view(n, *x.shape)
+        return torch.stack(_all(self._rows("gather", x, 1, n))).view(n, *x.shape)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
-        (sent,) = _all(self._rows(BROADCAST, x, 1, 1, first=root))
+        (sent,) = _all(self._rows("broadcast", x, 1, 1, root))
         x.copy_(sent.view(x.shape))
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor | None]:
-        return list(self._rows(SWAP, x, 1, len(source), swap=(to, source)))
+        return self._rows("swap", x, 1, len(source), list(to), list(source))
 
 
 class WorldLink(Around):
@@ -482,26 +412,49 @@ def _all(rows: Rows) -> list[Tensor]:
     return [row for row in rows if row is not None]
 
 
+def _failure(error: Exception) -> dict[str, Any]:
+    return {"failed": str(error), "donor": isinstance(error, RelayError)}
+
+
 def _raise_failure(said: Mapping[str, Any]) -> None:
     if "failed" in said:
         raise RelayError(said["failed"]) if said["donor"] else LinkError(said["failed"])
 
 
-def _stub() -> Any:
-    """What other ranks than 0 have in place of `laconic.links.elastic.members.Members` and
-    `laconic.links.elastic.reception.Reception`."""
+class _Followed(Quiet):
+    """What other ranks than 0 have in place of the worker's link: what rank 0 tells them of it."""
 
-    def nothing(*_: object) -> None:
-        pass
+    threaded = True
+    rank, size, joined = 0, 1, 0.0
+    wake: Any = None
 
-    def nobody(step: int) -> list[Any]:
-        return []
+    def __init__(self) -> None:
+        def nothing(*_: object) -> None:
+            pass
 
-    return SimpleNamespace(
-        number=0,
-        view=SimpleNamespace(number=1, ids=[]),
-        record=LinkRecord(),
-        ended=False,
-        **dict.fromkeys(["status", "leave", "open", "bequeath"], nothing),
-        **dict.fromkeys(["callers", "leaves", "bequests"], nobody),
-    )
+        def nobody(step: int) -> list[Any]:
+            return []
+
+        self.units, self.replay, self.relays = Units(""), Replay(lambda: None), list[Any]()
+        self.heard: Sequence[int] = []
+        does_nothing = dict.fromkeys(["status", "leave", "open", "bequeath"], nothing)
+        view = SimpleNamespace(number=1, ids=[])
+        self.members = SimpleNamespace(
+            number=0, view=view, record=LinkRecord(), ended=False, **does_nothing
+        )
+        nobodies = dict.fromkeys(["callers", "leaves", "bequests"], nobody)
+        self.reception = SimpleNamespace(**does_nothing, **nobodies)
+
+    @property
+    def replaying(self) -> bool:
+        return self.units.done is None
+
+    def digests(self) -> Sequence[int]:
+        return self.heard
+
+    def take_part_from(self, start: Start) -> None:
+        """See `ElasticLink.take_part_from`."""
+        self.units.call, self.units.done = start.call, start.serial - 1
+
+    def interrupt(self) -> None:
+        """Does nothing."""
