@@ -8,7 +8,6 @@ import os
 import socket
 import ssl
 import struct
-from collections import deque
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
@@ -29,26 +28,21 @@ class Kept:
     """The last bytes that were sent, up to byte ``end``."""
 
     def __init__(self) -> None:
-        self.end = self._size = 0
-        self._pieces: deque[bytes] = deque()
+        self.end, self._data = 0, bytearray()
 
     def add(self, end: int, data: bytes, most: int) -> None:
         """The next bytes up to ``end``, of which ``data`` are the last. ``most``: how many are
         enough."""
         if end - self.end > len(data):
-            self._pieces.clear()
-            self._size = 0
-        self._pieces.append(data)
-        self._size += len(data)
-        while self._size - len(self._pieces[0]) >= most:
-            self._size -= len(self._pieces.popleft())
+            self._data.clear()
+        self._data += data
+        del self._data[: max(len(self._data) - most, 0)]
         self.end = end
 
     def since(self, position: int) -> bytes | None:
         """All from byte ``position`` on; None if it was not kept."""
-        if position < self.end - self._size:
-            return None
-        return b"".join(self._pieces)[max(self._size - (self.end - position), 0) :]
+        start = len(self._data) - (self.end - position)
+        return None if start < 0 else bytes(self._data[start:])
 
 
 class Connections(dict[int, int]):
