@@ -366,7 +366,7 @@ class Newcomer:
     def _digest(self) -> int:
         """See `digest_of`: that of all ranks."""
         own = digest_of(self._driver.session)
-        digests = [said[0] for said in self._inside.gather([own])]
+        digests = self._inside.gather(own)
         return combined(digests) if len(digests) > 1 else own
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from laconic.errors import when_uncaught
 from laconic.links.tcp import TcpLink
+from laconic.links.texts import exchange_texts
 
 log = logging.getLogger("laconic")
 
@@ -39,75 +40,57 @@ class Inside:
         self.link = link
         self.rank, self.size = (0, 1) if link is None else (link.rank, link.size)
 
-    @property
-    def _others(self) -> range:
-        return range(1, self.size)
-
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Send ``sends[r]`` to rank r, and receive ``receives[r]`` from it, of known lengths."""
         if self.link is not None:
             self.link.exchange(sends, receives)
 
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The ``numbers`` of all ranks, as many on each."""
+    def gather(self, value: Any) -> list[Any]:
+        """The ``value`` of every rank, by rank, as far as JSON can hold it."""
         if self.link is None:
-            return [list(numbers)]
-        rows: list[list[int]] = self.link.gather(torch.tensor(numbers)).tolist()
-        return rows
+            return [value]
+        return [json.loads(text) for text in exchange_texts(self.link.gather, json.dumps(value))]
 
     def any(self, *flags: bool) -> list[bool]:
         """Whether any rank has set each of its ``flags``."""
-        return [any(column) for column in zip(*self.gather([*map(int, flags)]), strict=True)]
+        return [any(column) for column in zip(*self.gather(flags), strict=True)]
+
+    def union(self, names: Sequence[str]) -> set[str]:
+        """The ``names`` of all ranks."""
+        return {name for own in self.gather([*names]) for name in own}
 
     def say(self, value: Any = None) -> Any:
         """What rank 0 says, as far as JSON can hold it; on all ranks."""
-        return self._deal(None if self.rank else [value] * self.size, _JSON)
-
-    def tell(self, value: Any) -> list[Any]:
-        """The ``value`` of every rank, by rank, as far as JSON can hold it. On other ranks than 0
-        none but their own."""
-        return self._collect(value, _JSON)
+        return self.gather(value)[0]
 
     def deal(self, states: Sequence[Any] | None) -> Any:
         """What rank 0 has for this rank among its ``states``, by rank: plain data with tensors."""
-        return self._deal(states, _STATE)
+        if self.rank:
+            return self._take([0])[0]
+        assert states is not None, "rank 0 has them"
+        self._post({r: states[r] for r in range(1, self.size)})
+        return states[0]
 
     def collect(self, state: Any) -> list[Any]:
-        """As `tell`, of plain data with tensors."""
-        return self._collect(state, _STATE)
-
-    def _deal(self, values: Sequence[Any] | None, codec: _Codec) -> Any:
+        """The ``state`` of every rank, by rank: plain data with tensors. On other ranks than 0 none
+        but their own."""
         if self.rank:
-            return self._take([0], codec)[0]
-        assert values is not None, "rank 0 has them"
-        self._post({r: codec[0](values[r]) for r in self._others})
-        return values[0]
+            self._post({0: state})
+            return [state]
+        return [state, *self._take(range(1, self.size))]
 
-    def _collect(self, value: Any, codec: _Codec) -> list[Any]:
-        if self.rank:
-            self._post({0: codec[0](value)})
-            return [value]
-        return [value, *self._take(self._others, codec)]
+    def _post(self, states: Mapping[int, Any]) -> None:
+        packed = {r: _packed(state) for r, state in states.items()}
+        self.exchange({r: torch.tensor([len(data)]) for r, data in packed.items()}, {})
+        self.exchange(packed, {})
 
-    def _post(self, packed: Mapping[int, bytes]) -> None:
-        rows = {r: torch.frombuffer(bytearray(d), dtype=torch.uint8) for r, d in packed.items()}
-        self.exchange({r: torch.tensor([len(row)]) for r, row in rows.items()}, {})
-        self.exchange(rows, {})
-
-    def _take(self, ranks: Sequence[int], codec: _Codec) -> list[Any]:
+    def _take(self, ranks: Sequence[int]) -> list[Any]:
         sizes = {r: torch.zeros(1, dtype=torch.int64) for r in ranks}
         self.exchange({}, sizes)
         rows = {r: torch.empty(int(size), dtype=torch.uint8) for r, size in sizes.items()}
         self.exchange({}, rows)
-        return [codec[1](row.numpy().tobytes()) for row in rows.values()]
-
-    def union(self, names: Sequence[str]) -> set[str]:
-        """The ``names`` of all ranks."""
-        if self.link is None or not self.any(bool(names))[0]:
-            return set(names)
-        everyone = self.collect(list(names))
-        found: list[str] = self.say(sorted({name for own in everyone for name in own}))
-        return set(found)
+        files = (io.BytesIO(row.numpy().tobytes()) for row in rows.values())
+        return [torch.load(file, weights_only=True) for file in files]
 
     def shutdown(self) -> None:
         """The process ends: end what another thread waits for."""
@@ -160,12 +143,7 @@ class Watch:
             self._thread.join()
 
 
-def _saved(state: Any) -> bytes:
+def _packed(state: Any) -> Tensor:
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-_Codec = tuple[Callable[[Any], bytes], Callable[[bytes], Any]]
-_JSON: _Codec = (lambda value: json.dumps(value).encode()), json.loads
-_STATE: _Codec = _saved, lambda data: torch.load(io.BytesIO(data), weights_only=True)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)

@@ -37,15 +37,15 @@ from laconic.links.wrapped import Around, inner
 
 T = TypeVar("T")
 DONE, BEGIN, SIZE = "done", "begin", "size"
-"""What a rank asks rank 0 for, beside collectives. Done: it has no more to do in this job."""
+"""What a rank is about to do, if no collective. Done: it has no more to do in this job."""
 WITH_ALL = BEGIN, SIZE, "swap"
-"""What all ranks ask for, or none."""
+"""What all ranks do, or none."""
 PROBLEM = 2**64 - 1
 """The digest of a rank that cannot make a call: see `laconic.engine.session`."""
 Rows = list[Tensor | None]
 """What a collective brings; None for messages that are lost."""
-Asked = list[Any]
-"""What a rank asks rank 0 for: what, about what (the same on all ranks), and what it sends."""
+Turn = list[Any]
+"""What a rank is about to do; about what, the same on all ranks; and a number of its own."""
 
 
 class RankLink(Undivided, Around):
@@ -108,7 +108,8 @@ class RankLink(Undivided, Around):
         if self._thread != threading.get_ident():
             return 1
         if self._replayed is None:
-            self._replayed = int(self._ask(SIZE, work=lambda _: self.link.size))
+            self._turns(SIZE)
+            self._replayed = int(self._serve(lambda: self.link.size))
         return self._replayed
 
     def _news(self) -> dict[str, Any]:
@@ -198,23 +199,17 @@ class RankLink(Undivided, Around):
             raise error
         return result
 
-    # -- asking rank 0 ----
+    # -- together with the other ranks ----
 
-    def _ask(
-        self, what: str, *about: Any, sends: int = 0, work: Callable[[list[Asked]], Any]
-    ) -> Any:
-        """Ask rank 0 for something, as all ranks do at once. Rank 0 does the ``work`` with what all
-        of them ask. Returns its result, or raises what it raises."""
-        asked = self.inside.tell([what, [*about], sends])
-
-        def checked() -> Any:
-            alike = [each[:2] for each in asked if each[0] != DONE]
-            some = len(alike) not in (0, len(asked)) and alike[0][0] in WITH_ALL
-            if some or any(each != alike[0] for each in alike):
-                raise LinkError(f"the ranks of this worker make different calls. {SAME_CALLS}")
-            return work(asked)
-
-        return self._serve(checked)
+    def _turns(self, what: str, *about: Any, sends: int = 0) -> list[Turn]:
+        """What all ranks are about to do; raises `LinkError` where they do not belong together."""
+        turns = self.inside.gather([what, [*about], sends])
+        alike = [each[:2] for each in turns if each[0] != DONE]
+        some = len(alike) not in (0, len(turns)) and alike[0][0] in WITH_ALL
+        if some or any(each != alike[0] for each in alike):
+            self._told = True
+            raise LinkError(f"the ranks of this worker make different calls. {SAME_CALLS}")
+        return turns
 
     def _serve(self, work: Callable[[], Any]) -> Any:
         """Do ``work`` on rank 0. Returns its result on all ranks, or raises what it raises."""
@@ -251,13 +246,14 @@ class RankLink(Undivided, Around):
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:  # type: ignore[override]
         self.units.call, self.over = call, False
+        digest = combined([each[2] for each in self._turns(BEGIN, call.id, sends=call.digest)])
+        self._problem = digest == PROBLEM
 
-        def begin(asked: list[Asked]) -> list[Any]:
-            digest = combined([each[2] for each in asked])
+        def begin() -> list[Any]:
             begun = self.link.begin_call(call._replace(digest=digest), wait=wait)
-            return [begun, digest == PROBLEM, self._news()]
+            return [begun, self._news()]
 
-        begun, self._problem, news = self._ask(BEGIN, call.id, sends=call.digest, work=begin)
+        begun, news = self._serve(begin)
         self._hear(news)
         return bool(begun)
 
@@ -287,15 +283,11 @@ class RankLink(Undivided, Around):
         Returns the rows that it brings, None for those that are lost; or None where all ranks are
         done."""
         inside, me = self.inside, self.inside.rank
-
-        def turn(asked: list[Asked]) -> Any:
-            made = next((each for each in asked if each[0] != DONE), None)
-            return made and [*made[:2], [sends for _, _, sends in asked]]
-
-        found = self._ask(what, *about, sends=0 if x is None else x.shape[1], work=turn)
-        if found is None:
+        turns = self._turns(what, *about, sends=0 if x is None else x.shape[1])
+        turn = next((each for each in turns if each[0] != DONE), None)
+        if turn is None:
             return None
-        what, (dtype, rows, results, *about), columns = found
+        (what, (dtype, rows, results, *about), _), columns = turn, [sends for _, _, sends in turns]
         pieces = [torch.empty(rows, m, dtype=getattr(torch, dtype)) for m in columns]
         if x is not None:
             pieces[me] = x
