@@ -76,7 +76,7 @@ def test_a_worker_of_another_job(monkeypatch: pytest.MonkeyPatch, jobs: job_keys
         assert "the run does not take in this worker" in said[0]
         assert "at 127.0.0.77 does not answer" in said[0]
         assert "has another secret in LACONIC_SECRET_FILE than this worker" in said[1]
-        assert "has a certificate that this worker does not trust" in said[2]
+        assert "do not accept each other's certificates" in said[2]
         run.check_same(2, *other)
 
 

@@ -154,7 +154,7 @@ class CallGuard:
         keys = [Address.parse(address).key for address in addresses]
         others = list(zip(self._addresses, keys, strict=True))
         at = self._sequence.record, keys[self.rank], self.rank, self.ranks, others, connections
-        return Stalls(*at, resumes=True)
+        return Stalls(*at)
 
     def check_connecting(self) -> None:
         """Raise if a rank's process has ended while the ranks connect to each other."""

@@ -174,6 +174,8 @@ class Connections(dict[int, int]):
 
     def close(self) -> None:
         """Close all connections."""
+        if self.stalls is not None:
+            self.stalls.ended = True
         while self:
             self._close(self.popitem()[1])
 

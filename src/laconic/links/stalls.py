@@ -42,9 +42,7 @@ class Counted(Protocol):
 
 class Stalls:
     """Looks after the ``connections`` of ``rank``, which other ranks know by ``key``. ``numbers``:
-    the ranks as beacons know them. ``others``: by rank, the address of its beacon, and its key.
-    ``resumes``: connections are made again, and the messages go on; otherwise
-    a stalled one is an error, and what answers for it makes the call again."""
+    the ranks as beacons know them. ``others``: by rank, the address of its beacon, and its key."""
 
     def __init__(
         self,
@@ -54,14 +52,12 @@ class Stalls:
         numbers: Sequence[int],
         others: Sequence[tuple[str, str]],
         connections: Counted,
-        *,
-        resumes: bool,
     ) -> None:
         assert record.secret is not None, "the ranks have met"
         self._secret, self.rank, self._numbers = record.secret, rank, numbers
         self._others = others
         self._connections = weakref.ref(connections)  # closed when it is freed
-        self.resumes, self.look_seconds = resumes, LOOK_SECONDS
+        self.look_seconds = LOOK_SECONDS
         self.ended = False
         """Whether no message moves any more."""
         self.offered: dict[int, socket.socket] = {}
@@ -155,7 +151,7 @@ class Stalls:
         self._doubts.pop(rank, None)
         if more:
             self._doubts[rank] = again.received
-        if stalled and self.resumes:
+        if stalled:
             self._promised.add(rank)
         return stalled
 

@@ -165,7 +165,7 @@ class Transfer:
             return
         self._wait_for_all(frames.ALL)
         connections = self.connections
-        if connections.stalls is not None and connections.stalls.resumes:
+        if connections.stalls is not None:
             connections.release(traffic, self._outgoing)
         traffic.transfers -= 1
         if not traffic.transfers:
@@ -236,22 +236,13 @@ class Transfer:
         each = zip(traffic.ranks, traffic.messages, strict=True)
         waited_for = sorted({r for r, m in each if m.comes and not frames.is_complete(m)})
         found = stalls.ask(waited_for, now - quiet_since)
-        made = []
-        for rank, answer in found.items():
-            if answer.connection is None:
-                continue
-            if not stalls.resumes:
-                answer.connection.close()
-                why = f"the connection to rank {self.names[rank]} lets no byte pass: {FORGOTTEN}"
-                log.warning("%s. It is made again", why)
-                self._fail(why)
-            made.append(self._go_on(stalls, rank, answer.connection, calls=True))
-        return any(made)
+        connections = {r: a.connection for r, a in found.items() if a.connection is not None}
+        return any([self._go_on(stalls, r, c, calls=True) for r, c in connections.items()])
 
     def _ended(self, index: int) -> bool:
         """The connection of message ``index`` has ended. Returns whether it was made again."""
         stalls, rank = self.connections.stalls, self._traffic.ranks[index]
-        if stalls is None or not stalls.resumes:
+        if stalls is None:
             return False
         until = time.monotonic() + self._timeout
         while not stalls.ended and time.monotonic() < until:

@@ -142,15 +142,10 @@ class Client:
                 f"{who} uses TLS, and this worker does not: set the variables that `laconic keys` "
                 "prints"
             )
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return UntrustedError(
-                f"{who} has a certificate that this worker does not trust: the coordinator and all "
-                f"workers need certificates of one CA ({error.verify_message})"
-            )
         if secured.about_certificates(error):
             return UntrustedError(
-                f"{who} refuses this worker's certificate: the coordinator and all workers need "
-                f"certificates of one CA ({secured.reason(error)})"
+                f"{who} and this worker do not accept each other's certificates: the coordinator "
+                f"and all workers need certificates of one CA ({secured.reason(error)})"
             )
         if self._contexts is not None and self._is_plain():
             return UntrustedError(

@@ -73,7 +73,7 @@ class Mesh:
         if record is not None:
             beacons = [(m.beacon, key.hex()) for m in self.view.members]
             where = record, key.hex(), self.place, self.names, beacons, self.connections
-            self.connections.stalls = Stalls(*where, resumes=False)
+            self.connections.stalls = Stalls(*where)
 
 
 class Guard:
