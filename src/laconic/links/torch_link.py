@@ -79,6 +79,7 @@ def TorchLink(  # noqa: N802  a user writes it like the classes of other links
 def _host_link(device: torch.device, timeout: timedelta) -> Link:
     """The link over laconic's own connections to all ranks of the default process group."""
     found, group = default_rendezvous(), dist.group.WORLD
+    assert group is not None, "there is a process group"
     if found is None:
         return _for_tensors_on(device, TcpLink.over(group, device, timeout))
     exchange = partial(found.exchange, timeout=timeout.total_seconds())

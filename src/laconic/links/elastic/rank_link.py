@@ -244,7 +244,7 @@ class RankLink(Undivided, Around):
 
     # -- calls ----
 
-    def begin_call(self, call: Call, *, wait: bool) -> bool:  # type: ignore[override]
+    def begin_call(self, call: Call, *, wait: bool) -> bool:
         self.units.call, self.over = call, False
         digest = combined([each[2] for each in self._turns(BEGIN, call.id, sends=call.digest)])
         self._problem = digest == PROBLEM
