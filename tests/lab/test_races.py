@@ -1,13 +1,10 @@
-"""Real races and elastic runs on emulated hosts, shells and torchrun in a lab, and its ways out."""
+"""Real races on emulated hosts, and losses of packets."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import pty
-import re
-import select
 import signal
 import subprocess
 import sys
@@ -142,31 +139,6 @@ def test_an_interrupted_race_keeps_what_there_is(tmp_path: Path) -> None:
     assert "Traceback" not in said
     until(lambda: not alive(members))
     assert [row.recipe for row in read(tmp_path).rows] == [NO_COMMUNICATION]
-
-
-@with_namespaces
-def test_a_shell_is_on_its_host() -> None:
-    shown, (pid, terminal) = "", pty.fork()
-    if pid == 0:
-        os.environ.update(TERM="xterm", COLUMNS="80", LINES="24")
-        lab = ["-m", "laconic", "lab", "--hosts", "2", "--bandwidth", "1gbit", "--shell", "1"]
-        os.execv(sys.executable, [sys.executable, *lab])
-
-    def expect(pattern: str) -> None:
-        nonlocal shown
-        while not (match := re.search(pattern, shown)):
-            assert select.select([terminal], [], [], 100)[0], (pattern, shown)
-            shown += os.read(terminal, 1 << 16).decode()
-        shown = shown[match.end() :]
-
-    expect(r"2 hosts, 1 Gbit/s each")
-    expect(r"\[host1\] ")
-    os.write(terminal, b"setsid sleep 1000 & hostname; sleep 1; exit 7\n")
-    expect(r"host1\r\n")
-    members = of_launcher(pid)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7, "the shell's own"
-    os.close(terminal)
-    until(lambda: not alive(members))
 
 
 @with_namespaces

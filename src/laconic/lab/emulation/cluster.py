@@ -34,7 +34,6 @@ from laconic.lab.emulation.jobs import (
     terminate_as_exit,
     unnamed_file,
 )
-from laconic.lab.emulation.join import host_entry
 from laconic.lab.emulation.namespaces import Entry, Plan
 from laconic.lab.emulation.network import Network, check_host
 
@@ -54,6 +53,7 @@ __all__ = [
     "terminate_as_exit",
 ]
 
+INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _BUILD_SECONDS: Final = 60.0  # time for the keeper to set up the network, which takes 0.2 s
 _COMMAND_SECONDS: Final = 10.0  # time for the keeper to answer, which takes milliseconds
 
@@ -187,8 +187,18 @@ class Cluster(Hosts):
     def entry(self, host: int) -> Entry:
         """Return how a child of this process enters `host`."""
         check_host(host, len(self.addresses))
-        user = self._user[0] if self._user else None
-        return host_entry(host, user, self._pids, self._networks[host], self.addresses)
+        # List each address twice. torch's store looks up the names of IPv4-mapped IPv6 addresses;
+        # without an entry here, every rank prints a warning about the failed lookup.
+        forms = ("", "::ffff:")
+        names = [f"{form}{a} host{h}" for form in forms for h, a in enumerate(self.addresses)]
+        return Entry(
+            launcher=os.getpid(),
+            user=self._user[0] if self._user else None,
+            pid=self._pids,
+            net=self._networks[host],
+            name=f"host{host}",
+            hosts_file="\n".join(["127.0.0.1 localhost", *names, ""]),
+        )
 
     def tx_bytes(self) -> list[int]:
         """Return the bytes each host has sent so far, counted at its port of the switch.
@@ -369,18 +379,13 @@ def job_environment(cluster: Cluster | Loopback, env: Mapping[str, str]) -> dict
         "OMP_NUM_THREADS": "1",
         **inherited,
         **env,
-        **interface_variables(cluster.interface),
+        # make torch's backends use the interface
+        **dict.fromkeys(INTERFACE_VARIABLES, cluster.interface),
         "MASTER_ADDR": cluster.addresses[0],
         "MASTER_PORT": str(cluster.free_port()),
         "GROUP_WORLD_SIZE": str(len(cluster.addresses)),
         "ROLE_NAME": "default",
     }
-
-
-def interface_variables(interface: str) -> dict[str, str]:
-    """Return the variables that make torch's backends use `interface`."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-    return dict.fromkeys(names, interface)
 
 
 def rank_variables(rank: int, host: int, per_host: int, world: int) -> dict[str, str]:

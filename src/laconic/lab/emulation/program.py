@@ -17,7 +17,6 @@ from typing import Any, Final, Protocol
 
 from laconic.elastic import COORDINATOR_VARIABLE, TRACE_VARIABLE
 from laconic.errors import check_int
-from laconic.lab.emulation import torchrun
 from laconic.lab.emulation.cluster import (
     Cluster,
     Loopback,
@@ -46,10 +45,10 @@ _POLL_SECONDS: Final = 0.1  # maximum delay until the end of a process is notice
 class Settings:
     """The program to run, and where.
 
-    ``argv`` runs ``per_host`` times on each host or, if it starts torchrun, once. ``out`` is the
-    directory for logs and rates; None stores nothing. ``faults``: what happens to the hosts; None
-    starts no coordinator either. ``restart``: seconds after which a lost program is started again;
-    None for never.
+    ``argv`` runs ``per_host`` times on each host; torchrun runs once, and starts as many. ``out``
+    is the directory for logs and rates; None stores nothing. ``faults``: what happens to the hosts;
+    None starts no coordinator either. ``restart``: seconds after which a lost program is started
+    again; None for never.
     """
 
     argv: tuple[str, ...]
@@ -70,7 +69,11 @@ class Settings:
             check_int("per-host", self.per_host, 1)
         if shutil.which(self.argv[0]) is None:
             raise ValueError(f"program not found: {self.argv[0]!r}; check its name and PATH")
-        torchrun.find(self.argv, self.network.hosts, self.per_host)
+        for option in self.argv if _is_torchrun(self.argv) else ():
+            if option.startswith(("--nnodes", "--nproc", "--standalone")):
+                raise ValueError(
+                    f"give the lab's --hosts and --per-host in place of torchrun's {option}"
+                )
 
 
 @dataclass(frozen=True)
@@ -344,30 +347,32 @@ class _Run:
 def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Process]:
     """Yield the processes to start, by rank."""
     shared = job_environment(cluster, {"PYTHONUNBUFFERED": "1"})
-    shared["GROUP_WORLD_SIZE"] = str(settings.network.hosts)  # without the coordinator's host
+    hosts, per_host = settings.network.hosts, settings.per_host or 1
+    shared["GROUP_WORLD_SIZE"] = str(hosts)  # without the coordinator's host
+    # torchrun takes its options from these.
+    shared |= {"PET_NNODES": str(hosts), "PET_NPROC_PER_NODE": str(per_host)}
+    shared |= {f"PET_{name}": shared[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     for name in (BANDWIDTH_VARIABLE, LATENCY_VARIABLE):
         shared.pop(name, None)
     rates, latencies = map(settings.network.each, ("bandwidth", "latency"))
-    launcher = torchrun.find(settings.argv, settings.network.hosts, settings.per_host)
-    per_host = settings.per_host or 1
-    if launcher is not None:
-        per_host = int(launcher.per_host) if launcher.per_host.isdecimal() else 1
     for host, rate in enumerate(rates):
-        env = dict(shared)
+        env = {**shared, "PET_NODE_RANK": str(host)}
         if not cluster.emulated:
             if rate is not None:
                 env[BANDWIDTH_VARIABLE] = str(rate / per_host)
             if latencies[host]:
                 env[LATENCY_VARIABLE] = str(latencies[host])
-        if launcher is not None:
-            address, port = cluster.addresses[0], int(shared["MASTER_PORT"])
-            name = f"host{host}/rank{host}" if launcher.per_host == "1" else f"host{host}"
-            yield Process(name, host, launcher.command(host, address, port), env)
-        else:
-            for rank in range(host * per_host, (host + 1) * per_host):
-                variables = rank_variables(rank, host, per_host, per_host * len(rates))
-                name = f"host{host}/rank{rank}"
-                yield Process(name, host, settings.argv, {**env, **variables})
+        if _is_torchrun(settings.argv):
+            name = f"host{host}/rank{host}" if per_host == 1 else f"host{host}"
+            yield Process(name, host, settings.argv, env)
+            continue
+        for rank in range(host * per_host, (host + 1) * per_host):
+            variables = rank_variables(rank, host, per_host, per_host * hosts)
+            yield Process(f"host{host}/rank{rank}", host, settings.argv, {**env, **variables})
+
+
+def _is_torchrun(argv: Sequence[str]) -> bool:
+    return Path(argv[0]).name == "torchrun" or "torch.distributed.run" in argv
 
 
 def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback, trace: Path) -> Process:
