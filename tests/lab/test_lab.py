@@ -62,7 +62,7 @@ def clusters() -> Iterator[Cluster | Loopback]:
     if refusal() is None:
         with Cluster(Network(2)) as emulated:
             yield emulated
-    with Loopback(2) as loopback:
+    with Loopback(Network(2)) as loopback:
         yield loopback
 
 

@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with terminate_as_exit(), Display(settings) as display:
         ended = program.run(settings, display)
-    return 0 if ended.first is None else ended.first.exit_code
+    return (ended.first and ended.first.outcome.exit_code) or 0
 
 
 def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
@@ -157,7 +157,7 @@ class Display:
 
         single = self._settings.network.hosts * (self._settings.per_host or 1) == 1
         others = "" if single else f"; the others are ended within {GRACE_SECONDS:g} s"
-        log(f"{first.process.name} failed: {first.how}{others}")
+        log(f"{first.process.name} failed: {first.outcome.how}{others}")
 
     def ended(self, ended: Ended) -> None:
         """Print a summary."""
@@ -177,7 +177,7 @@ class Display:
                 log(line)
         if ended.first is not None:
             name = ended.first.process.name
-            log(f"{name} failed first: {ended.first.how}; its last lines:")
+            log(f"{name} failed first: {ended.first.outcome.how}; its last lines:")
             for last in ended.first.last:
                 log(f"  {last.decode(errors='replace')}")
         log(f"{ended.seconds:.1f} s")

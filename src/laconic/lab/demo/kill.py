@@ -169,7 +169,7 @@ class Watch:
 
     def failed(self, first: Failure) -> None:
         last = b" ".join(first.last[-1:]).decode(errors="replace")
-        self._console.print(f"{first.process.name} failed ({first.how}): {last}")
+        self._console.print(f"{first.process.name} failed ({first.outcome.how}): {last}")
 
     def ended(self, ended: Ended) -> None:
         """Do nothing: the sentences follow."""

@@ -36,6 +36,7 @@ from laconic.lab.emulation.jobs import (
 )
 from laconic.lab.emulation.namespaces import Entry, Plan
 from laconic.lab.emulation.network import Network, check_host
+from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,6 +80,10 @@ class Hosts(ABC):
     @abstractmethod
     def free_port(self) -> int:
         """Return a port for a server on a host, which nothing uses now."""
+
+    def slowdown(self, host: int, per_host: int) -> dict[str, str]:
+        """Return the variables by which each of a host's ranks slows down laconic's messages."""
+        return {}
 
     def start(
         self,
@@ -241,14 +246,23 @@ class Cluster(Hosts):
 
 @final
 class Loopback(Hosts):
-    """The interface of `Cluster` without a network: every host is this machine, without shaping."""
+    """The interface of `Cluster` without a network: every host is this machine.
+
+    Only programs that use laconic are as slow as the network: see `slowdown`.
+    """
 
     emulated: Final = False
     interface: Final = "lo" if sys.platform == "linux" else "lo0"
     congestion_control: Final = None
 
-    def __init__(self, hosts: int) -> None:
-        super().__init__(["127.0.0.1"] * hosts)
+    def __init__(self, network: Network) -> None:
+        super().__init__(["127.0.0.1"] * network.hosts)
+        self._network = network
+
+    def slowdown(self, host: int, per_host: int) -> dict[str, str]:
+        rate, latency = (self._network.each(name)[host] for name in ("bandwidth", "latency"))
+        shared = {} if rate is None else {BANDWIDTH_VARIABLE: str(rate / per_host)}
+        return {**shared, LATENCY_VARIABLE: str(latency)} if latency else shared
 
     def entry(self, host: int) -> Entry:
         check_host(host, len(self.addresses))
@@ -281,7 +295,7 @@ def emulate(network: Network) -> Iterator[tuple[Cluster | Loopback, str | None]]
         cluster = Cluster(network)
     except NamespacesUnavailable as error:
         network.check_throttled(str(error))
-        cluster, reason = Loopback(network.hosts), str(error)
+        cluster, reason = Loopback(network), str(error)
     with cluster:
         yield cluster, reason
 
@@ -307,9 +321,10 @@ def launch(
     shared = job_environment(cluster, env or {})
     try:
         for rank, host in enumerate(hosts):
-            variables = {**shared, **rank_variables(rank, host, per_host, len(hosts))}
+            variables = rank_variables(rank, host, per_host, len(hosts))
+            own = {**shared, **cluster.slowdown(host, per_host), **variables}
             out, err = logs[rank]
-            job.add(cluster.start(host, argv, env=variables, stdout=out, stderr=err))
+            job.add(cluster.start(host, argv, env=own, stdout=out, stderr=err))
     except BaseException:
         job.kill()
         raise
@@ -374,7 +389,8 @@ def job_environment(cluster: Cluster | Loopback, env: Mapping[str, str]) -> dict
     It is this process's, overridden by `env`, overridden by the variables of a job on `cluster`.
     """
     # The variables of an outer torchrun would make the ranks look for its store.
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    others = ("TORCHELASTIC_", BANDWIDTH_VARIABLE, LATENCY_VARIABLE)
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     return {
         "OMP_NUM_THREADS": "1",
         **inherited,

@@ -6,7 +6,6 @@ import contextlib
 import json
 import selectors
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -30,7 +29,6 @@ from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injectio
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
 from laconic.lab.emulation.network import QUANTITIES, Network
 from laconic.lab.emulation.output import Stream
-from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
 
 __all__ = ["Ended", "Network", "Process", "Settings", "Watch", "run"]
 
@@ -93,20 +91,6 @@ class Failure:
     process: Process
     outcome: Outcome
     last: Sequence[bytes]
-
-    @property
-    def how(self) -> str:
-        """The exit code or signal, for display."""
-        return self.outcome.signal or f"exit code {self.outcome.exit_code}"
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code by the shell's convention: 128 plus the number of a signal."""
-        name = self.outcome.signal
-        if name is None:
-            assert self.outcome.exit_code is not None, "a failed rank has ended"
-            return self.outcome.exit_code
-        return 128 + (signal.Signals[name] if name.startswith("SIG") else int(name.split()[-1]))
 
 
 @dataclass(frozen=True)
@@ -220,9 +204,6 @@ class _Run:
                 self.start_coordinator()
             for rank in range(len(self._ranks)):
                 self._job.add(self._start(rank))
-                if self._injection is None:
-                    for stream in self._streams[rank]:
-                        stream.close_write_end()
             while not self._settled():
                 self._forward_output()
             self._report_failure()
@@ -280,10 +261,7 @@ class _Run:
             seconds = min(seconds, max(self._injection.next_due() - self._seconds(), 0.0))
         for key, _ in self._selector.select(seconds):
             stream, process, error = key.data
-            lines = stream.read(self._seconds())
-            if stream.ended:
-                self._selector.unregister(stream.read_end)
-            self._print(process, error, lines)
+            self._print(process, error, stream.read(self._seconds()))
         if self._seconds() >= self._due:
             self._due += SAMPLE_SECONDS
             self._sample()
@@ -352,16 +330,8 @@ def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Proc
     # torchrun takes its options from these.
     shared |= {"PET_NNODES": str(hosts), "PET_NPROC_PER_NODE": str(per_host)}
     shared |= {f"PET_{name}": shared[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
-    for name in (BANDWIDTH_VARIABLE, LATENCY_VARIABLE):
-        shared.pop(name, None)
-    rates, latencies = map(settings.network.each, ("bandwidth", "latency"))
-    for host, rate in enumerate(rates):
-        env = {**shared, "PET_NODE_RANK": str(host)}
-        if not cluster.emulated:
-            if rate is not None:
-                env[BANDWIDTH_VARIABLE] = str(rate / per_host)
-            if latencies[host]:
-                env[LATENCY_VARIABLE] = str(latencies[host])
+    for host in range(hosts):
+        env = {**shared, **cluster.slowdown(host, per_host), "PET_NODE_RANK": str(host)}
         if _is_torchrun(settings.argv):
             name = f"host{host}/rank{host}" if per_host == 1 else f"host{host}"
             yield Process(name, host, settings.argv, env)
@@ -413,7 +383,8 @@ def _write_rates(
         "congestion_control": cluster.congestion_control,
         "hosts": hosts,
         "seconds": ended.seconds,
-        "failed": ended.first and {"process": ended.first.process.name, "how": ended.first.how},
+        "failed": ended.first
+        and {"process": ended.first.process.name, "how": ended.first.outcome.how},
         "samples": [{"seconds": round(seconds, 3), "sent": sent} for seconds, sent in samples],
     }
     if settings.faults is not None:

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,10 +29,12 @@ from laconic.lab.race import plan, rivals, user_files
 from laconic.lab.race.entrant import Entrant, RecipeEntrant, RivalEntrant
 from laconic.lab.race.rivals import Rival
 from laconic.lab.race.workloads import Batch, Workload, lr_factor
-from laconic.links import Link, Throttled, world_link
+from laconic.links.rank_sets import own_link
 
 NOT_FINITE = 3
 """Exit code of a rank that ends with a `NotFiniteError`: training diverged."""
+TIMEOUT = 60.0
+"""A rank that does not answer for this many seconds fails its row."""
 REPORT_SECONDS = 0.5
 """How often rank 0 reports progress."""
 
@@ -44,9 +45,8 @@ class Spec:
 
     ``recipe`` is empty for no communication, and the name of another library if ``peer``. ``rules``
     is the file with the user's own recipes. ``group_size`` is workers per group. ``seconds`` or
-    ``steps`` ends the run. ``bandwidths`` (bit/s, of a rank on each host) and ``latencies`` (s, of
-    a round trip of each host) are for a link to be throttled here. ``paces`` are the factors by
-    which each host's compute time is extended. ``interface`` is the one whose counter is read.
+    ``steps`` ends the run. ``paces`` are the factors by which each host's compute time is extended.
+    ``interface`` is the one whose counter is read.
     """
 
     recipe: str
@@ -59,11 +59,8 @@ class Spec:
     steps: int | None
     seed: int
     validations: int
-    bandwidths: list[float] | None
-    latencies: list[float] | None
     paces: list[float]
     interface: str | None
-    timeout: float
 
     def to_json(self) -> str:
         """Return the specification for the worker's command line."""
@@ -166,20 +163,12 @@ class Run:
         if isinstance(entry, Rival):
             self.entrant = RivalEntrant(self.model, self._optimizer, entry)
         else:
-            self.entrant = RecipeEntrant(
-                self.model, self._optimizer, entry, self._link(), spec.group_size
-            )
+            link = own_link(torch.device("cpu"), TIMEOUT)
+            self.entrant = RecipeEntrant(self.model, self._optimizer, entry, link, spec.group_size)
         self._no_communication = entry == ()
         self._pace, self._stepping = spec.paces[self.host], 0.0
         self.clock = Clock(self.entrant, spec.interface)
         self.loss = math.nan
-
-    def _link(self) -> Link:
-        timeout = timedelta(seconds=self.spec.timeout)
-        link = world_link(torch.device("cpu"), timeout)
-        if self.spec.bandwidths is None or self.spec.latencies is None:
-            return link
-        return Throttled(link, self.spec.bandwidths[self.host], self.spec.latencies[self.host])
 
     def step(self, step: int, share: float, sample: bool = False) -> None:
         """Run one training step, at the learning rate after this ``share`` of the run.
