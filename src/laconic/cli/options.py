@@ -73,7 +73,6 @@ VOCABULARY = """
 --kill-every TIME  kill a random host's program again and again, with this mean time in between
 --hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
 --cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
---elastic  instead, kill one of four workers during a training, and replace it
 
 --address HOST:PORT  address to listen at
 --master HOST:PORT  rank 0's host and a free port on it
