@@ -24,7 +24,6 @@ from laconic.lab.emulation.cluster import Cluster, Loopback, emulate, launch
 from laconic.lab.emulation.jobs import Job, Outcome
 from laconic.lab.emulation.network import Network, check_host
 from laconic.lab.race import rivals, user_files
-from laconic.lab.race import timeline as timelines
 from laconic.lab.race.notes import advice, quorum_notes
 from laconic.lab.race.result import (
     FREE_NETWORK,
@@ -275,20 +274,8 @@ def _row(
         last = event if event["event"] in ("step", "end") else last
     outcomes = job.wait(timeout=TIMEOUT)
     row = _row_from(name, peer, last, outcomes, settings)
-    if row.curve and not peer:
-        records = [_last_event(job, rank, "timeline") for rank in range(len(outcomes))]
-        timeline = timelines.on_common_clock(
-            [r["ran"] for r in records], [r["spans"] for r in records]
-        )
-        row = replace(row, timeline=timeline)
     watch(name, {"event": "done", "row": row})
     return row, int(last.get("parameters", 0))
-
-
-def _last_event(job: Job, rank: int, event: str) -> Event:
-    """Return the rank's last event of a kind."""
-    lines = [line for line in job.stdout(rank).splitlines() if line.startswith("{")]
-    return next(e for e in map(json.loads, reversed(lines)) if e["event"] == event)
 
 
 def _events(job: Job) -> Iterator[Event]:
