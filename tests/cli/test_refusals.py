@@ -67,7 +67,7 @@ lab : no program given
 lab -- no-such : program not found
 lab --latency 5ms --jitter 6ms true : jitter must be
 lab --seed 7 true : is the seed of --jitter, --loss and --kill-every
-lab -- PYTHON -m torch.distributed.run --nnodes 2 t.py : --nnodes 2 differs from
+lab -- PYTHON -m torch.distributed.run --nnodes 2 t.py : in place of torchrun's --nnodes
 lab --kill 4@1s true : choose from 0 to 3
 advise : --params, --step-time, --bandwidth, --workers
 ADVISE --params many : not a count: 'many'

@@ -24,14 +24,12 @@ from laconic.lab.emulation.forward import Counts, ForwardError, counts
 from laconic.lab.emulation.jobs import (
     KILL_SECONDS,
     Job,
-    Outcome,
     Output,
     Processes,
     close_all,
     read_all,
     signals_deferred,
     tail,
-    terminate_as_exit,
     unnamed_file,
 )
 from laconic.lab.emulation.namespaces import Entry, Plan
@@ -44,14 +42,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Cluster",
     "ForwardError",
-    "Job",
     "Loopback",
     "NamespacesUnavailable",
     "Network",
-    "Outcome",
     "emulate",
     "launch",
-    "terminate_as_exit",
 ]
 
 INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

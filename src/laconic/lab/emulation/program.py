@@ -24,7 +24,7 @@ from laconic.lab.emulation.cluster import (
     rank_variables,
 )
 from laconic.lab.emulation.faults import Plan
-from laconic.lab.emulation.goodput import Goodput, goodput_of, trace_directory
+from laconic.lab.emulation.goodput import Goodput, read, summary, trace_directory
 from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injection
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
 from laconic.lab.emulation.network import QUANTITIES, Network
@@ -313,7 +313,7 @@ class _Run:
         sent = self._samples[-1][1] if self._samples else None
         goodput = None
         if self._trace is not None:
-            goodput = goodput_of(self._trace, self._happened, self._begin_time, seconds)
+            goodput = summary(read(self._trace), self._happened, self._begin_time, seconds)
         ended = Ended(self._first, seconds, sent, self._happened, goodput)
         if self._settings.out is not None:
             path = self._settings.out / "rates.json"
