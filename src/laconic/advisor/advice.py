@@ -23,8 +23,7 @@ from laconic.advisor.choices import (
     more_steps,
     steps_of,
 )
-from laconic.advisor.rows import Row, Slow
-from laconic.advisor.show import Advice
+from laconic.advisor.show import Advice, Row, Slow
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,24 +57,14 @@ def measure(
     watch = BufferWatch(model)
     timed.run(WARMUP)
     buffers, changing = watch.sizes()
-    pace = _pace(bench, timed, steps)
-    network = network_of(bench)
-    net = network.nets["workers"]
-    backward = BACKWARD if math.isnan(pace.backward) else min(pace.backward / pace.compute, 1.0)
+    computes, pace = _pace(bench, timed, steps)
     facts = Facts(
         workers=bench.workers.size,
         shapes=tuple(tuple(p.shape) for p in params),
         itemsize=itemsize_of(params),
-        compute=pace.compute,
-        rate=net.rate,
-        one_way=net.one_way,
-        loss=network.loss,
-        backward=backward,
         ranks=bench.replica.size,
-        nets=network.nets,
-        contention=pace.contention,
-        carry=network.carry,
-        skew=pace.skew,
+        **pace,
+        **network_of(bench),
         overlapping=bench.world.overlapping is not None,
         muon=bool(bench.gather(float(takes_muon(optimizer, [p.shape for p in params]))).min()),
         largest=0.0 if optimizer is None else largest_fragment(model, _groups(optimizer)),
@@ -82,9 +72,10 @@ def measure(
         changing=int(bench.gather(float(changing)).max()),
     )
     quorums = bench.replica.size == 1 and bench.device.type == "cpu"  # see `check_quorum`
-    if quorums:
-        computes = pace.computes if unequal_workers(torch.tensor(pace.computes)) else ()
-        facts = replace(facts, computes=computes, rates=network.rates)
+    if not quorums:
+        facts = replace(facts, rates=())
+    elif unequal_workers(torch.tensor(computes)):
+        facts = replace(facts, computes=computes)
     work = {}
     for key, r in rehearsals(recipes).items():
         if isinstance(r.exchange, QuorumMean) and not quorums:
@@ -92,7 +83,7 @@ def measure(
         with error_context(f"timing {type(r.update).__name__} and {type(r.exchange).__name__}"):
             seconds = rehearse(r, facts, params[0].dtype, bench.device, bench.barrier)
         work[key] = float(bench.gather(seconds).max())
-    return replace(facts, work=work), pace.computes
+    return replace(facts, work=work), computes
 
 
 def trained(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
@@ -189,24 +180,11 @@ def _mean(spans: Sequence[float]) -> float:
     return statistics.fmean(trimmed)
 
 
-class _Pace(NamedTuple):
-    """The measured pace of training.
-
-    ``computes``: seconds of a step on each rank alone. ``compute``: c. ``backward``: seconds during
-    which gradients become available, NaN if none do. ``skew``: s. ``contention``: k.
-    """
-
-    computes: tuple[float, ...]
-    compute: float
-    backward: float
-    skew: float
-    contention: float
-
-
-def _pace(bench: Bench, timed: _Steps, steps: int) -> _Pace:
+def _pace(bench: Bench, timed: _Steps, steps: int) -> tuple[tuple[float, ...], dict[str, Any]]:
     """Time steps alone, steps followed by a barrier, and steps next to a background load.
 
-    The kinds alternate, so that a machine that slows down affects all of them.
+    The kinds alternate, so that a machine that slows down affects all of them. Return the seconds
+    of a step on each rank alone, and fields of `Facts`.
     """
     each = max(-(-steps // TURNS), 2)
     free, loaded, windows, per_run, per_step = [], [], [], [], []
@@ -230,11 +208,12 @@ def _pace(bench: Bench, timed: _Steps, steps: int) -> _Pace:
     contention = min(max(float(gathered[:, 2].median()), 0.0), 1.5)
     m_1, m_h = gathered[:, 3:].amax(0).tolist()
     computes = tuple(gathered[:, 0].tolist())
-    backward = float(gathered[:, 1].median())
-    if not bench.world.threaded:  # simulated workers take turns, so a barrier waits for all steps
-        return _Pace(computes, max(computes), backward, 0.0, contention)
-    compute, skew = compute_and_skew(computes, m_1, m_h, each)
-    return _Pace(computes, compute, backward, skew, contention)
+    compute, skew = max(computes), 0.0
+    if bench.world.threaded:  # simulated workers take turns, so a barrier waits for all steps
+        compute, skew = compute_and_skew(computes, m_1, m_h, each)
+    window = float(gathered[:, 1].median())
+    backward = BACKWARD if math.isnan(window) else min(window / compute, 1.0)
+    return computes, dict(compute=compute, backward=backward, skew=skew, contention=contention)
 
 
 def compute_and_skew(

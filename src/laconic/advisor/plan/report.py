@@ -16,7 +16,7 @@ from laconic.advisor.advice import rows_of
 from laconic.advisor.choices import Choice, choices, steps_of
 from laconic.advisor.plan.cluster import Cluster, Site
 from laconic.advisor.plan.simulate import Result, check_plannable, recipe_of, simulate_plan
-from laconic.advisor.rows import Row
+from laconic.advisor.show import Row
 from laconic.algorithms.round import Recipe
 from laconic.algorithms.schedules import Every
 from laconic.errors import check_int
