@@ -153,21 +153,13 @@ def alternatives(rows: Sequence[Row], best: Row) -> list[Row]:
     measured, and then those whose steps are assumed.
     """
     kinds: dict[str, Row] = {}
-    for row in rows[1:]:
-        kind = _kind(row)
-        if row.own or kind in (_kind(best), *FLATTERED):
-            continue
-        if row.progress < LEAST_SHARE * best.progress:
-            continue
-        if kind not in kinds or row.progress > kinds[kind].progress:
-            kinds[kind] = row
+    for row in sorted(rows[1:], key=lambda row: -row.progress):
+        enough = row.progress >= LEAST_SHARE * best.progress
+        if enough and not row.own and _kind(row) not in (_kind(best), *FLATTERED):
+            kinds.setdefault(_kind(row), row)
     others = sorted(
         kinds.values(),
-        key=lambda row: (
-            row.quality != OWN_PACE,
-            row.steps_from.startswith("assumed"),
-            -row.progress,
-        ),
+        key=lambda row: (row.quality != OWN_PACE, row.steps_from.startswith("assumed")),
     )
     own = [row for row in rows if row.own and row is not best]
     ddp = [] if best is rows[0] or rows[0].own else [rows[0]]

@@ -11,13 +11,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from laconic.advisor.bench import Bench, error_context
 from laconic.advisor.network import network_of
@@ -101,71 +101,44 @@ def _groups(optimizer: Optimizer) -> list[list[Tensor]]:
     return [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
 
 
-class _Arrivals:
-    """Records when each parameter's gradient was last completed.
-
-    Gradients that accumulate over several passes are sent after the last one.
-    """
-
-    def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
-        self._params, self._device = params, device
-        self._seen: dict[int, Any] = {}
-        self._hooks: list[RemovableHandle] = []
-
-    def __enter__(self) -> _Arrivals:
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-            for p in self._params
-            if p.requires_grad
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def clear(self) -> None:
-        self._seen = {}
-
-    def _arrived(self, p: Tensor) -> None:
-        self._seen.pop(id(p), None)  # keep the order of the last arrivals
-        # On a GPU, a hook runs when the work is queued, not when it is done.
-        self._seen[id(p)] = time_mark(self._device)
-
-    def window(self) -> list[float]:
-        """Return the seconds between the first and last arrival, after the step. Empty if none."""
-        marks = list(self._seen.values())
-        if not marks:
-            return []
-        return [seconds_between(marks[0], marks[-1])]
-
-
 class _Steps:
     """Times the user's steps."""
 
     def __init__(self, bench: Bench, step: Callable[[], object], params: Sequence[Tensor]) -> None:
-        self._bench, self._step, self._params = bench, step, params
+        self._bench, self._step = bench, step
+        self._params = [p for p in params if p.requires_grad]
         self.backward = self.total = 0.0
 
     def run(self, count: int, *, barrier: bool = False) -> list[float]:
         """Return the seconds of each of ``count`` steps.
 
         ``barrier`` includes a barrier after each step. Sets ``total`` to the seconds per step until
-        all ranks have finished all steps.
+        all ranks have finished all steps, and ``backward`` to those between the first and the last
+        gradient of a step. Gradients that accumulate over several passes are sent after the last.
         """
         bench, spans, windows = self._bench, [], []
-        with _Arrivals(self._params, bench.device) as arrivals:
+        marks: dict[int, Any] = {}
+
+        def arrived(p: Tensor) -> None:
+            marks.pop(id(p), None)  # keep the order of the last arrivals
+            # On a GPU, a hook runs when the work is queued, not when it is done.
+            marks[id(p)] = time_mark(bench.device)
+
+        with ExitStack() as stack:
+            for p in self._params:
+                stack.callback(p.register_post_accumulate_grad_hook(arrived).remove)  # type: ignore[no-untyped-call]
             bench.barrier()
             begin = now(bench.device)
             for _ in range(count):
-                arrivals.clear()
+                marks.clear()
                 start = now(bench.device)
                 with error_context("step_fn"):
                     self._step()
                 if barrier:
                     bench.barrier()
                 spans.append(now(bench.device) - start)
-                windows += arrivals.window()
+                if seen := list(marks.values()):
+                    windows.append(seconds_between(seen[0], seen[-1]))
             if not barrier:
                 bench.barrier()
             self.total = (now(bench.device) - begin) / count
@@ -197,9 +170,9 @@ def _pace(bench: Bench, timed: _Steps, steps: int) -> tuple[tuple[float, ...], d
             per_run.append(timed.total)
             timed.run(each, barrier=True)
             per_step.append(timed.total)
-            load.resume()
+            load.go.set()
             loaded += timed.run(each)
-            load.pause()
+            load.go.clear()
     barrier = _mean([_barrier_seconds(bench) for _ in range(each)])
     own = _mean(free)
     longer = (_mean(loaded) - own) * len(loaded) / max(load.seconds, 1e-9)
@@ -239,12 +212,12 @@ def _barrier_seconds(bench: Bench) -> float:
 
 
 class _BackgroundLoad:
-    """A thread that copies bytes during a third of the time."""
+    """A thread that copies bytes during a third of the time, while ``go`` is set."""
 
     def __init__(self) -> None:
         self._source = torch.zeros(LOAD_BYTES, dtype=torch.uint8)
         self._target = torch.zeros_like(self._source)
-        self._go, self._end = threading.Event(), False
+        self.go, self._end = threading.Event(), False
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._count, self._each = 0, 0.0
 
@@ -254,7 +227,7 @@ class _BackgroundLoad:
 
     def __exit__(self, *_: object) -> None:
         self._end = True
-        self._go.set()
+        self.go.set()
         self._thread.join()
 
     @property
@@ -271,14 +244,8 @@ class _BackgroundLoad:
             spans.append(time.perf_counter() - start)
         self._each = statistics.median(spans)
 
-    def resume(self) -> None:
-        self._go.set()
-
-    def pause(self) -> None:
-        self._go.clear()
-
     def _work(self) -> None:
-        while self._go.wait() and not self._end:
+        while self.go.wait() and not self._end:
             self._target.copy_(self._source)
             self._count += 1
             time.sleep(2 * self._each)

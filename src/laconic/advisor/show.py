@@ -25,6 +25,7 @@ from laconic.units import (
 )
 
 COLUMNS = ("s/step", "speed", "steps", "progress", "hidden", "MB", "memory")
+IF_NONE_WAITED = " If none waited, all together would take {:.2g} times as many steps per second."
 FEW = 4
 """Columns shown with the alternatives."""
 LEGEND = (
@@ -88,14 +89,7 @@ class Slow:
     def __str__(self) -> str:
         """Return a sentence."""
         verb = "computes" if self.what == "steps" else "sends"
-        gain = (
-            ""
-            if self.gain is None
-            else (
-                f" If none waited, all together would take {self.gain:.2g} times as many steps per "
-                "second."
-            )
-        )
+        gain = "" if self.gain is None else IF_NONE_WAITED.format(self.gain)
         return (
             f"Rank {self.rank} {verb} {self.factor:.2g} times as long as the median rank: a step "
             f"of ddp() takes {three_digits(self.ddp)} s because the others wait for it, and would "

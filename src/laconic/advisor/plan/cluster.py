@@ -175,11 +175,6 @@ class Cluster:
     def _own_steps(self) -> list[float]:
         return [self.step if site.step is None else site.step for site in self.sites]
 
-    @property
-    def deterministic(self) -> bool:
-        """Whether all runs are alike."""
-        return not (self.spread or self.jitter or self.failures.happen)
-
     def facts(self, present: Sequence[int] | None = None) -> Facts:
         """Return what the cost model needs, with ``present`` workers on each site (None: all)."""
         counts = self.everybody if present is None else tuple(present)
