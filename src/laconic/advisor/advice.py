@@ -26,7 +26,6 @@ from laconic.advisor.choices import (
 from laconic.advisor.show import Advice, Row, Slow
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import with_replicas
-from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.parse import qualified
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fragments_of
 from laconic.policy.choice import TIE, choose
@@ -193,7 +192,10 @@ def _round_bytes(r: AnyRound, facts: Facts) -> float:
     carriers = facts.ranks if isinstance(r, Round) else 1
     exchange = r.exchange.shaped([torch.Size(s) for s in facts.shapes])
     total = _update_share(r, n, carriers) * facts.elements / share * each
-    total += _exchange_elements(exchange, math.ceil(facts.elements / share), n) * each / carriers
+    length = math.ceil(facts.elements / share)
+    owned = slice(0, length // (exchange.owners(n) or n))
+    state = exchange.init(torch.empty(length, device="meta"), owned)
+    total += sum(tensor.numel() for tensor in state.values()) * each / carriers
     if isinstance(r, GradientRound):
         return total + size
     return total + (1 + r.update.keeps_sent) * size * r.delay * often(r)
@@ -212,10 +214,3 @@ def _update_share(r: AnyRound, n: int, carriers: int) -> float:
         for name, t in state.items()
         if t.dim()
     )
-
-
-def _exchange_elements(exchange: Exchange, length: int, n: int) -> int:
-    """Return the number of elements that the exchange keeps per rank for messages of ``length``."""
-    owned = slice(0, length // (exchange.owners(n) or n))
-    state = exchange.init(torch.empty(length, device="meta"), owned)
-    return sum(tensor.numel() for tensor in state.values())

@@ -189,15 +189,12 @@ class Cluster:
             for s, site, begin in zip(here, sites, first[:-1], strict=True)
             if site.uplink is not None and n > counts[s]
         ]
-        rate = min(min(site.rate, site.receives) for site in sites)
-        one_way = max(latencies, default=0.0) / 2
         steps = self._own_steps()
-        compute = max(steps[s] for s in here)
         known = facts_from(
             params=self.parameters,
-            step_time=compute,
-            bandwidth=rate,
-            one_way=one_way,
+            step_time=max(steps[s] for s in here),
+            bandwidth=min(min(site.rate, site.receives) for site in sites),
+            one_way=max(latencies, default=0.0) / 2,
             workers=max(n, 2),
             backward_share=self.backward,
             dtype=self.dtype,

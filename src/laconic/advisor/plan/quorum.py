@@ -138,8 +138,7 @@ class Quorum(Run):
                     self._save()
             else:
                 assert self._arrivals, "somebody can always arrive"
-                now, worker, kind = heapq.heappop(self._arrivals)
-                self._arrive(now, worker, kind)
+                self._arrive(*heapq.heappop(self._arrivals))
         self._undo(time)
         self.now[:] = time
         return self.log
@@ -214,12 +213,9 @@ class Quorum(Run):
 
     def _arrive(self, now: float, worker: int, index: int) -> None:
         kind, step = self.kinds[index], self._step[worker]
-        steps, seconds = (
-            step - kind.since[worker],
-            self._worked[worker] - self._began[index][worker],
-        )
-        delivery = Delivery(Announcement(index, 0, steps, seconds, step), ())
-        self._syncer.arrive(worker, delivery, now, kind.send[worker])
+        seconds = self._worked[worker] - self._began[index][worker]
+        announced = Announcement(index, 0, step - kind.since[worker], seconds, step)
+        self._syncer.arrive(worker, Delivery(announced, ()), now, kind.send[worker])
         kind.arrived[worker] = now
 
     def _next_closing(self) -> tuple[float, int] | None:
