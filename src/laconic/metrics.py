@@ -8,8 +8,6 @@ writes them, so a full, slow or missing disk costs the metrics and nothing else.
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -123,63 +121,6 @@ class JsonLines(Metrics):
         return self._path
 
 
-class TensorBoard(Metrics):
-    """Write scalars for TensorBoard under ``laconic/``.
-
-    Args:
-        directory: rank 0 writes to it. With ``{rank}`` in it: every rank writes its own.
-        every: the least number of seconds between two records. 0: one per step.
-
-    Raises ImportError if the package ``tensorboard`` is not installed.
-
-    Examples:
-        >>> metrics = laconic.TensorBoard("runs")
-        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8), metrics=metrics)
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], every: float = 10.0) -> None:
-        super().__init__(every)
-        if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
-            raise ValueError(f"directory must be the path of a directory, not {directory!r}")
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ImportError("laconic.TensorBoard needs tensorboard: pip install tensorboard")
-        self._directory = str(os.fspath(directory))
-        self._writer: Any = None
-
-    def writes(self, rank: int) -> bool:
-        return rank == 0 or "{rank}" in self._directory
-
-    def open(self, rank: int) -> None:
-        path = self._directory.replace("{rank}", str(rank))
-        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(path)
-
-    def write(self, record: Record) -> None:
-        if record["event"] == "start":
-            self._writer.add_text("laconic/recipe", record["recipe"], record["step"])
-            return
-        step = record["step"]
-        values: dict[str, float | None] = {
-            "seconds per step": record["seconds_per_step"],
-            "waiting share": record["waiting"],
-            "MB sent": record["bytes_sent"] / 1e6,
-            "rounds": record["rounds"],
-            "steps skipped": record["skipped"],
-            **{f"lr/group {group}": lr for group, lr in enumerate(record["lr"])},
-        }
-        for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(f"laconic/{name}", value, step, walltime=record["time"])
-        if record["event"] != "steps":
-            self._writer.flush()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def __str__(self) -> str:
-        return f"TensorBoard({self._directory!r})"
-
-
 Sink = str | os.PathLike[str] | Metrics
 MetricsArgument = Sink | Sequence[Sink] | None
 
@@ -204,8 +145,8 @@ def check_metrics(metrics: MetricsArgument) -> list[Metrics]:
             sinks.append(JsonLines(value))
         else:
             raise ValueError(
-                "metrics must be a path, laconic.JsonLines, laconic.TensorBoard, another "
-                f"laconic.Metrics, or a list of these, not {value!r}"
+                "metrics must be a path, laconic.JsonLines, another laconic.Metrics, or a list of "
+                f"these, not {value!r}"
             )
     return sinks
 

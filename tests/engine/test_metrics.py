@@ -110,9 +110,6 @@ def test_what_is_no_place_is_refused_on_every_rank() -> None:
     for given, said in REFUSED:
         call = lambda r, given=given: refusal(lambda: train(r, None if r else given))  # noqa: E731
         assert all(said in text for text in la.simulate(call, workers=2)), given
-    for directory in (3, "", None):
-        told = refusal(lambda directory=directory: la.TensorBoard(directory))  # type: ignore[misc]
-        assert "directory must be the path of a directory" in told
 
 
 # -- accidents ----
@@ -171,20 +168,3 @@ def test_a_program_that_raises_writes_its_last_record(tmp_path: Path) -> None:
     events = [r["event"] for r in records if r["event"] != "steps"]  # a slow machine has one
     assert events == ["start", "error", "end"] and records[-1]["step"] == 1
     assert records[-2]["error"] == "RuntimeError: boom"
-
-
-# -- TensorBoard ----
-
-
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-        EventAccumulator,
-    )
-
-    given = la.TensorBoard(f"{tmp_path}/{{rank}}", every=0)
-    la.simulate(lambda rank: train(rank, given), workers=2)
-    for rank in range(2):
-        events = EventAccumulator(str(tmp_path / str(rank))).Reload()
-        seen = [(event.step, event.value) for event in events.Scalars("laconic/rounds")]
-        assert seen[:6] == [(1, 0.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 3.0)]
-        assert {round(e.value, 6) for e in events.Scalars("laconic/lr/group 0")} == {0.1}
