@@ -96,7 +96,7 @@ class Driver:
                     check_alike(self.run, chosen=True)
             session.share(session.state())
             session.note_order()
-            self.run.start_gradient_rounds({})
+            self.run.start_gradient_rounds()
             if optimizer is not None:
                 self.run.start()
                 self._listen(optimizer)

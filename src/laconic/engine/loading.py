@@ -148,7 +148,7 @@ class Loading:
         if session.policy is not None:
             self._undo.append(session.policy.undo())
             session.policy.load_state_dict(first["auto"])
-            self.run, undo = successor(self.run, session.policy.recipe, {})
+            self.run, undo = successor(self.run, session.policy.recipe)
             self._undo.append(undo)
         held = list(chain(*session.held()))
         joined = [[held[k] for k in batch] for batch in first["joined"]] or self.run.joined

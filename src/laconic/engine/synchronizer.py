@@ -119,8 +119,8 @@ class Synchronizer:
         Nothing is in flight afterward, and all workers start again from the consensus, the mean of
         their models, and from the mean of their optimizers' state where they differed: with AdamW
         that sends about as much as four models. State that some ranks lack starts again. Numbers in
-        it, and the GradScaler, continue as rank 0's. The state that rounds keep starts again, too,
-        except for gradients that a codec has not sent yet, where the new recipe codes gradients.
+        it, and the GradScaler, continue as rank 0's. The state that rounds keep starts again, too:
+        gradients that a codec has not sent yet are dropped.
 
         Raises ``ValueError``, on every rank, where they ask for different ones.
         """
