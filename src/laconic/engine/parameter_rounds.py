@@ -41,7 +41,7 @@ class ParameterRunner:
     """
 
     def __init__(
-        self, round: Round, session: Session, scores: Scores | None, links: Sets | None = None
+        self, round: Round, session: Session, scores: Scores, links: Sets | None = None
     ) -> None:
         self._links = links = links or session.links
         self.round = round

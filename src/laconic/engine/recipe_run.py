@@ -47,8 +47,7 @@ class RecipeRun:
         averaged = session.settings.buffers == "average"
         buffers = averaged and bool(module_buffers(session.model)[0])
         self._planned = parameter_rounds(recipe, buffers=buffers)
-        window = score_window(recipe)
-        self.scores = Scores(session.params, window) if window else None
+        self.scores = Scores(session.params, score_window(recipe))
         self.rounds: list[ParameterRunner] = []
         self.joined: list[list[Tensor]] = []
         """The parameters in x, in the batches in which they joined it: those share buckets."""
@@ -193,8 +192,7 @@ class RecipeRun:
             self.quorum.settle()
         for running in self.rounds:
             running.before_step(step)
-        if self.scores is not None:
-            self.scores.before_step()
+        self.scores.before_step()
 
     @torch.no_grad()
     def undo_before_step(self) -> None:

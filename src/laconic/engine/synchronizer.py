@@ -334,8 +334,7 @@ class Synchronizer:
     def report_loss(self, loss: Tensor | float) -> None:
         """Report the training loss of this step's batch. Recipes with a leader choose it by these
         losses; other recipes ignore them. No communication."""
-        if self.driver.run.scores is not None:
-            self.driver.run.scores.report(float(torch.as_tensor(loss).detach()))
+        self.driver.run.scores.report(float(torch.as_tensor(loss).detach()))
 
     def mean(self, value: Tensor | float) -> float:
         """The mean of a number (a loss) over all ranks; every rank must call it."""
