@@ -467,7 +467,7 @@ def test_options_that_are_refused() -> None:
         __repr__ = object.__repr__
 
     (pairs,) = la.noloco(4)
-    average = la.updates.Average()
+    average, mean = la.updates.Average(), la.exchanges.Mean()
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: la.local_sgd(4, codec=4), "codec"),  # type: ignore[arg-type]
         (lambda: la.slowmo(None, average=False, codec="int4"), "nothing to code"),
@@ -478,6 +478,7 @@ def test_options_that_are_refused() -> None:
         (lambda: la.power_sgd(2, codec=Untold()), "codec Untold needs a repr"),
         (lambda: replace(pairs, exchange=CodedMean(Int4(), True)), "NoLoCo are 2 times as long"),
         (lambda: average_of(optimizer_state), "a round of the optimizer's state needs an update"),
+        (lambda: la.Round(la.every(4), average, mean, optimizer_state, delay=2), "use delay=0"),
     ]
     for make, message in cases:
         with pytest.raises(ValueError, match=message):

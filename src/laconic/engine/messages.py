@@ -196,7 +196,7 @@ class InFlightRound:
     due: int
     executed: int
     sent: Pending[list[InFlightBucket]] | Pending[Iterator[InFlightBucket]]
-    copies: ByGroup = field(default_factory=dict)
+    copies: ByGroup = ()
     checked: Pending[None] = field(default_factory=lambda: Pending.of(None))
     apart: Pending[Difference | None] = field(default_factory=lambda: Pending.of(None))
 
