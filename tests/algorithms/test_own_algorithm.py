@@ -123,7 +123,7 @@ class Faulty(Average):
         ("combine", "Wrong.combine must return a tensor, not NoneType"),
         ("fold", "Wrong.fold must return a tensor, not NoneType"),
         ("slots", r"Wrong.slots\['a'\] must be one of 'owner', 'everywhere'.*did you mean"),
-        *((f"{m} lr", "Wrong uses clock.lr, .*give the class uses_lr = True") for m in METHODS),
+        *((f"{m} lr", "because Wrong does not say .*give that class uses_lr") for m in METHODS),
         *(
             (f"{m} owner", rf"Wrong.{m} uses state\['a'\].*\"owner\".*\"everywhere\"")
             for m in METHODS
@@ -272,6 +272,23 @@ def test_a_round_that_is_no_recipe_says_what_to_write() -> None:
     alone: Any = la.Round(la.every(2), Average(), Mean())
     with pytest.raises(ValueError, match=r"put the round in a tuple, \(round,\)"):
         la.attach(model, optimizer, alone)
+
+
+@pytest.mark.parametrize("kind", [la.Round, la.GradientRound])
+def test_an_exchange_does_not_get_an_unknown_learning_rate(kind: Callable[..., la.Round]) -> None:
+    class Scaled(Mean):
+        async def run(self, link: Any, flat: Any, combine: Any, clock: Any, state: Any) -> Any:
+            return await super().run(link, flat.mul_(clock.lr), combine, clock, state)
+
+    def run(rank: int) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        la.attach(model, optimizer, (kind(la.every(1), Average(), Scaled()),))
+        with pytest.raises(ValueError, match=r"clock.lr is not known, because Average does not"):
+            model(torch.ones(1, 1) + rank).sum().backward()
+            optimizer.step()
+
+    la.simulate(run, workers=2)
 
 
 def test_owner_state_has_an_element_for_each_of_x() -> None:

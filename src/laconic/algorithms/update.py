@@ -78,8 +78,8 @@ class Clock:
 
     Args:
         step: optimizer steps, from 1.
-        lr: the group's current learning rate. NaN, and an error in the methods of an update, unless
-            the update has `Update.uses_lr`.
+        lr: the group's current learning rate. It is an error to read it in a round whose update
+            does not have `Update.uses_lr`.
         executed: rounds of this kind before this one.
         delay: the round's, in steps.
         workers: how many take part.
@@ -225,7 +225,7 @@ class Update:
 
 
 class _WithoutRate(Clock):
-    """``clock`` for a method of ``update``, which does not say that it uses the learning rate."""
+    """``clock`` in a round whose ``update`` does not say that it uses the learning rate."""
 
     def __init__(self, clock: Clock, update: Update) -> None:
         self.__dict__.update(vars(clock), given=clock, user=type(update).__name__)
@@ -233,8 +233,8 @@ class _WithoutRate(Clock):
     @property
     def lr(self) -> float:
         raise ValueError(
-            f"{vars(self)['user']} uses clock.lr, which is known only to an update that says so: "
-            "give the class uses_lr = True"
+            f"clock.lr is not known, because {vars(self)['user']} does not say that it is used: "
+            "give that class uses_lr = True"
         )
 
     def __repr__(self) -> str:
@@ -272,11 +272,16 @@ class NotOwned(MutableMapping[str, Tensor]):
         return len(self._state)
 
 
+def rated(update: Update, clock: Clock) -> Clock:
+    """``clock``, whose ``lr`` is an error unless ``update`` says that it is used."""
+    return clock if update.uses_lr else _WithoutRate(clock, update)
+
+
 def seen_by(update: Update, method: str, state: State, clock: Clock) -> tuple[State, Clock]:
     """What a method of ``update`` gets: an error where it uses what the update's class does not
     declare."""
     seen = state if method == "combine" else NotOwned(state, update, method)
-    return seen, clock if update.uses_lr else _WithoutRate(clock, update)
+    return seen, rated(update, clock)
 
 
 def computed(

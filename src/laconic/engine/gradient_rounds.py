@@ -26,7 +26,7 @@ from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges.coded import LastMean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.schedules import ends
-from laconic.algorithms.update import Clock, State, computed
+from laconic.algorithms.update import Clock, State, computed, rated
 from laconic.buckets import RESHAPED
 from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.gradient_channels import GradientChannel, GradientChannels
@@ -250,7 +250,7 @@ class GradientRunner:
                 link,
                 message,
                 lambda mean: computed(self._update, "combine", [mean], {}, clock),
-                clock,
+                rated(self._update, clock),
                 state,
             )
             if arrival.flat is not flat:

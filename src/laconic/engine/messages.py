@@ -15,7 +15,7 @@ from torch import Tensor
 from laconic.algorithms.exchange import Arrival
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores, of_worker
-from laconic.algorithms.update import Clock, State, Tensors, Update, computed
+from laconic.algorithms.update import Clock, State, Tensors, Update, computed, rated
 from laconic.buckets import Bucket
 from laconic.engine.channel import ByGroup, Channel, is_owned
 from laconic.engine.session import Session
@@ -121,7 +121,8 @@ class Messenger:
         try:
             with channel.states() as (state, exchange_state):
                 combine = partial(combined, update, state=state, names=names, clock=slice_clock)
-                result = await channel.exchange.run(link, part, combine, clock, exchange_state)
+                now = rated(update, clock)
+                result = await channel.exchange.run(link, part, combine, now, exchange_state)
             if elastic:
                 result = result._replace(present=(clock.workers, clock.worker))
         except NotFiniteError as raised:
