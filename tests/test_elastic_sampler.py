@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laconic import ElasticSampler
 
-OWN = ("worker", "workers", "drawn", "contributed")
+OWN = ("worker", "workers", "drawn")
 
 
 def sequence(samples: int, shuffle: bool, seed: int, epochs: int) -> list[int]:
@@ -48,9 +48,9 @@ def test_each_position_is_drawn_once_in_any_history(data: st.DataObject) -> None
     for deal in range(deals + 1):
         workers = range(len(samplers))
         shares = [sorted(remaining)[number :: len(samplers)] for number in workers]
-        drawn, contributed = [list[int]() for _ in workers], [0 for _ in workers]
+        drawn, received = [list[int]() for _ in workers], [0 for _ in workers]
         each = st.tuples(st.sampled_from(workers), st.integers(0, 15), st.booleans())
-        draws = data.draw(st.lists(each, max_size=6), "worker, draws, whether they contribute")
+        draws = data.draw(st.lists(each, max_size=6), "worker, draws, whether others receive them")
         if epochs is not None and deal == deals:
             draws = [(number, len(order) + 1, False) for number in workers]
         for number, count, mark in draws:
@@ -61,17 +61,17 @@ def test_each_position_is_drawn_once_in_any_history(data: st.DataObject) -> None
             if epochs is not None:
                 assert len(sampler) == len(share) - len(positions)
             if mark:
-                sampler.mark()
-                contributed[number] = len(positions)
+                received[number] = len(positions)
         gone = set[int]()
         if deal < deals:
             gone = data.draw(st.sets(st.sampled_from(workers), max_size=len(workers) - 1), "lost")
         counts = []
         for number, sampler in enumerate(samplers):
-            count, sent = len(drawn[number]), contributed[number]
-            assert sampler.freeze() == (count, sent)
+            count = len(drawn[number])
+            sampler.freeze()
+            assert sampler.drawn == count
             if number in gone:
-                count = sent
+                count = received[number]
             counts.append(count)
             final.update(drawn[number][:count])
             remaining -= set(drawn[number][:count])
@@ -87,7 +87,7 @@ def test_each_position_is_drawn_once_in_any_history(data: st.DataObject) -> None
         for number, sampler in enumerate(samplers):
             sampler.deal(counts, number, len(samplers))
             state = sampler.state_dict()
-            assert [state[name] for name in OWN] == [number, len(samplers), 0, 0]
+            assert [state[name] for name in OWN] == [number, len(samplers), 0]
             assert (state["gaps"], state["frontier"]) == (gaps, frontier)
     if epochs is not None:
         assert final == dict.fromkeys(range(samples * epochs), 1)
@@ -120,13 +120,12 @@ def test_draws_block_between_freeze_and_deal() -> None:
     sampler.freeze()
     with ThreadPoolExecutor(1) as pool:
         drawn = pool.submit(lambda: list(itertools.islice(sampler, 3)))
-        sampler.mark()
         sampler.load_state_dict(sampler.state_dict())
         with pytest.raises(ValueError, match="drawn must have 1 numbers"):
             sampler.deal([0, 0], 0, 1)
         with pytest.raises(TimeoutError):
             drawn.result(timeout=0.1)
-        assert sampler.freeze() == (0, 0), "the blocked draw does not count"
+        assert sampler.drawn == 0, "the blocked draw does not count"
         sampler.deal([0], worker=1, workers=2)
         assert drawn.result(timeout=100) == [1, 3, 5]
 
@@ -139,7 +138,7 @@ def test_data_loader() -> None:
     expected = [10 * sample for sample in sequence(10, True, 4, 2)]
     batches = iter(loader)
     assert len(loader) == 5 and next(batches)[0].tolist() == expected[:4] and len(loader) == 4
-    sampler.deal([sampler.freeze().drawn], worker=1, workers=2)
+    sampler.deal([sampler.drawn], worker=1, workers=2)
     assert next(batches)[0].tolist() == expected[5:12:2]
     loader = DataLoader(dataset, batch_size=3, sampler=sampler)
     assert [batch.tolist() for (batch,) in loader] == [expected[13:18:2], expected[19:]]

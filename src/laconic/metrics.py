@@ -8,8 +8,6 @@ writes them, so a full, slow or missing disk costs the metrics and nothing else.
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -23,9 +21,6 @@ from laconic.links.link import Link
 from laconic.units import finite
 
 Record = Mapping[str, Any]
-
-MOST_SINKS = 8
-NOT_GIVEN, READY, DIRECTORY, MISSING, FAILED = range(5)
 
 
 class Metrics:
@@ -44,17 +39,13 @@ class Metrics:
     def __init__(self, every: float = 1.0) -> None:
         self.every = check_float("every", every, 0.0)
 
-    def survey(self, rank: int) -> int:
-        """Return what ``rank`` finds before the run: READY, DIRECTORY, or MISSING if this rank
-        cannot write. If one rank returns DIRECTORY, all ranks must."""
-        return READY
-
-    def writes(self, rank: int) -> bool:
-        """Return whether ``rank`` writes. Called after `survey`."""
+    def prepare(self, rank: int) -> bool:
+        """Return whether ``rank`` writes. Every rank calls it before the run. What it raises on
+        one rank, `laconic.attach` raises on all."""
         return rank == 0
 
     def open(self, rank: int) -> None:
-        """Prepare for writing. Called on the writing thread before the first record."""
+        """Begin to write. Called on the writing thread before the first record."""
 
     def write(self, record: Record) -> None:
         """Write one record. An exception is reported once and closes this sink."""
@@ -88,18 +79,16 @@ class JsonLines(Metrics):
         self._path = text
         self._file = -1
 
-    def survey(self, rank: int) -> int:
+    def prepare(self, rank: int) -> bool:
         if os.path.isdir(self._rank_path(rank)):
             self._path = os.path.join(self._path, "rank{rank}.jsonl")
-            return DIRECTORY
-        parent = os.path.dirname(self._rank_path(rank)) or "."
-        return READY if os.path.isdir(parent) or not self.writes(rank) else MISSING
+        writes = rank == 0 or "{rank}" in self._path
+        if writes and not os.path.isdir(os.path.dirname(self._rank_path(rank)) or "."):
+            raise ValueError(f"metrics={self._path!r}: no such directory: create it first")
+        return writes
 
     def _rank_path(self, rank: int) -> str:
         return self._path.replace("{rank}", str(rank))
-
-    def writes(self, rank: int) -> bool:
-        return rank == 0 or "{rank}" in self._path
 
     def open(self, rank: int) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
@@ -123,63 +112,6 @@ class JsonLines(Metrics):
         return self._path
 
 
-class TensorBoard(Metrics):
-    """Write scalars for TensorBoard under ``laconic/``.
-
-    Args:
-        directory: rank 0 writes to it. With ``{rank}`` in it: every rank writes its own.
-        every: the least number of seconds between two records. 0: one per step.
-
-    Raises ImportError if the package ``tensorboard`` is not installed.
-
-    Examples:
-        >>> metrics = laconic.TensorBoard("runs")
-        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8), metrics=metrics)
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], every: float = 10.0) -> None:
-        super().__init__(every)
-        if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
-            raise ValueError(f"directory must be the path of a directory, not {directory!r}")
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ImportError("laconic.TensorBoard needs tensorboard: pip install tensorboard")
-        self._directory = str(os.fspath(directory))
-        self._writer: Any = None
-
-    def writes(self, rank: int) -> bool:
-        return rank == 0 or "{rank}" in self._directory
-
-    def open(self, rank: int) -> None:
-        path = self._directory.replace("{rank}", str(rank))
-        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(path)
-
-    def write(self, record: Record) -> None:
-        if record["event"] == "start":
-            self._writer.add_text("laconic/recipe", record["recipe"], record["step"])
-            return
-        step = record["step"]
-        values: dict[str, float | None] = {
-            "seconds per step": record["seconds_per_step"],
-            "waiting share": record["waiting"],
-            "MB sent": record["bytes_sent"] / 1e6,
-            "rounds": record["rounds"],
-            "steps skipped": record["skipped"],
-            **{f"lr/group {group}": lr for group, lr in enumerate(record["lr"])},
-        }
-        for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(f"laconic/{name}", value, step, walltime=record["time"])
-        if record["event"] != "steps":
-            self._writer.flush()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def __str__(self) -> str:
-        return f"TensorBoard({self._directory!r})"
-
-
 Sink = str | os.PathLike[str] | Metrics
 MetricsArgument = Sink | Sequence[Sink] | None
 
@@ -192,8 +124,6 @@ def check_metrics(metrics: MetricsArgument) -> list[Metrics]:
     if metrics is None:
         return []
     values = list(metrics) if isinstance(metrics, (list, tuple)) else [metrics]
-    if len(values) > MOST_SINKS:
-        raise ValueError(f"metrics takes at most {MOST_SINKS} sinks, not {len(values)}")
     sinks: list[Metrics] = []
     for value in values:
         if isinstance(value, Metrics):
@@ -204,8 +134,8 @@ def check_metrics(metrics: MetricsArgument) -> list[Metrics]:
             sinks.append(JsonLines(value))
         else:
             raise ValueError(
-                "metrics must be a path, laconic.JsonLines, laconic.TensorBoard, another "
-                f"laconic.Metrics, or a list of these, not {value!r}"
+                "metrics must be a path, laconic.JsonLines, another laconic.Metrics, or a list of "
+                f"these, not {value!r}"
             )
     return sinks
 
@@ -216,30 +146,22 @@ def agree_on_metrics(
     """Return the ``sinks`` that this rank writes. Call it on every rank, also without sinks.
     ``number``: of this rank's files, if it is not the rank.
 
-    Raises ``ValueError`` on every rank if the directory to write in is missing on one of them, or
-    if a sink's `Metrics.survey` or `Metrics.writes` raises. Any other problem is a warning on the
-    affected rank only.
+    Raises ``ValueError`` on every rank if `Metrics.prepare` raises on any, or if only some of them
+    have the directory to write in. Any later problem is a warning on the affected rank only.
     """
-    codes, caught = [], None
-    rank = link.rank if number is None else number
+    own: list[Metrics] = []
+    problem: str | None = None
     try:
-        codes = [sink.survey(rank) for sink in sinks]
-        own = [sink for sink in sinks if sink.writes(rank)]
+        own = [sink for sink in sinks if sink.prepare(link.rank if number is None else number)]
     except Exception as error:  # of a user's own sink
-        codes, caught = [FAILED], error
-    padded = codes + [NOT_GIVEN] * (MOST_SINKS - len(codes))
-    gathered = link.gather(torch.tensor(padded)).cpu()
-    try:
-        problem = None if caught is None else error_text(caught)
-        agree(link.gather, problem, (gathered == FAILED).any(1))
-    except ValueError as refused:
-        raise refused from caught
-    for index, column in enumerate(gathered.unbind(1)):
-        codes = column.tolist()
-        shared = DIRECTORY in codes
-        lacking = [r for r, c in enumerate(codes) if c == MISSING or (shared and c == READY)]
-        if lacking:
-            which = f"metrics={str(sinks[index])!r}" if index < len(sinks) else "metrics"
-            ranks = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
-            raise ValueError(f"{which}: no such directory on {ranks}: create it first")
+        problem = error_text(error)
+    by_rank = sum("{rank}" in str(sink) for sink in sinks)
+    everyone = link.gather(torch.tensor([problem is not None, len(sinks), by_rank])).cpu()
+    agree(link.gather, problem, everyone[:, 0])
+    most = int(everyone[:, 2].max())
+    lacking = [r for r, (_, given, n) in enumerate(everyone.tolist()) if given and n < most]
+    if lacking:
+        raise ValueError(
+            f"metrics: ranks {lacking} have no such directory, and others have: create it first"
+        )
     return own

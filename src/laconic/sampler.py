@@ -16,19 +16,8 @@ from torch.utils.data import Sampler
 from laconic.errors import check_bool, check_int
 
 _SAME = ("num_samples", "shuffle", "seed")
-_PLACE = ("worker", "workers", "drawn", "contributed")
+_PLACE = ("worker", "workers", "drawn")
 _KEYS = {*_SAME, "gaps", "frontier", *_PLACE}
-
-
-class Progress(NamedTuple):
-    """A worker's progress since the last deal, in samples of its share.
-
-    ``drawn``: how many it has drawn. ``contributed``: how many it had drawn at the last
-    `ElasticSampler.mark`; 0 if there was none.
-    """
-
-    drawn: int
-    contributed: int
 
 
 class Recorded(NamedTuple):
@@ -85,8 +74,8 @@ class ElasticSampler(Sampler[int]):
     A deal shares out the positions that are not drawn yet. With k workers, worker r gets the r-th
     of them in ascending order, the (r + k)-th, the (r + 2k)-th, and so on. Before the first deal,
     a single worker has all positions. When a worker joins, leaves or is lost, the engine deals
-    again what remains of all shares, and what a lost worker has drawn after its last contribution
-    (`mark`). So the effect of each position counts exactly once, however often the workers change.
+    again what remains of all shares, and what a lost worker has drawn that the others have not
+    received. So the effect of each position counts exactly once, however often the workers change.
 
     Each iterator continues where the last one stopped, and continues under the new deal when a deal
     changes. This also holds for a new `DataLoader` and after `load_state_dict`. There is no
@@ -136,7 +125,7 @@ class ElasticSampler(Sampler[int]):
         self._frozen = False
         self._remaining = _Remaining([], 0)
         self._worker, self._workers = 0, 1
-        self._drawn = self._contributed = 0
+        self._drawn = 0
         self._recorded: deque[Recorded] = deque()
         # A share is ascending, so it needs one epoch's order at a time.
         self._order: tuple[int, Tensor] | None = None
@@ -167,25 +156,16 @@ class ElasticSampler(Sampler[int]):
             f"epochs={self.epochs}"
         )
 
-    def progress(self) -> Progress:
-        """This worker's progress since the last deal."""
+    @property
+    def drawn(self) -> int:
+        """How many samples this worker has drawn of its share since the last deal."""
         with self._condition:
-            return Progress(self._drawn, self._contributed)
+            return self._drawn
 
-    def mark(self, drawn: int | None = None) -> None:
-        """Record that the first ``drawn`` samples since the last deal (None: all that were drawn)
-        have contributed to other workers.
-
-        The engine calls it after each round that sent this worker's progress to others.
-        """
-        with self._condition:
-            self._contributed = self._drawn if drawn is None else drawn
-
-    def freeze(self) -> Progress:
-        """Block draws until the next `deal` or `release`. Returns this worker's progress."""
+    def freeze(self) -> None:
+        """Block draws until the next `deal` or `release`."""
         with self._condition:
             self._frozen = True
-        return self.progress()
 
     def release(self) -> None:
         """Let draws go on without a deal: the run has ended for this worker."""
@@ -197,9 +177,9 @@ class ElasticSampler(Sampler[int]):
         """Deal what remains of all shares to ``workers`` workers. This one is ``worker``.
 
         ``drawn[r]`` is the number of samples that worker r of the old deal has drawn of its share,
-        or for a lost worker how many had contributed.
-        Every worker calls it with the same arguments, except for ``worker``. A newcomer first
-        freezes its sampler and loads the state of another worker from before the deal.
+        or for a lost worker how many of them others have received. Every worker calls it with the
+        same arguments, except for ``worker``. A newcomer first freezes its sampler and loads the
+        state of another worker from before the deal.
 
         Raises ``ValueError``, and changes nothing, if ``drawn`` does not have one number for each
         worker of the old deal, or if a number exceeds that worker's share.
@@ -215,17 +195,17 @@ class ElasticSampler(Sampler[int]):
                 self._check_share(f"drawn[{r}]", count, self._remaining, r, self._workers)
             self._remaining = self._remaining.after(drawn)
             self._worker, self._workers = worker, workers
-            self._drawn = self._contributed = 0
+            self._drawn = 0
             self._frozen = False
             self._condition.notify_all()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all workers' deal and of this worker's progress, as plain data.
 
-        Only ``"worker"``, ``"drawn"`` and ``"contributed"`` differ between workers. ``"gaps"``
-        holds the positions that remain among drawn ones. There are at most as many as the number of
-        workers times the difference in draws between the fastest and the slowest worker, in the
-        deal where this was largest. All else is single numbers.
+        Only ``"worker"`` and ``"drawn"`` differ between workers. ``"gaps"`` holds the positions
+        that remain among drawn ones. There are at most as many as the number of workers times the
+        difference in draws between the fastest and the slowest worker, in the deal where this was
+        largest. All else is single numbers.
         """
         with self._condition:
             return {

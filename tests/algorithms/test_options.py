@@ -243,16 +243,6 @@ def test_a_function_with_many_helpers_is_told_apart() -> None:
     assert len(set(whole)) == 4 and text(0.1, -1) == whole[0]
 
 
-def test_a_set_of_functions_has_one_text() -> None:
-    """In whatever order they are in memory."""
-
-    def outer(helpers: Any) -> Any:
-        return lambda t: [each(t) for each in helpers]
-
-    kept = [outer(frozenset(made(0.1 * i) for i in range(1, 6))) for _ in range(10)]
-    assert len({describe(la.diloco(4, outer=each)) for each in kept}) == 1
-
-
 @pytest.mark.fault("two lambdas as schedules counted as the same recipe")
 def test_recipes_with_different_schedules_differ() -> None:
     def text(period: int) -> str:

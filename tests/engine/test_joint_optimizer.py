@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import laconic as la
-from laconic.parts import optimizer_state
 
 from tests.support.loops import close, flat, refusal
 from tests.support.training import Job, build, same_bits, simulated, values
@@ -130,46 +129,3 @@ def test_gradients_are_averaged_before_any_step_where_one_is_skipped(first: int)
         return flat(model)
 
     assert torch.equal(*la.simulate(run, workers=2))
-
-
-class Late(la.Update):
-    """x <- x + (mean - y)."""
-
-    keeps_sent = True
-
-    def fold(
-        self, x: Tensor, received: Tensor, sent: Tensor | None, state: Any, clock: la.Clock
-    ) -> Tensor:
-        assert sent is not None
-        return x.sub_(sent).add_(received)
-
-
-@pytest.mark.fault("a group added to the first optimizer got what the second one's had in flight")
-@pytest.mark.parametrize("load", [False, True])
-def test_a_group_added_between_others_while_optimizer_state_is_in_flight(load: bool) -> None:
-    """Its state stays; that of the groups after it is folded."""
-    late = la.Round(la.every(4), Late(), la.exchanges.Mean(), optimizer_state, delay=2)
-
-    def run(rank: int, one: bool) -> list[Tensor]:
-        torch.manual_seed(rank)
-        layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
-        first, middle, last = ({"params": [*layer.parameters()]} for layer in layers)
-        given = [[first, last]] if one else [[first], [last]]
-        optimizers = [torch.optim.SGD(groups, 0.01, momentum=0.9) for groups in given]
-        sync = la.attach(layers, optimizers, (*la.local_sgd(100), late))
-        for step in range(1, 8):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            nn.Sequential(*layers)(torch.full((2, 3), rank + step / 4)).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            if step == 4:
-                optimizers[0].add_param_group(middle)
-            if step == 5 and load:
-                sync.load_state_dict(sync.state_dict())
-        states = {p: s for optimizer in optimizers for p, s in optimizer.state.items()}
-        return [states[p]["momentum_buffer"] for p in layers.parameters()]
-
-    several, one = (la.simulate(partial(run, one=o), workers=2) for o in (False, True))
-    for own, other in zip(several, one, strict=True):
-        assert all(map(torch.equal, own, other))

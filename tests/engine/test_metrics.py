@@ -92,15 +92,14 @@ class Uninitialized(la.Metrics):
 
 
 class Broken(la.Metrics):
-    def survey(self, rank: int) -> int:
+    def prepare(self, rank: int) -> bool:
         raise OSError("no such place")
 
 
 REFUSED: list[tuple[Any, str]] = [
     (3, "metrics must be a path, laconic.JsonLines"),
     ("a\0b", "must be the path of a file"),
-    ([la.JsonLines("a") for _ in range(9)], "at most 8 sinks"),
-    ("/nowhere/{rank}.jsonl", "no such directory on rank 0"),
+    ("/nowhere/{rank}.jsonl", "no such directory"),
     (Uninitialized(), "must call super().__init__()"),
     (Broken(), "no such place"),
 ]
@@ -110,9 +109,20 @@ def test_what_is_no_place_is_refused_on_every_rank() -> None:
     for given, said in REFUSED:
         call = lambda r, given=given: refusal(lambda: train(r, None if r else given))  # noqa: E731
         assert all(said in text for text in la.simulate(call, workers=2)), given
-    for directory in (3, "", None):
-        told = refusal(lambda directory=directory: la.TensorBoard(directory))  # type: ignore[misc]
-        assert "directory must be the path of a directory" in told
+
+
+class OnRank0(la.JsonLines):
+    """Its directory is on the host of rank 0 alone."""
+
+    def _rank_path(self, rank: int) -> str:
+        return super()._rank_path(rank) if rank == 0 else "/nowhere"
+
+
+def test_a_directory_that_one_rank_lacks_is_refused_on_every_rank(tmp_path: Path) -> None:
+    def attempt(rank: int) -> str:
+        return refusal(lambda: train(rank, OnRank0(tmp_path)))
+
+    assert all("ranks [1] have no such" in text for text in la.simulate(attempt, workers=2))
 
 
 # -- accidents ----
@@ -171,20 +181,3 @@ def test_a_program_that_raises_writes_its_last_record(tmp_path: Path) -> None:
     events = [r["event"] for r in records if r["event"] != "steps"]  # a slow machine has one
     assert events == ["start", "error", "end"] and records[-1]["step"] == 1
     assert records[-2]["error"] == "RuntimeError: boom"
-
-
-# -- TensorBoard ----
-
-
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-        EventAccumulator,
-    )
-
-    given = la.TensorBoard(f"{tmp_path}/{{rank}}", every=0)
-    la.simulate(lambda rank: train(rank, given), workers=2)
-    for rank in range(2):
-        events = EventAccumulator(str(tmp_path / str(rank))).Reload()
-        seen = [(event.step, event.value) for event in events.Scalars("laconic/rounds")]
-        assert seen[:6] == [(1, 0.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 3.0)]
-        assert {round(e.value, 6) for e in events.Scalars("laconic/lr/group 0")} == {0.1}

@@ -98,6 +98,8 @@ class Round:
             'Fragment(..., by="layers")': (
                 tensors and isinstance(part, Fragment) and part.by == "bytes"
             ),
+            "a round of the optimizer's state, whose tensors come and go, is folded at once: "
+            "use delay=0": (is_of_optimizer(part) and self.delay),
             "a round of the optimizer's state needs an update and an exchange that keep no state "
             "of their own (so no codec): such state begins with what all workers start with, and "
             "the optimizer has none then": (

@@ -127,15 +127,10 @@ def _pattern(schedule: Schedule) -> tuple[set[int], int] | None:
 def _parts(schedule: Schedule) -> Iterator[Schedule]:
     """``schedule`` and all schedules that it is made of."""
     yield schedule
-    inner: tuple[Schedule, ...] = ()
-    if isinstance(schedule, Unless):
-        inner = schedule.schedule, schedule.skipped
-    elif isinstance(schedule, (After, Until)):
-        inner = (schedule.schedule,)
-    elif isinstance(schedule, AnyOf):
-        inner = schedule.schedules
-    for part in inner:
-        yield from _parts(part)
+    for inner in getattr(schedule, "__dict__", {}).values():
+        for part in inner if isinstance(inner, tuple) else (inner,):
+            if callable(part):
+                yield from _parts(part)
 
 
 MOST_SENDING = 0.5

@@ -39,7 +39,7 @@ class Scores:
     With losses: the mean of the last ``window`` reported (Teng et al. 2019, section 5). Without
     losses: the first-order decrease of the loss predicted by gradients,
     ``s <- 0.9*s + 0.1*sum((x_prev - x)*g)``, a heuristic of the Synchronous Distributed Training
-    Library. This costs a copy of x at every step.
+    Library. This costs a copy of x at every step. With a ``window`` of 0 nothing is collected.
     """
 
     def __init__(self, params: Callable[[], Sequence[Tensor]], window: int) -> None:
@@ -55,7 +55,7 @@ class Scores:
 
     def before_step(self) -> None:
         """Copy x before the optimizer changes it, if no losses are reported."""
-        if not self._losses:
+        if self._losses.maxlen and not self._losses:
             self._before = [local(p).clone() for p in self._params()]
 
     def skip_step(self) -> None:
@@ -64,6 +64,8 @@ class Scores:
 
     def after_step(self) -> None:
         """Update the gradient score, after the optimizer has changed x."""
+        if not self._before:
+            return
         pairs = zip(self._params(), self._before, strict=False)
         moved = [
             float(torch.sum((before - local(p)) * local(p.grad), dtype=torch.float64))
@@ -84,17 +86,9 @@ class Scores:
     def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self._losses), "decrease": self._decrease}
 
-    def loader(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Return a function that restores what `state_dict` returned."""
-        losses = [float(loss) for loss in state["losses"]]
-        decrease = None if state["decrease"] is None else float(state["decrease"])
-
-        def restore() -> None:
-            self._losses.clear()
-            self._losses.extend(losses)
-            self._decrease = decrease
-
-        return restore
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._losses = deque(state["losses"], self._losses.maxlen)
+        self._decrease = state["decrease"]
 
 
 def of_worker(scores: Tensor) -> Score:

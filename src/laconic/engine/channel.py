@@ -5,7 +5,7 @@ memory. The channels of a parameter round: which tensors it is about.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import get_args
@@ -90,9 +90,8 @@ def is_owned(update: Update, name: str, tensor: Tensor) -> bool:
 
 Tensors = Sequence[Sequence[Tensor | Segment]]
 """By parameter group."""
-ByGroup = dict[int, dict[str, Tensor]]
-"""Tensors by name, by the id of the first parameter of their group. Of several optimizers, each may
-add groups at any time, before those of the next one."""
+ByGroup = Sequence[Mapping[str, Tensor]]
+"""Tensors by name, by group."""
 
 
 class ChannelSet:
@@ -160,24 +159,20 @@ class ChannelSet:
     def varying(self) -> ByGroup:
         """The present tensors of a round whose tensors vary."""
         assert not isinstance(self._round.part, Fragment), "parameters do not vary"
-        groups = self._round.part(self._session.model, self._session.bound)
-        firsts = [id(params[0]) if params else -k for k, params in enumerate(self._session.held())]
-        return dict(zip([*firsts, *range(len(groups))], groups, strict=False))
+        return self._round.part(self._session.model, self._session.bound)
 
     def copies(self) -> ByGroup:
         """Copies of the present tensors, of a round whose tensors vary."""
-        groups = self.varying().items()
-        return {key: {k: t.detach().clone() for k, t in g.items()} for key, g in groups}
+        return [{k: t.detach().clone() for k, t in g.items()} for g in self.varying()]
 
     def copied(self, copies: ByGroup) -> list[tuple[Tensor, Tensor]]:
         """The present tensors of which there are ``copies`` of the same shape, each with its
         copy."""
-        now = self.varying() if copies else {}
         pairs = [
-            (now[key][name].detach(), copy)
-            for key, named in copies.items()
+            (now[name].detach(), copy)
+            for now, named in zip(self.varying() if copies else (), copies, strict=False)
             for name, copy in named.items()
-            if name in now.get(key, ())
+            if name in now
         ]
         return [(t, copy) for t, copy in pairs if (t.shape, t.dtype) == (copy.shape, copy.dtype)]
 

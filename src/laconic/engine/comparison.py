@@ -20,40 +20,18 @@ from laconic.links.frames import crc32
 from laconic.links.link import Link
 from laconic.tensors import as_bytes, describe, local, parts
 
-PIECE = 2**24
-"""The bytes that `_on_accelerator` sums up at a time."""
-_MIX = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-"""The odd constants of SplitMix64, as signed numbers."""
-_PRIME = 2**32 - 5
 _COUNTED = 2**24
 """More than the number of tensors."""
 
 
 def digest(pieces: Iterable[Tensor]) -> int:
     """A number from 1 to 2**32 that depends on every bit of the plain tensors ``pieces``, and on
-    their order: on the CPU the CRC-32 of all bytes, plus 1."""
+    their order: the CRC-32 of all bytes, plus 1. Those of an accelerator are copied to the host."""
     crc = 0
     for x in pieces:
-        data = as_bytes(x).contiguous()
-        if data.device.type == "cpu":
-            crc = crc32(data.data_ptr(), data.numel(), crc)
-        else:
-            crc = (crc * _PRIME + _on_accelerator(data.view(-1))) % 2**32
+        data = as_bytes(x).contiguous().cpu()
+        crc = crc32(data.data_ptr(), data.numel(), crc)
     return 1 + crc
-
-
-def _on_accelerator(data: Tensor) -> int:
-    """A hash of the bytes ``data``, without copying them to the host: SplitMix64 of each 4 bytes,
-    which depends on their position, summed up."""
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for number, piece in enumerate(torch.split(data, PIECE)):
-        words = torch.nn.functional.pad(piece, (0, -piece.numel() % 4)).view(torch.int32)
-        x = torch.arange(len(words), device=data.device).add_(number * PIECE).mul_(_MIX[0])
-        x += words
-        for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
-            x.bitwise_xor_((x >> shift) & 2 ** (64 - shift) - 1).mul_(factor)
-        total += x.sum()
-    return int(total) >> 32 & 2**32 - 1
 
 
 def _number(text: str) -> int:

@@ -8,7 +8,7 @@ computes gradients into the parameters, and ``eval()`` those that one evaluates.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -168,11 +168,9 @@ def state_dict_copy(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def successor(
-    run: RecipeRun, recipe: Recipe, unsent: Mapping[tuple[str, int], Tensor]
-) -> tuple[RecipeRun, Callable[[], None]]:
-    """Start a run of ``recipe`` on workers that hold the same x. Its gradient rounds send what
-    ``run`` left ``unsent``. Also returns a function that makes ``run`` the one at work again."""
+def successor(run: RecipeRun, recipe: Recipe) -> tuple[RecipeRun, Callable[[], None]]:
+    """Start a run of ``recipe`` on workers that hold the same x, in place of ``run``. Also returns
+    a function that makes ``run`` the one at work again."""
     session = run.session
     new = None
 
@@ -186,7 +184,7 @@ def successor(
     run.detach()
     try:
         new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
-        new.start_gradient_rounds(unsent)
+        new.start_gradient_rounds()
         new.start()
     except BaseException:  # out of memory, for instance
         undo()
@@ -208,7 +206,7 @@ def switched(run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
     run.rebase()  # its rounds go on if the ranks do not agree
     new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
     check_alike(new, module=False, chosen=True)  # so what `successor` raises, all ranks raise
-    return successor(run, recipe, run.unsent())[0]
+    return successor(run, recipe)[0]
 
 
 def _align_optimizer_state(session: Session) -> None:

@@ -1,4 +1,4 @@
-"""Detects workers whose values should be equal but differ, and names what differs.
+"""Detects workers whose values should be equal but differ, and names the workers.
 
 If only gradients are averaged, every worker takes the same steps, and x should be equal on all
 workers. After a parameter round whose exchange agrees (`Exchange.agrees`), the state that every
@@ -58,8 +58,6 @@ class DriftCheck:
         self._session = session
         self._sent = False
         """Whether digests of x were sent with gradients since the last check."""
-        self._compared = False
-        """Whether the ranks have compared their optimizers' settings."""
         self.found = 0
         self._found_in = -1
         """The last step in which they differed."""
@@ -86,29 +84,11 @@ class DriftCheck:
         self._sent, found = False, Difference.of(session.workers.digests())
         if found is None:
             return
-        settings = ""
-        if not self._compared and session.elastic is None:  # a newcomer could not repeat it
-            settings, self._compared = self._compare_settings(), True
         what = (
             f"the workers' parameters have drifted apart: at step {session.step} ranks "
             f"{found.others} differ from rank {found.root}, though all took the same steps"
         )
-        self._report(found, what, session.world, settings)
-
-    def _compare_settings(self) -> str:
-        """What differs between the ranks in the numbers of the optimizer's parameter groups, such
-        as the learning rate; every rank takes part."""
-        session = self._session
-        session.call("comparing optimizers")
-        everyone = session.gather_json(_settings(session))
-        session.status("computing")
-        found = []
-        for key in sorted({key for own in everyone for key in own}, key=lambda k: "lr" not in k):
-            values = [own.get(key) for own in everyone]
-            if values.count(values[0]) < len(values):
-                each = ", ".join(f"{value} on rank {r}" for r, value in enumerate(values))
-                found.append(f"{key} is {each}")
-        return "; ".join(found[:3])
+        self._report(found, what, session.world)
 
     # -- parameter rounds ----
 
@@ -174,40 +154,22 @@ class DriftCheck:
             if kept.slots.get(k, "owner") in slots and t.dim()
         ]
 
-    def _report(self, found: Difference, what: str, link: Link, settings: str = "") -> None:
-        """Count the difference, and warn about the first one. ``what``: the warning's text.
-        ``settings``: how the optimizers differ, if they do."""
+    def _report(self, found: Difference, what: str, link: Link) -> None:
+        """Count the difference, and warn about the first one. ``what``: the warning's text."""
         session = self._session
         if session.elastic is not None and session.elastic.replaying:
             return  # this newcomer did not take part
         if self._found_in != session.step:
             self.found, self._found_in = self.found + 1, session.step
         if self.found == 1 and link.rank == 0:
-            cause = (
-                f"Their optimizers differ: {settings}. Make them alike"
-                if settings
-                else "Their processors round differently, memory is faulty, or the training "
-                "program does something else on some ranks, such as a line search on its own loss"
-            )
             warnings.warn(
-                f"{what}. {cause}. sync.consensus() and sync.finish() average what differs",
+                f"{what}. Their optimizers' settings differ, such as the learning rate, their "
+                "processors round differently, memory is faulty, or the training program does "
+                "something else on some ranks. sync.consensus() and sync.finish() average what "
+                "differs",
                 stacklevel=2,
             )
         session.recorder.event("drift", ranks=found.others)
-
-
-def _settings(session: Session) -> dict[str, str]:
-    """The options in the optimizer's parameter groups, by name and group, as text."""
-    return {
-        f"{name} of parameter group {number}": str(
-            float(value) if isinstance(value, Tensor) else value
-        )
-        for number, group in enumerate(session.bound.param_groups)
-        for name, value in group.items()
-        if name not in ("params", "param_names")
-        and (not isinstance(value, Tensor) or value.numel() == 1)
-        and not callable(value)
-    }
 
 
 def _difference(link: Link) -> Difference | None:

@@ -96,7 +96,7 @@ class Driver:
                     check_alike(self.run, chosen=True)
             session.share(session.state())
             session.note_order()
-            self.run.start_gradient_rounds({})
+            self.run.start_gradient_rounds()
             if optimizer is not None:
                 self.run.start()
                 self._listen(optimizer)
@@ -176,8 +176,7 @@ class Driver:
         if run.quorum is None:  # a quorum is waited for again
             session.interrupted = f"the rounds after step {session.step + 1}"
         self._count()
-        if run.scores is not None:
-            run.scores.after_step()
+        run.scores.after_step()
         run.pull()
         start = time.thread_time()
         self.rounds_done += run.communicate()
@@ -201,8 +200,7 @@ class Driver:
         skipped = not self.session.in_step
         if skipped:
             self.begin_step(closure=False)
-            if self.run.scores is not None:
-                self.run.scores.skip_step()
+            self.run.scores.skip_step()
         self._after_step(skipped=skipped)
 
     def skip(self, optimizer: Optimizer) -> None:

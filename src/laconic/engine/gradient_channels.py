@@ -118,12 +118,11 @@ class GradientChannels:
         for name, segment, values in _by_segment(bucket, state):
             if (name, id(segment.tensor)) in unsent:
                 whole = unsent[name, id(segment.tensor)]
-                values.copy_(whole[segment.start : segment.stop] * self._scale_of(name))
+                values.copy_(whole[segment.start : segment.stop])
         return channel
 
     def left_over(self) -> dict[tuple[str, int], Tensor]:
-        """The exchange's state by name and parameter, for the round after this one, without the
-        GradScaler's factor."""
+        """The exchange's state by name and parameter, for other buckets."""
         found: dict[tuple[str, int], Tensor] = {}
         for channel in self.all:
             state = channel.exchange_state
@@ -133,7 +132,7 @@ class GradientChannels:
                 key = name, id(segment.tensor)
                 if key not in found:
                     found[key] = values.new_zeros(local(segment.tensor).numel())
-                found[key][segment.start : segment.stop] = values / self._scale_of(name)
+                found[key][segment.start : segment.stop] = values
         return found
 
     def rescale(self, scale: float) -> None:
@@ -144,10 +143,6 @@ class GradientChannels:
                     if self._exchange.slots[name] != "everywhere":
                         values.mul_(scale / self.scale)
             self.scale = scale
-
-    def _scale_of(self, name: str) -> float:
-        """The loss scale of this state tensor: 1 if it is no gradient."""
-        return 1.0 if self._exchange.slots[name] == "everywhere" else self.scale
 
 
 _SAMPLES = 8

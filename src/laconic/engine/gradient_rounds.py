@@ -13,7 +13,7 @@ trips (`turns_at_once`). The results are the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -53,20 +53,13 @@ class GradientRunner:
     """Averages gradients by ``r.exchange`` and the `combine` of ``r.update`` over ``r.over``.
 
     It does so in every step that is due: in its backward passes, or else before the optimizer's
-    step. ``announce()`` begins the call with the other ranks and returns its label. ``unsent``: the
-    `GradientChannels.left_over` of the round before this one.
+    step. ``announce()`` begins the call with the other ranks and returns its label.
 
     With a GradScaler, a gradient that is not finite becomes NaN on all ranks, and is no error,
     since the scaler skips the step.
     """
 
-    def __init__(
-        self,
-        r: GradientRound,
-        session: Session,
-        announce: Callable[[], str],
-        unsent: Mapping[tuple[str, int], Tensor],
-    ) -> None:
+    def __init__(self, r: GradientRound, session: Session, announce: Callable[[], str]) -> None:
         self.round = r
         self.exchange = r.exchange
         self._update = r.update
@@ -76,7 +69,6 @@ class GradientRunner:
         self._scaler = session.settings.scaler
         self._announce = announce
         self.set = GradientChannels(r.exchange, link, self._elastic)
-        self._unsent = unsent
         self._params: list[Tensor] = []
         self._sizes: list[tuple[int, torch.dtype]] = []
         self._hooks: dict[int, RemovableHandle] = {}
@@ -109,11 +101,10 @@ class GradientRunner:
             return False
         if not self.broken:
             self._discard()
-        unsent = {**self._unsent, **self.set.left_over()}
-        at = self.exchange, self._link, self._elastic
+        at, unsent = (self.exchange, self._link, self._elastic), self.set.left_over()
         channels = GradientChannels(*at, params, unsent, self.set.scale)
         # what may fail is done: change this object
-        self._params, self.set, self._unsent = params, channels, {}
+        self._params, self.set = params, channels
         self._sizes = [(p.numel(), p.dtype) for p in params]
         for key in before - {id(p) for p in params}:
             self._hooks.pop(key).remove()

@@ -90,7 +90,7 @@ def state_dict(run: RecipeRun) -> Saved:
             "rounds": [saved_state.round_state(running) for running in run.rounds],
             "gradients": [_gradient_state(gradients) for gradients in _stateful(run)],
             "auto": None if policy is None else policy.state_dict(),
-            "scores": None if run.scores is None else run.scores.state_dict(),
+            "scores": run.scores.state_dict(),
             "quorum": None if run.quorum is None else run.quorum.state_dict(),
         }
 
@@ -148,7 +148,7 @@ class Loading:
         if session.policy is not None:
             self._undo.append(session.policy.undo())
             session.policy.load_state_dict(first["auto"])
-            self.run, undo = successor(self.run, session.policy.recipe, {})
+            self.run, undo = successor(self.run, session.policy.recipe)
             self._undo.append(undo)
         held = list(chain(*session.held()))
         joined = [[held[k] for k in batch] for batch in first["joined"]] or self.run.joined
@@ -172,8 +172,8 @@ class Loading:
             for state, values in saved_state.loaded_states(gradients, states, source):
                 self._load.append(partial(state.update, values))
             self._load.append(partial(setattr, gradients.set, "scale", float(states[0]["scale"])))
-        if run.scores is not None and source is None:
-            self._load.append(run.scores.loader(first["scores"]))
+        if source is None:
+            self._load.append(partial(run.scores.load_state_dict, first["scores"]))
         self.step, self.in_step = int(first["step"]), bool(first["in_step"])
         if run.quorum is not None:
             self._load.append(partial(run.quorum.load, first["quorum"], self.step))

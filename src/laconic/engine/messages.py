@@ -46,7 +46,7 @@ class Messenger:
     to the other ranks of this worker, which share its messages."""
 
     def __init__(
-        self, round: Round, link: Link, replica: Link, session: Session, scores: Scores | None
+        self, round: Round, link: Link, replica: Link, session: Session, scores: Scores
     ) -> None:
         self._round = round
         self._link = link
@@ -93,7 +93,7 @@ class Messenger:
         if update.weight is not None:
             clock = replace(clock, weight=float(channel.state[update.weight]))
         window = self._round.exchange.score_window
-        if window and self._scores is not None:
+        if window:
             clock = replace(clock, score=self._scores.now(window))
         return partial(self._carry, channel, message, clock), sent
 
@@ -197,7 +197,7 @@ class InFlightRound:
     due: int
     executed: int
     sent: Pending[list[InFlightBucket]] | Pending[Iterator[InFlightBucket]]
-    copies: ByGroup = field(default_factory=dict)
+    copies: ByGroup = ()
     checked: Pending[None] = field(default_factory=lambda: Pending.of(None))
     apart: Pending[Difference | None] = field(default_factory=lambda: Pending.of(None))
 

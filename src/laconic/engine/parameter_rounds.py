@@ -16,7 +16,7 @@ from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock, NotOwned, State, computed, seen_by
 from laconic.buckets import Bucket, bucketize
-from laconic.engine.channel import Channel, ChannelSet, by_tensor, is_owned
+from laconic.engine.channel import ByGroup, Channel, ChannelSet, by_tensor, is_owned
 from laconic.engine.comparison import held_by_all
 from laconic.engine.joint_optimizer import forget
 from laconic.engine.messages import InFlightBucket, InFlightRound, Messenger
@@ -41,7 +41,7 @@ class ParameterRunner:
     """
 
     def __init__(
-        self, round: Round, session: Session, scores: Scores | None, links: Sets | None = None
+        self, round: Round, session: Session, scores: Scores, links: Sets | None = None
     ) -> None:
         self._links = links = links or session.links
         self.round = round
@@ -124,7 +124,7 @@ class ParameterRunner:
                 for segment in channel.bucket.segments:
                     forget(self._session.bound, segment.tensor)
 
-    def _to_send(self, groups: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def _to_send(self, groups: ByGroup) -> list[dict[str, Tensor]]:
         """Of tensors that come and go, those that all ranks have; of buffers, whose mean this is
         about, only those that differ."""
         differing = self.round.part is module_buffers
@@ -132,9 +132,7 @@ class ParameterRunner:
             self._equalize(groups)
         return held_by_all(self.link, groups, differing=differing)
 
-    def _with_other_ranks(
-        self, groups: Sequence[dict[str, Tensor]], found: Sequence[dict[str, Tensor]]
-    ) -> list[list[Tensor]]:
+    def _with_other_ranks(self, groups: ByGroup, found: ByGroup) -> list[list[Tensor]]:
         """What was ``found`` of ``groups`` on any rank of this worker: all send the same."""
         own = [f"{number} {name}" for number, group in enumerate(found) for name in group]
         names = self._session.inside.union(own)
@@ -143,7 +141,7 @@ class ParameterRunner:
             for number, group in enumerate(groups)
         ]
 
-    def _equalize(self, groups: Sequence[dict[str, Tensor]]) -> None:
+    def _equalize(self, groups: ByGroup) -> None:
         """Give the ranks of this worker, which share its messages, the mean of their buffers."""
         found = held_by_all(self._replica, groups, differing=True)
         for bucket in bucketize([list(group.values()) for group in found], self._replica.size):
@@ -165,7 +163,7 @@ class ParameterRunner:
         if self.set.vary:
             if delay and self._can_select_later:
                 return self._launch_varying(step)
-            groups = list(self.set.varying().values())
+            groups = self.set.varying()
             found = self._session.comm.call(partial(self._to_send, groups), label)
             self.set.replace(self._with_other_ranks(groups, found))
         together = self._overlap.use(len(self.channels))
@@ -205,7 +203,7 @@ class ParameterRunner:
 
         async def send() -> list[InFlightBucket]:
             found = []
-            groups = [list(group.values()) for group in self._to_send([*copies.values()])]
+            groups = [list(group.values()) for group in self._to_send(copies)]
             for channel in self.set.cut(groups):
                 at_work = self.link.size, self.link.rank
                 clock = messenger.clock(channel.bucket, step, executed, at_work)

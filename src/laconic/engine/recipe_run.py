@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -48,8 +47,7 @@ class RecipeRun:
         averaged = session.settings.buffers == "average"
         buffers = averaged and bool(module_buffers(session.model)[0])
         self._planned = parameter_rounds(recipe, buffers=buffers)
-        window = score_window(recipe)
-        self.scores = Scores(session.params, window) if window else None
+        self.scores = Scores(session.params, score_window(recipe))
         self.rounds: list[ParameterRunner] = []
         self.joined: list[list[Tensor]] = []
         """The parameters in x, in the batches in which they joined it: those share buckets."""
@@ -71,12 +69,11 @@ class RecipeRun:
         if any(isinstance(r.exchange, QuorumMean) for r in self._planned):
             self.quorum = QuorumRounds(session, self.rounds)
 
-    def start_gradient_rounds(self, left: Mapping[tuple[str, int], Tensor]) -> None:
-        """Make the gradient rounds, and have the parameters' hooks call them. ``left``: gradients
-        that the rounds before these have not sent."""
+    def start_gradient_rounds(self) -> None:
+        """Make the gradient rounds, and have the parameters' hooks call them."""
         for r in gradient_rounds(self.recipe):  # one by one: `detach` finds those that were made
             announce = partial(self._announce_gradients, r)
-            self.gradients.append(GradientRunner(r, self.session, announce, left))
+            self.gradients.append(GradientRunner(r, self.session, announce))
 
     def _announce_gradients(self, r: GradientRound) -> str:
         session, step = self.session, self.session.step + 1
@@ -187,13 +184,6 @@ class RecipeRun:
         self.quorum.meet()
         return True
 
-    def unsent(self) -> dict[tuple[str, int], Tensor]:
-        """Gradients that a codec has not sent yet, for the rounds of another recipe."""
-        found: dict[tuple[str, int], Tensor] = {}
-        for gradients in self.gradients:
-            found.update(gradients.set.left_over())
-        return found
-
     # -- one step ----
 
     def before_step(self, step: int) -> None:
@@ -202,8 +192,7 @@ class RecipeRun:
             self.quorum.settle()
         for running in self.rounds:
             running.before_step(step)
-        if self.scores is not None:
-            self.scores.before_step()
+        self.scores.before_step()
 
     @torch.no_grad()
     def undo_before_step(self) -> None:

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from laconic.sampler import ElasticSampler, Recorded
@@ -66,6 +66,8 @@ class Reports:
         self._samplers = [samplers[name] for name in self._names]
         self._lock = threading.Lock()
         self._deal, self._ids = 0, list[str]()
+        self._received = [0] * len(self._samplers)
+        """How many samples of this deal, of each sampler, others have received."""
         self._step = self._sent = 0
         self._sending: deque[_Sending] = deque()
         """What rounds under way send, oldest first."""
@@ -86,8 +88,11 @@ class Reports:
             return self._own().pack()
 
     def _own(self) -> Heard:
-        drawn = tuple((p.drawn, p.contributed) for p in (s.progress() for s in self._samplers))
-        return Heard(self._deal, self._step, self._sent, drawn)
+        drawn = zip(self._drawn(), self._received, strict=True)
+        return Heard(self._deal, self._step, self._sent, tuple(drawn))
+
+    def _drawn(self) -> list[int]:
+        return [sampler.drawn for sampler in self._samplers]
 
     def begin(self) -> None:
         """This worker takes part from now on."""
@@ -119,17 +124,14 @@ class Reports:
         self._record("finished")
 
     def _send(self, complete: Callable[[], bool]) -> None:
-        drawn = [s.progress().drawn for s in self._samplers]
-        self._sending.append(_Sending(self._step, drawn, complete))
+        self._sending.append(_Sending(self._step, self._drawn(), complete))
 
     def _receive(self, *, everything: bool = False) -> None:
         """Record what others have received: of ``everything`` that rounds send, or of those that
         are complete."""
         while self._sending and (everything or self._sending[0].complete()):
             oldest = self._sending.popleft()
-            self._sent = oldest.step
-            for sampler, count in zip(self._samplers, oldest.drawn, strict=True):
-                sampler.mark(count)
+            self._sent, self._received = oldest.step, oldest.drawn
 
     def _record(self, presence: str, **more: Any) -> None:
         steps = [self._step, self._sent]
@@ -144,11 +146,15 @@ class Reports:
         """The samplers have loaded states of workers that had ``drawn`` so many, by the sampler's
         name. Deal the rest to the workers ``ids``."""
         with self._lock:
-            self._deal, self._ids = self._deal + 1, list(ids)
-            self._sending.clear()
+            self._begin_deal(self._deal + 1, ids)
             for name, sampler in zip(self._names, self._samplers, strict=True):
                 if name in drawn:
                     sampler.deal(drawn[name], self._ids.index(me), len(self._ids))
+
+    def _begin_deal(self, deal: int, ids: Iterable[str]) -> None:
+        self._deal, self._ids = deal, list(ids)
+        self._received = [0] * len(self._samplers)
+        self._sending.clear()
 
     def follow(self, events: Sequence[Sequence[Sequence[Any]]]) -> None:
         """Repeat the deals that a run has recorded."""
@@ -186,14 +192,13 @@ class Reports:
             self.workers_lost, self.steps_lost = base["lost"]
             self.workers_lost += len(gone)
             self.steps_lost += sum(max(h.step - h.sent, 0) for h in last.values())
-            self._deal, self._ids = deal + 1, list(reports)
-            self._sending.clear()
+            self._begin_deal(deal + 1, reports)
             for index, sampler in enumerate(self._samplers):
                 state = base["deals"][index]
                 counts = dict.fromkeys(range(state["workers"]), 0)
                 for worker, id in enumerate(base["ids"]):
                     if id in gone:
-                        counts[worker] = last[id].drawn[index][1]  # that have contributed
+                        counts[worker] = last[id].drawn[index][1]  # that others have received
                     elif known[id].deal == deal:  # else it has drawn nothing of this deal
                         counts[worker] = known[id].drawn[index][0]
                 if not base["ids"]:  # the run begins, perhaps where a saved one ended
@@ -201,8 +206,7 @@ class Reports:
                         own_state = report["deals"][index]
                         counts[own_state["worker"]] = own_state["drawn"]
                 place = self._ids.index(me), len(reports)
-                drawn = sampler.progress().drawn
-                deals.append(Recorded(drawn, state, list(counts.values()), *place))
+                deals.append(Recorded(sampler.drawn, state, list(counts.values()), *place))
                 sampler.load_state_dict(state)
                 sampler.deal(*deals[-1][2:])
         if deals:

@@ -198,10 +198,9 @@ def _flight_state(running: ParameterRunner, flight: InFlightRound) -> Saved:
                 "workers": None if arrival.present is None else arrival.present[0],
             }
         )
-    groups = [flight.copies.get(key, {}) for key in running.set.varying()] if flight.copies else []
     return {
         "due": flight.due,
-        "names": [[k for k, t in group.items() if id(t) in sent] for group in groups],
+        "names": [[k for k, t in group.items() if id(t) in sent] for group in flight.copies],
         "buckets": buckets,
         "apart": None if apart is None else tuple(apart),
     }
@@ -231,10 +230,11 @@ def loaded(
 
 
 def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFlightRound:
-    channels, copies = running.channels, ByGroup()
+    channels: Sequence[Channel] = running.channels
+    copies: ByGroup = ()
     if running.set.vary:
         copies = running.set.copies()
-        groups = zip(copies.values(), saved["names"], strict=False)
+        groups = zip(copies, saved["names"], strict=False)
         channels = running.set.cut([[g[k] for k in own if k in g] for g, own in groups])
     sizes = [channel.bucket.numel for channel in channels]
     before = [bucket["size"] for bucket in saved["buckets"]]

@@ -119,8 +119,8 @@ class Synchronizer:
         Nothing is in flight afterward, and all workers start again from the consensus, the mean of
         their models, and from the mean of their optimizers' state where they differed: with AdamW
         that sends about as much as four models. State that some ranks lack starts again. Numbers in
-        it, and the GradScaler, continue as rank 0's. The state that rounds keep starts again, too,
-        except for gradients that a codec has not sent yet, where the new recipe codes gradients.
+        it, and the GradScaler, continue as rank 0's. The state that rounds keep starts again, too:
+        gradients that a codec has not sent yet are dropped.
 
         Raises ``ValueError``, on every rank, where they ask for different ones.
         """
@@ -334,8 +334,7 @@ class Synchronizer:
     def report_loss(self, loss: Tensor | float) -> None:
         """Report the training loss of this step's batch. Recipes with a leader choose it by these
         losses; other recipes ignore them. No communication."""
-        if self.driver.run.scores is not None:
-            self.driver.run.scores.report(float(torch.as_tensor(loss).detach()))
+        self.driver.run.scores.report(float(torch.as_tensor(loss).detach()))
 
     def mean(self, value: Tensor | float) -> float:
         """The mean of a number (a loss) over all ranks; every rank must call it."""

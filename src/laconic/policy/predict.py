@@ -112,16 +112,13 @@ LATER = 10_000 * HORIZON
 class Prediction:
     """The predicted cost of a step.
 
-    Of its ``seconds``, ``exposed`` are spent waiting for communication. At workers' own pace,
-    ``seconds`` are per step of a mean worker. ``bytes`` is what each rank
-    sends to other workers per step, ``busy`` the share of the time the network is in use, and
-    ``hidden`` the share of communication that overlaps with training.
+    At workers' own pace, ``seconds`` are per step of a mean worker. ``bytes`` is what each rank
+    sends to other workers per step, and ``hidden`` the share of communication that overlaps with
+    training.
     """
 
     seconds: float
-    exposed: float
     bytes: float
-    busy: float
     hidden: float = 0.0
 
 
@@ -182,7 +179,7 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     total = max(facts.compute + exposed, min(least, facts.compute + serial))
     waited = min(waited + max(total - facts.compute - exposed, 0.0), network)
     hidden = 1 - waited / network if network else 0.0
-    return Prediction(total, total - facts.compute, sent, network / total, hidden)
+    return Prediction(total, sent, hidden)
 
 
 def _loads(rounds: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
@@ -262,8 +259,7 @@ def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
     spans = [max(end, closed) for end in ends]
     rounds = sum(1 / span for span in spans) / n  # of a mean worker, per second
     seconds = n / sum(k / span for k, span in zip(steps, spans, strict=True))
-    busy = min(min(network[1:], default=0.0) * rounds, 1.0)
-    return Prediction(seconds, seconds - facts.alone, sent * rounds * seconds, busy)
+    return Prediction(seconds, sent * rounds * seconds)
 
 
 def undisturbed(recipe: Recipe, facts: Facts) -> Facts:
