@@ -20,7 +20,7 @@ from laconic.errors import LinkError, WorkersChangedError, check_bool, error_tex
 
 _EVERY_RANK = (
     "Each rank saves its own parameters, optimizer state and private state: call laconic.save on "
-    "every rank, outside any `if rank == 0`"
+    "every rank"
 )
 
 
@@ -88,15 +88,17 @@ def load(
 
     Every rank must call it, after `laconic.attach`, with a model and optimizer built as before.
     (With a wrapped module whose optimizer moves float32 masters, call it after ``bind(optimizer,
-    fp32_params)``.) Returns the plain data of ``others`` (tensors on the CPU) and ``"step"``, the
-    steps taken.
+    fp32_params)``.) Objects with a ``load_state_dict``, dicts and lists in ``others`` are restored
+    in place. **Numbers, strings and tensors cannot be: use those that it returns.** That is all
+    plain data that was saved in ``others`` (tensors on the CPU), and ``"step"``, the steps taken.
 
     Args:
         path: the directory of the checkpoint.
         model: the module, or a `SlowMoDistributedDataParallel`.
         optimizer: the optimizer, the list that was given to `laconic.attach`, or a `CommOptimizer`.
         sync: the synchronizer. None: the one attached to ``optimizer``.
-        others: the objects whose state was saved, by name. None: there are none.
+        others: the objects whose state was saved, by name, and perhaps plain data. None: there are
+            no objects.
         missing_ok: if no rank finds a checkpoint, as in a run's first attempt, load nothing and
             return nothing. False: that is an error.
 
@@ -120,8 +122,8 @@ def load(
         >>> laconic.load("checkpoint", model, optimizer, missing_ok=True)  # the first attempt
         {}
         >>> laconic.save("checkpoint", model, optimizer, others={"epoch": 3})
-        >>> laconic.load("checkpoint", model, optimizer)
-        {'epoch': 3, 'step': 0}
+        >>> state = laconic.load("checkpoint", model, optimizer)
+        >>> epoch = state["epoch"]
     """
     while True:
         try:

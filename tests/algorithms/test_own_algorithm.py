@@ -81,6 +81,9 @@ def test_gradients_of_workers_of_two_ranks_are_averaged_over_all() -> None:
         la.simulate(lambda rank: run(rank, "group"), workers=4)
 
 
+METHODS = "send", "combine", "fold", "after_step"
+
+
 class Faulty(Average):
     """``what`` says which mistake it makes."""
 
@@ -90,14 +93,26 @@ class Faulty(Average):
     def init(self, x: Tensor) -> State:
         return {"a": x}
 
+    def uses(self, method: str, state: State, clock: la.Clock) -> None:
+        if self.what == f"{method} lr":
+            clock.lr  # noqa: B018
+        if self.what == f"{method} owner":
+            state["a"].add_(1.0)
+
     def send(self, x: Tensor, state: State, clock: la.Clock) -> Tensor:
+        self.uses("send", state, clock)
         return state["a"] if self.what == "state" else x
 
     def combine(self, mean: Tensor, state: State, clock: la.Clock) -> Tensor:
+        self.uses("combine", state, clock)
         return None if self.what == "combine" else mean  # type: ignore[return-value]
 
     def fold(self, x: Any, received: Any, sent: Any, state: State, clock: la.Clock) -> Tensor:
+        self.uses("fold", state, clock)
         return None if self.what == "fold" else received  # type: ignore[return-value]
+
+    def after_step(self, x: Tensor, state: State, clock: la.Clock) -> None:
+        self.uses("after_step", state, clock)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -108,10 +123,18 @@ class Faulty(Average):
         ("combine", "Wrong.combine must return a tensor, not NoneType"),
         ("fold", "Wrong.fold must return a tensor, not NoneType"),
         ("slots", r"Wrong.slots\['a'\] must be one of 'owner', 'everywhere'.*did you mean"),
+        *((f"{m} lr", "because Wrong does not say .*give that class uses_lr") for m in METHODS),
+        *(
+            (f"{m} owner", rf"Wrong.{m} uses state\['a'\].*\"owner\".*\"everywhere\"")
+            for m in METHODS
+            if m != "combine"
+        ),
     ],
 )
 def test_mistakes_in_an_update_are_named(what: str, words: str, delay: int) -> None:
-    slots = {"a": "everywere"} if what == "slots" else Faulty.slots
+    slots: dict[str, Any] = {"a": "everywere"} if what == "slots" else dict(Faulty.slots)
+    if what.endswith("owner"):
+        slots = {"a": "owner"}
     kind = type("Wrong", (Faulty,), {"what": what, "slots": slots, "replaces": False})
     recipe = (la.Round(la.every(1), kind(), Mean(), delay=delay),)
 
@@ -130,6 +153,10 @@ def test_mistakes_in_an_update_are_named(what: str, words: str, delay: int) -> N
 
 class Matrices(Average):
     scope = "tensors"
+
+
+class Rated(Average):
+    uses_lr = True
 
 
 class NoFold(Update):
@@ -172,6 +199,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: round_of(Average(), CodedMean(Int4(), relative=False)), "CodedMean.*relative=True"),
     (lambda: round_of(MuonStep(0.1, 0.6), part=Fragment(0, 2)), 'whole tensors.*by="layers"'),
     (lambda: la.GradientRound(la.every(1), Matrices(), Mean()), "Matrices needs whole tensors"),
+    (lambda: la.GradientRound(la.every(1), Rated(), Mean()), "Rated uses the learning rate"),
     (lambda: Fragment(0, 2, "layer"), "by must be"),
     (lambda: Fragment(2, 2), "index must be below count"),
     (lambda: Fragment(0, 0), "count must"),
@@ -244,6 +272,23 @@ def test_a_round_that_is_no_recipe_says_what_to_write() -> None:
     alone: Any = la.Round(la.every(2), Average(), Mean())
     with pytest.raises(ValueError, match=r"put the round in a tuple, \(round,\)"):
         la.attach(model, optimizer, alone)
+
+
+@pytest.mark.parametrize("kind", [la.Round, la.GradientRound])
+def test_an_exchange_does_not_get_an_unknown_learning_rate(kind: Callable[..., la.Round]) -> None:
+    class Scaled(Mean):
+        async def run(self, link: Any, flat: Any, combine: Any, clock: Any, state: Any) -> Any:
+            return await super().run(link, flat.mul_(clock.lr), combine, clock, state)
+
+    def run(rank: int) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        la.attach(model, optimizer, (kind(la.every(1), Average(), Scaled()),))
+        with pytest.raises(ValueError, match=r"clock.lr is not known, because Average does not"):
+            model(torch.ones(1, 1) + rank).sum().backward()
+            optimizer.step()
+
+    la.simulate(run, workers=2)
 
 
 def test_owner_state_has_an_element_for_each_of_x() -> None:

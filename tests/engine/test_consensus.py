@@ -229,6 +229,28 @@ SWAPS = {
 
 
 @pytest.mark.fault("weights swapped inside consensus() and swapped back after it, without a word")
+@pytest.mark.parametrize("name", ["consensus_state_dict", "mean", "finish"])
+def test_a_call_on_rank_0_alone_is_refused_with_the_reason(name: str) -> None:
+    calls: dict[str, Callable[[la.Synchronizer], object]] = {
+        "consensus_state_dict": lambda sync: sync.consensus_state_dict(),
+        "mean": lambda sync: sync.mean(1.0),
+        "finish": lambda sync: sync.finish(),
+    }
+
+    def run(rank: int) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = la.attach(model, optimizer, la.local_sgd(2))
+        with pytest.raises(la.LinkError, match="outside any `if rank == 0`"):
+            if rank == 0:
+                calls[name](sync)
+            for _ in range(2):
+                model(torch.ones(1, 1) + rank).sum().backward()
+                optimizer.step()
+
+    la.simulate(run, workers=2)
+
+
 def test_a_swap_across_the_edge_of_the_block_warns() -> None:
     def run(rank: int) -> None:
         model, _, sync = attached(rank, la.local_sgd(2))

@@ -66,12 +66,38 @@ def runs(name: str, *losses: float) -> tuple[Row, ...]:
     return tuple(replace(run, seed=seed) for seed, run in enumerate(made))
 
 
+LAST = (240, 30, 2.0)
+NOTE = ("after step 4: a step computes: outer_step(ddp(), 4, outer='muon') takes 90 ms per step",)
+
 VERDICTS: dict[str, tuple[Result, list[str]]] = {
     "time and steps disagree": (
         result(row(NO_COMMUNICATION, (0, 0, 5.5), (300, 30, 1.9)), DDP, LOCAL),
         ["In 30 s per recipe on this 100 Mbit/s network, local_sgd(12) reached the lowest",
          "validation loss, 2.01; ddp() reached 2.45, which local_sgd(12) had after 11.4 s, 2.6",
          " Workers that never communicate are at 1.90: so early in training"],
+    ),
+    "a first validation below the others' last one": (
+        result(row("ddp()", (0, 0, 5.5), (75, 30, 4.0)), row("local_sgd(4)", (9, 3, 3.9), LAST)),
+        ["ddp() reached 4.00, which local_sgd(4) had after 3 s, 10.0 times as fast."],
+    ),
+    "the winner has an outer step": (
+        result(DDP, row("diloco(4)", (0, 0, 5.5), LAST)),
+        ["times as fast. Part of that may be due to the outer step of diloco(4), a second"],
+    ),
+    "auto() has chosen one": (
+        result(
+            row("peer", (0, 0, 5.5), (9, 30, 3.0)), row("auto()", (0, 0, 5.5), LAST, notes=NOTE)
+        ),
+        ["peer reached 3.00, which", "Part of that may be due to the outer step of auto()"],
+    ),
+    "both have one": (
+        result(row("slowmo(ddp(), 8)", (0, 0, 5.5), (9, 30, 3.0)), row("diloco(4)", LAST)),
+        ["slowmo(ddp(), 8) reached 3.00."],
+    ),
+    "neither has one": (result(DDP, row("easgd(4)", LAST)), ["ddp() reached 2.45."]),
+    "worse than at the beginning": (
+        result(row("ddp()", (0, 0, 5.5), (75, 30, 5.6)), row("easgd(4)", (0, 0, 5.5), LAST)),
+        ["ddp() reached 5.60."],
     ),
     "a race over steps": (
         result(

@@ -14,6 +14,7 @@ from laconic.advisor.choices import (
     MEASURED_WORKERS,
     UNKNOWN,
 )
+from laconic.policy.choice import TIE
 from laconic.policy.facts import Facts
 from laconic.units import (
     finite,
@@ -30,7 +31,8 @@ FEW = 4
 """Columns shown with the alternatives."""
 LEGEND = (
     "speed: share of the speed without communication; steps: needed for one of ddp(), ~: not "
-    "measured for this recipe, ?: unknown; progress: at most, per second, relative to ddp()"
+    "measured for this recipe, ?: unknown; progress: at most, per second, relative to ddp(). The "
+    f"answer is the recipe nearest to DDP of those within {TIE:.0%} of the most progress"
 )
 MORE_LEGEND = (
     "hidden: share of communication that overlaps with training; MB: sent by a rank to other "

@@ -155,6 +155,8 @@ class GradientRound:
             {
                 f"{type(update).__name__} needs whole tensors, which rounds on gradients do not "
                 "have: use it in a Round": update.scope == "tensors",
+                f"{type(update).__name__} uses the learning rate, which rounds on gradients do not "
+                "know: use it in a Round": update.uses_lr,
                 "a round on gradients is Average, or an update with nothing but a `combine`, over "
                 "an exchange that brings a mean and is not relative": (
                     not combines_only

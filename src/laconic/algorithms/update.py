@@ -16,7 +16,7 @@ Symbols are those of the papers:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -78,7 +78,8 @@ class Clock:
 
     Args:
         step: optimizer steps, from 1.
-        lr: the group's current learning rate; NaN unless the update uses it (`Update.uses_lr`).
+        lr: the group's current learning rate. It is an error to read it in a round whose update
+            does not have `Update.uses_lr`.
         executed: rounds of this kind before this one.
         delay: the round's, in steps.
         workers: how many take part.
@@ -223,8 +224,72 @@ class Update:
         return self.before_step is not None or self.after_step is not None
 
 
-def returned(update: Update, method: str, value: object, state: State) -> Tensor:
-    """Return ``value``, which a method has returned. Raises ``ValueError`` if it must not be."""
+class _WithoutRate(Clock):
+    """``clock`` in a round whose ``update`` does not say that it uses the learning rate."""
+
+    def __init__(self, clock: Clock, update: Update) -> None:
+        self.__dict__.update(vars(clock), given=clock, user=type(update).__name__)
+
+    @property
+    def lr(self) -> float:
+        raise ValueError(
+            f"clock.lr is not known, because {vars(self)['user']} does not say that it is used: "
+            "give that class uses_lr = True"
+        )
+
+    def __repr__(self) -> str:
+        return repr(vars(self)["given"])
+
+
+class NotOwned(MutableMapping[str, Tensor]):
+    """``state`` for a ``method`` of ``update`` that does not run where the owners' slices are."""
+
+    def __init__(self, state: State, update: Update, method: str) -> None:
+        self._state, self._update, self._method = state, update, method
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() and self._update.slots.get(name) == "owner":
+            raise ValueError(
+                f"{type(self._update).__name__}.{self._method} uses state[{name!r}], of which each "
+                'worker may have a slice, because its slot is "owner": that is for `combine`. For '
+                'other methods give it the slot "everywhere"'
+            )
+        return tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._checked(name, self._state[name])
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._state[name] = self._checked(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        del self._state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def rated(update: Update, clock: Clock) -> Clock:
+    """``clock``, whose ``lr`` is an error unless ``update`` says that it is used."""
+    return clock if update.uses_lr else _WithoutRate(clock, update)
+
+
+def seen_by(update: Update, method: str, state: State, clock: Clock) -> tuple[State, Clock]:
+    """What a method of ``update`` gets: an error where it uses what the update's class does not
+    declare."""
+    seen = state if method == "combine" else NotOwned(state, update, method)
+    return seen, rated(update, clock)
+
+
+def computed(
+    update: Update, method: str, tensors: Sequence[Tensor | None], state: State, clock: Clock
+) -> Tensor:
+    """Return what ``method`` of ``update`` makes of ``tensors``. Raises ``ValueError`` if it must
+    not be."""
+    value = getattr(update, method)(*tensors, *seen_by(update, method, state, clock))
     if not isinstance(value, Tensor):
         raise ValueError(
             f"{type(update).__name__}.{method} must return a tensor, not {type(value).__name__}"

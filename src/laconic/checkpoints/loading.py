@@ -28,7 +28,7 @@ def load(
     folder: Path, training: TrainingState, all_ranks: AllRanks, missing_ok: bool
 ) -> dict[str, Any]:
     """Load the checkpoint in ``folder`` into ``training``; every rank calls it. Returns the user's
-    plain data and the step."""
+    plain data and the step, and puts dicts and lists among it into those of ``training``, too."""
     missing: Any = None if missing_ok else False
     manifests = all_ranks.share(lambda: vars(m) if (m := read_manifest(folder)) else missing)
     if all(m is None for m in manifests):
@@ -64,7 +64,14 @@ def load(
         load_random_state(checked.random)
     if plan.note and sync.rank == 0:
         log.warning("%s", plan.note)
-    return {**checked.saved["plain"], "step": sync.step}
+    plain = checked.saved["plain"]
+    for name, own in training.others.items():
+        if isinstance(own, dict) and isinstance(plain.get(name), dict):
+            own.clear()
+            own.update(plain[name])
+        elif isinstance(own, list) and isinstance(plain.get(name), list):
+            own[:] = plain[name]
+    return {**plain, "step": sync.step}
 
 
 @dataclass(frozen=True)

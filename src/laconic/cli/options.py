@@ -43,7 +43,7 @@ VOCABULARY = """
 --params COUNT  number of parameters of the model, such as 1.3B
 --buffers COUNT  numbers in the model's buffers that training changes, as BatchNorm's
 --dtype DTYPE  dtype of parameters and gradients
---step-time TIME  compute time of a step, such as 0.9s
+--step-time TIME  compute time of an optimizer step with all batches that it accumulates
 --backward-share SHARE  share of the step time spent in the backward pass
 --spread SHARE  standard deviation of step times over their mean
 

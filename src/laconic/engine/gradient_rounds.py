@@ -26,7 +26,7 @@ from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges.coded import LastMean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.schedules import ends
-from laconic.algorithms.update import Clock, State
+from laconic.algorithms.update import Clock, State, computed, rated
 from laconic.buckets import RESHAPED
 from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.gradient_channels import GradientChannel, GradientChannels
@@ -238,7 +238,11 @@ class GradientRunner:
                 message = flat.clone()
         try:
             arrival = await exchange.run(
-                link, message, lambda mean: self._update.combine(mean, {}, clock), clock, state
+                link,
+                message,
+                lambda mean: computed(self._update, "combine", [mean], {}, clock),
+                rated(self._update, clock),
+                state,
             )
             if arrival.flat is not flat:
                 flat.copy_(arrival.flat)

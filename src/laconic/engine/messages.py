@@ -15,7 +15,7 @@ from torch import Tensor
 from laconic.algorithms.exchange import Arrival
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores, of_worker
-from laconic.algorithms.update import Clock, State, Tensors, Update, returned
+from laconic.algorithms.update import Clock, State, Tensors, Update, computed, rated
 from laconic.buckets import Bucket
 from laconic.engine.channel import ByGroup, Channel, is_owned
 from laconic.engine.session import Session
@@ -36,9 +36,9 @@ def combined(
     """The outer step on ``mean``: `Update.combine`, which may change the tensors ``names`` of
     ``state``."""
     owned = {name: state[name] for name in names}
-    result = update.combine(mean.to(state_dtype(mean.dtype)), owned, clock)
+    result = computed(update, "combine", [mean.to(state_dtype(mean.dtype))], owned, clock)
     state.update(owned)  # an outer optimizer makes its state in its first step
-    return returned(update, "combine", result, owned)
+    return result
 
 
 class Messenger:
@@ -82,7 +82,7 @@ class Messenger:
         update, sent = self._round.update, None
         y = channel.bucket.pack(memory)
         with channel.states() as (state, _):
-            message = returned(update, "send", update.send(y, state, clock), state)
+            message = computed(update, "send", [y], state, clock)
         if self._round.delay and update.keeps_sent:
             if message is y and update.sends == "change":
                 raise ValueError(
@@ -121,7 +121,8 @@ class Messenger:
         try:
             with channel.states() as (state, exchange_state):
                 combine = partial(combined, update, state=state, names=names, clock=slice_clock)
-                result = await channel.exchange.run(link, part, combine, clock, exchange_state)
+                now = rated(update, clock)
+                result = await channel.exchange.run(link, part, combine, now, exchange_state)
             if elastic:
                 result = result._replace(present=(clock.workers, clock.worker))
         except NotFiniteError as raised:

@@ -14,7 +14,7 @@ from torch import Tensor
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
-from laconic.algorithms.update import Clock, EveryStep, State, returned
+from laconic.algorithms.update import Clock, NotOwned, State, computed, seen_by
 from laconic.buckets import Bucket, bucketize
 from laconic.engine.channel import ByGroup, Channel, ChannelSet, by_tensor, is_owned
 from laconic.engine.comparison import held_by_all
@@ -240,7 +240,7 @@ class ParameterRunner:
                 clock = replace(at, executed=flight.executed, weight=arrival.weight)
                 received, x = x, bucket.pack(self._session.memory(bucket, X))
                 with channel.states() as (state, _):
-                    x = returned(update, "fold", update.fold(x, received, y, state, clock), state)
+                    x = computed(update, "fold", [x, received, y], state, clock)
             if write:
                 bucket.unpack(x)
         for tensor, copy in copied:
@@ -276,19 +276,19 @@ class ParameterRunner:
         }
 
     def _quiesce(self, averaged: bool) -> None:
-        quiesce = self.round.update.quiesce
-        if quiesce is not None:
+        update = self.round.update
+        if update.quiesce is not None:
             for channel in self.channels:
                 x = channel.bucket.pack(self._session.memory(channel.bucket))
                 with channel.states() as (state, _):
-                    quiesce(x, state, averaged)
+                    update.quiesce(x, NotOwned(state, update, "quiesce"), averaged)
                 channel.bucket.unpack(x)
 
     # -- every step ----
 
     def before_step(self, step: int) -> None:
         """The update's `before_step` on every parameter. ``step``: the one about to be taken."""
-        self._on_every_tensor(self.round.update.before_step, step)
+        self._on_every_tensor("before_step", step)
 
     def undo_before_step(self, step: int) -> None:
         """Divide by the push weights again, by which `before_step` has multiplied."""
@@ -298,15 +298,17 @@ class ParameterRunner:
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
         if self.round.update.in_every_step:
-            self._on_every_tensor(self.round.update.after_step, step)
+            self._on_every_tensor("after_step", step)
 
-    def _on_every_tensor(self, method: EveryStep | None, step: int) -> None:
+    def _on_every_tensor(self, name: str, step: int) -> None:
+        update = self.round.update
+        method = getattr(update, name)
         if method is None:
             return
         for channel in self.channels:
             clock = self.clock(channel.bucket, step)
-            for x, state in by_tensor(channel, self.round.update):
-                method(x, state, clock)
+            for x, state in by_tensor(channel, update):
+                method(x, *seen_by(update, name, state, clock))
 
     # -- what the workers agree on ----
 

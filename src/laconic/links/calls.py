@@ -12,8 +12,9 @@ FINISH = "finish()"
 
 
 SAME_CALLS = (
-    "Every rank must take the same optimizer steps and make the same laconic calls; a GradScaler "
-    "that skips steps is passed as scaler= to laconic.attach or laconic.CommOptimizer"
+    "Every rank must take the same optimizer steps and make the same laconic calls, outside any "
+    "`if rank == 0`; a GradScaler that skips steps is passed as scaler= to laconic.attach or "
+    "laconic.CommOptimizer"
 )
 """What to do where ranks are in different calls, for messages."""
 

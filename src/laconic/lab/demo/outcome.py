@@ -6,11 +6,9 @@ sentence contradicts the table.
 
 from __future__ import annotations
 
-import re
-
 from laconic.lab.race.comparison import losses, seconds_to_ddp
 from laconic.lab.race.result import FREE_NETWORK, NO_COMMUNICATION, SECONDS, Result, Row, number
-from laconic.lab.race.verdict import listed
+from laconic.lab.race.verdict import chosen, has_outer_step, listed
 from laconic.lab.race.wording import bandwidth, loss_format
 from laconic.units import three_digits
 
@@ -112,15 +110,18 @@ def _about_auto(result: Result) -> str:
     level = [name for name, loss in others.items() if loss == mine]
     place = f"level with {listed(level)}" if level else "the lowest of all recipes"
     place = f"behind {listed(ahead)}" if ahead else place
-    chose = chosen(_row(result, AUTO))
+    row = _row(result, AUTO)
+    chose = chosen(row)
     text = f"{AUTO} chose {chose}, " if chose else f"{AUTO} "
     if DDP in found:
-        seconds = seconds_to_ddp(result, _row(result, AUTO))
+        seconds = seconds_to_ddp(result, row)
         if seconds is None:
             text += f"did not reach the loss of {DDP}, "
         else:
-            times = _row(result, DDP).seconds / seconds
-            faster = f" ({times:.1f} times as fast)" if times > 1.05 else ""
+            times = _row(result, DDP).seconds / seconds if seconds else 0.0
+            part = "; part of that may be due to its outer step, a second optimizer"
+            part = part if has_outer_step(row) else ""
+            faster = f" ({times:.1f} times as fast{part})" if times > 1.05 else ""
             text += f"had that loss after {seconds:.1f} s{faster}, "
     hope = "" if free is None else f"; without a network, {FREE} ended at {show(free)}"
     gains = found[AUTO] < found.get(DDP, 0.0)
@@ -148,9 +149,3 @@ def _about_alone(result: Result) -> str:
         f"Hosts that never communicate end at {show(alone)}, the mean loss of their own models: "
         f"{order}{told}"
     )
-
-
-def chosen(auto: Row) -> str:
-    """Return the recipe that `auto` chose last, or "" if it chose none."""
-    found = re.search(r": (\w+\([^:]*\)) takes ", auto.notes[-1]) if auto.notes else None
-    return found[1] if found else ""

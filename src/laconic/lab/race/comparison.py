@@ -46,9 +46,11 @@ def loss_at(row: Row, axis: Axis, position: float) -> float | None:
 def reached(row: Row, axis: Axis, loss: float) -> float | None:
     """Return where along `axis` the row first reached ``loss``, linear between validations.
 
-    None if it never did.
+    That is its first validation if it had less there already, and None if it never did.
     """
     pairs = line(row, axis)
+    if pairs and pairs[0][1] <= loss:
+        return pairs[0][0]
     for (left, before), (right, after) in pairwise(pairs):
         if after <= loss < before:
             return left + (right - left) * (before - loss) / (before - after)

@@ -6,8 +6,12 @@ network, and says if a link was throttled instead of emulated.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.round import Round
+from laconic.algorithms.updates import Elastic
 from laconic.lab.race.comparison import (
     Group,
     Summary,
@@ -20,7 +24,7 @@ from laconic.lab.race.comparison import (
     standing,
     summary,
 )
-from laconic.lab.race.result import FREE_NETWORK, SECONDS, Axis, Result, number
+from laconic.lab.race.result import FREE_NETWORK, SECONDS, Axis, Result, Row, number
 from laconic.lab.race.wording import bandwidth, loss_format
 from laconic.units import three_digits
 
@@ -58,6 +62,25 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
+def chosen(auto: Row) -> str:
+    """Return the recipe that `auto` chose last, or "" if it chose none."""
+    found = re.search(r": (\w+\([^:]*\)) takes ", auto.notes[-1]) if auto.notes else None
+    return found[1] if found else ""
+
+
+def has_outer_step(row: Row) -> bool:
+    """Return whether the recipe of ``row``, or the one that `auto` chose there, is known to have an
+    outer step, a second optimizer."""
+    try:
+        recipe = parse_recipe(chosen(row) or row.recipe)
+    except ValueError:  # another library's row
+        return False
+    return isinstance(recipe, tuple) and any(
+        isinstance(r, Round) and r.update.anchor and not isinstance(r.update, Elastic)
+        for r in recipe
+    )
+
+
 def _where(result: Result, article: str) -> str:
     if not bandwidth(result):
         return ""
@@ -88,11 +111,15 @@ def _lead(result: Result, axis: Axis, order: list[tuple[Group, Summary]]) -> str
     for rival, loss in (ddp or behind)[:1]:
         text += f"; {rival.name} reached {show(loss.mean)}"
         soon = summary(reached(row, SECONDS, loss.mean) for row in ahead[0][0].runs)
-        if axis is SECONDS and len(ahead) == 1 and soon and position > 1.05 * soon.mean:
+        if axis is SECONDS and len(ahead) == 1 and soon and 0 < 1.05 * soon.mean < position:
             times = position / soon.mean
             text += (
                 f", which {names} had after {three_digits(soon.mean)} s, {times:.1f} times as fast"
             )
+        second = [group.name for group, _ in ahead if has_outer_step(group.first)]
+        if second and not has_outer_step(rival.first):
+            steps = f"the outer step of {listed(second)}, a second optimizer"
+            text += f". Part of that may be due to {steps}"
     return f"{text}."
 
 
