@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -187,6 +188,11 @@ class RecipeRun:
         self.quorum.meet()
         return True
 
+    def quiet(self) -> AbstractContextManager[object]:
+        """A context in which no round changes the state of this worker. No job may be submitted
+        inside."""
+        return nullcontext() if self.quorum is None else self.quorum.port.quiet()
+
     def unsent(self) -> dict[tuple[str, int], Tensor]:
         """Gradients that a codec has not sent yet, for the rounds of another recipe."""
         found: dict[tuple[str, int], Tensor] = {}
@@ -199,7 +205,7 @@ class RecipeRun:
     def before_step(self, step: int) -> None:
         """The updates' `before_step`; ``step`` is the one about to be taken."""
         if self.quorum is not None:
-            self.quorum.settle()
+            self.quorum.before_step()
         for running in self.rounds:
             running.before_step(step)
         if self.scores is not None:

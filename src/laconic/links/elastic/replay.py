@@ -80,6 +80,12 @@ class Replay:
         outputs = self._fetch()
         return None if outputs is None else outputs.pop(0)
 
+    def next(self) -> Tensor:
+        """What the next collective has brought to the donor, which there must be."""
+        output = self._next()
+        assert output is not None, "this worker catches up"
+        return output
+
     def mean(self, x: Tensor) -> None:
         output = self._next()
         if output is not None:
