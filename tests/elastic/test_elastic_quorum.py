@@ -121,9 +121,12 @@ def test_what_follows_from_a_poll() -> None:
         assert [*found.values()] == each
         return found
 
-    assert polls.next_closing(say((ARRIVED, 9.0), (BUSY, 0.0), (BUSY, 0.0))) is None
+    one = say((ARRIVED, 9.0), (BUSY, 99.0), (BUSY, 0.0))
+    assert polls.next_closing(one) is None
+    assert polls.overdue(one, 8.0) == ["1"] and not polls.overdue(one, 10.0)
     two = say((ARRIVED, 9.0), (BUSY, 0.0), (ARRIVED, 0.25))
     assert polls.next_closing(two) == (0.75, 0), "the grace after the second"
+    assert not polls.overdue(two, 8.0), "the round will close"
     assert polls.close(two, 0, 0.0).roster == ("0", "2")
     assert polls.next_closing(say((ARRIVED, 9.0), (CALLING, 0.5))) == (-0.5, 0), "nobody is missing"
     assert polls.next_closing(say((ARRIVED, 2.0))) == (-2.0, 0), "fewer are left than the quorum"

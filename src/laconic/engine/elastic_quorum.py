@@ -53,7 +53,7 @@ class Rounds(Protocol):
 
 
 class _Waits(NamedTuple):
-    """What this worker waits for, and since when."""
+    """What this worker waits for, if it does not compute, and since when."""
 
     state: int
     kind: int
@@ -93,6 +93,8 @@ class ElasticPort:
         self._turn_lock = threading.RLock()
         self._latest, self._between = time.monotonic(), 0.0
         """When the latest round closed, and after how many seconds."""
+        self._computing = self._latest
+        """Since when the training computes."""
         link.around = self._around
         if not link.replaying:
             self.begin()
@@ -142,6 +144,7 @@ class ElasticPort:
             with self._turn_lock:
                 found = self._turn(waits, job)
             if found:
+                self._computing = time.monotonic()
                 return found[0]
             if found is None:
                 time.sleep(self._pause)
@@ -153,7 +156,7 @@ class ElasticPort:
         try:
             with self._turn_lock:
                 if not self._closed:
-                    self._turn(_Waits(BUSY, 0, 0.0), lambda: None)
+                    self._turn(_Waits(BUSY, 0, self._computing), lambda: None)
         except Exception as error:  # the next job raises it
             self._error = error
         return None if self._closed or self._error is not None else self._pause
@@ -255,6 +258,7 @@ class ElasticPort:
 
     def begin(self) -> None:
         """This worker takes part from now on."""
+        self._computing = time.monotonic()
         self._session.comm.while_idle(self._idle)
 
     def resume(self) -> None:

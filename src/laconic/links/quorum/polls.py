@@ -30,8 +30,8 @@ POLL = Call(0, "round with a quorum")
 class Standing(NamedTuple):
     """What one worker says in a poll.
 
-    ``state``: `BUSY`, `ARRIVED` at a round of the ``kind``, or `CALLING`, and for how many seconds
-    it has ``waited`` there. ``step``: the number of its steps; ``speed``: how many it takes per
+    ``state``: `BUSY`, `ARRIVED` at a round of the ``kind``, or `CALLING`; ``waited``: for how many
+    seconds it has been so. ``step``: the number of its steps; ``speed``: how many it takes per
     second, 0 if unknown. ``expected``: by kind, the number of the first round that waits for it
     during the grace. ``rates``: see `laconic.links.quorum.port.Announcement`.
     """
@@ -120,10 +120,12 @@ class Polls:
         return min(found, default=None)
 
     def overdue(self, standings: Mapping[str, Standing], limit: float) -> list[str]:
-        """The workers that compute, where another one has waited for ``limit`` seconds in vain."""
-        longest = max(s.waited * (s.state != BUSY) for s in standings.values())
-        late = longest > limit and self.next_closing(standings) is None
-        return [id for id, s in standings.items() if late and s.state == BUSY]
+        """The workers that have computed for more than ``limit`` seconds, if another one has waited
+        as long, and no round closes without them."""
+        long = {id: s for id, s in standings.items() if s.waited > limit}
+        if self.next_closing(standings) is not None or all(s.state == BUSY for s in long.values()):
+            return []
+        return [id for id, s in long.items() if s.state == BUSY]
 
     def close(self, standings: Mapping[str, Standing], kind: int, until: float) -> Decision:
         """Close a round of this ``kind`` with the workers that have arrived by the time
