@@ -28,6 +28,8 @@ from laconic.engine.session import Session
 from laconic.links.calls import FINISH
 from laconic.links.comm_thread import coroutine, run_here
 from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.polling import Polling
+from laconic.links.elastic.simulated import SimulatedElasticLink, SimulatedPolling
 from laconic.links.link import one_by_one
 from laconic.links.quorum.polls import ARRIVED, BUSY, CALLING, CALLS, Decision, Polls, Standing
 from laconic.links.quorum.port import Closing, Delivery, Outcome, Paces, Rules
@@ -74,7 +76,10 @@ class ElasticPort:
         link = session.elastic
         assert isinstance(link, ElasticLink), "`check_quorum` has seen to it"
         self._session, self._link, self._kinds = session, link, kinds
-        self._clock = link.clock(session.step)
+        self._polling = Polling(link)
+        if isinstance(link, SimulatedElasticLink):
+            self._polling = SimulatedPolling(link)
+        self._clock = self._polling.clock(session.step)
         self._polls = Polls(rules, paces)
         self.bases = [[self._anchor(k, at) for at in range(len(k.channels))] for k in kinds]
         self.pace = 0
@@ -172,11 +177,11 @@ class ElasticPort:
         link = self._link
 
         def begin() -> tuple[Decision, Any] | None:
-            decision = link.poll(self._standing(waits), self._polls, admit=self._admit)
+            decision = self._polling.poll(self._standing(waits), self._polls, admit=self._admit)
             if decision is None:
                 return None
             if decision.kind == CALLS:
-                link.resume(self._call)
+                self._polling.resume(self._call)
                 return decision, job()
             return decision, self._exchange(decision, 0)
 

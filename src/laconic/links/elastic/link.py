@@ -30,8 +30,6 @@ from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
 from laconic.links.health import shown
 from laconic.links.link import Parts, Quiet, Sent
-from laconic.links.quorum.polls import POLL, Decision, Polls, Standing
-from laconic.links.quorum.tcp import Clock
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
@@ -198,7 +196,7 @@ class ElasticLink(Quiet):
         self.members.is_at(CallPosition(units.serial, shown(call)))
         self.members.signs.begins(time.monotonic())
         if call.starts:
-            self._admit(call)
+            self.admit(call)
         if units.me not in units.ranks:
             raise LinkError(
                 f"this worker has just joined the run, and {call} comes before its first round: "
@@ -212,7 +210,7 @@ class ElasticLink(Quiet):
                 raise LinkError(_different(call))
         return wait
 
-    def _admit(self, call: Call) -> None:
+    def admit(self, call: Call) -> None:
         """Newcomers that have caught up begin with ``call``."""
         units, rendezvous = self.units, self.rendezvous
         if len(rendezvous.ids) > len(units.ranks):
@@ -222,46 +220,6 @@ class ElasticLink(Quiet):
                     settings, state = self.settings(call)
                     present = len(units.ranks), units.ranks.index(relay.newcomer.id)
                     relay.finish(Start(units.serial, call, *settings, present), state)
-
-    def poll(self, own: Standing, polls: Polls, *, admit: bool) -> Decision | None:
-        """Begin a unit with a poll, in which this worker says ``own``. None: there is nothing to do
-        yet, and the unit does not count. ``admit``: newcomers take part from now on."""
-        if self.replaying:
-            self.replay.begin_call(POLL)
-            return Decision.unpack(self.replay.next())
-        units = self.units
-        units.call, units.heard = POLL, {}
-        # a worker that does not come to the next poll is behind those that wait for it there
-        self.members.is_at(CallPosition(units.serial + 1, shown(POLL)))
-        if admit:
-            self._admit(POLL)
-        decision = self._decide(own, polls, admit)
-        self.members.is_at(CallPosition(units.serial, shown(POLL)))
-        units.collectives = 0 if decision is None else max(units.collectives, 1)
-        if decision is not None and self.relays:
-            units.outputs = [decision.pack()]
-        return decision
-
-    def _decide(self, own: Standing, polls: Polls, admit: bool) -> Decision | None:
-        rows = self.gather(own.row())
-        standings = polls.standings(self.units.ranks, rows)
-        found, limit = polls.next_closing(standings), self.members.limit
-        if self.units.me in polls.overdue(standings, limit):
-            raise LinkError(
-                f"the others have waited for {limit:g} s in vain for this worker, whose training "
-                "has not come to a round: they go on without it"
-            )
-        return None if found is None or found[0] > 0 else polls.close(standings, found[1], 0.0)
-
-    def clock(self, step: int) -> Clock:
-        """The time of this worker, which has taken ``step`` steps so far."""
-        return Clock()
-
-    def resume(self, call: Call) -> None:
-        """Go on with ``call`` after a poll."""
-        self.units.call = call
-        if self.rendezvous.link is not None:
-            self.rendezvous.link.begin_digest(call.digest)
 
     def digests(self) -> Sequence[int]:
         return self.replay.digests if self.replaying else list(self.units.heard.values())

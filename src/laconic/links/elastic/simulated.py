@@ -17,6 +17,7 @@ from laconic.links.calls import Call
 from laconic.links.elastic.faults import Plan
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.polling import Polling
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Bequest, Frame, Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
@@ -74,7 +75,7 @@ class Cast:
 
 class _Waiting(NamedTuple):
     """What a worker says in the poll of the unit ``serial``: ``own``. It began to wait at the
-    ``time``. The rest is the same on all workers: see `ElasticLink.poll`."""
+    ``time``. The rest is the same on all workers: see `Polling.poll`."""
 
     own: Standing
     time: float
@@ -142,7 +143,8 @@ class SimulatedPolls:
 
     def _left(self, active: Sequence[int], serial: int) -> list[int]:
         """Those of the ``active`` workers that take part in the unit ``serial``."""
-        plan, waiting = self._cast.plan, self._waiting
+        plan, waiting, gone = self._cast.plan, self._waiting, self._cast.stage.left
+        active = [worker for worker in active if worker not in gone]
         if plan.recorded:
             return [w for w in active if w in plan.present(serial, POLL)]
         return [w for w in active if w not in waiting or not plan.killed(w, waiting[w].own.step)]
@@ -363,7 +365,7 @@ class SimulatedElasticLink(ElasticLink):
         units = Units(str(me))
         parts: Any = _Rendezvous(cast, me, units), _Reception(cast, me, units), reports
         super().__init__(_members(me), units, *parts, threaded=False)
-        self._cast = cast
+        self.cast = cast
         cast.reporting[me] = reports
         deals = cast.plan.deals(me)
         self._deals = deals is None
@@ -371,37 +373,45 @@ class SimulatedElasticLink(ElasticLink):
             reports.follow(deals)
         if cast.plan.joins(me) is None:
             self.begin([str(w) for w in cast.plan.present(1, units.call)])
-            self._deal([int(id) for id in units.active], 0)
+            self.deal([int(id) for id in units.active], 0)
         elif any(isinstance(frame, Start) for frame in cast.feeds.get(me, [])):
             start = next(frame for frame in cast.feeds[me] if isinstance(frame, Start))
             present = cast.present(start.serial, start.call)
-            self._deal(present, start.serial, newcomer=True)
+            self.deal(present, start.serial, newcomer=True)
 
-    def _deal(self, workers: Sequence[int], serial: int, *, newcomer: bool = False) -> None:
+    def deal(self, workers: Sequence[int], serial: int, *, newcomer: bool = False) -> None:
+        """See `Cast.deal`; a trace has the deals."""
         if self._deals:
-            self._cast.deal(workers, serial, newcomer=newcomer)
+            self.cast.deal(workers, serial, newcomer=newcomer)
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         if not self.replaying:  # a plan in steps needs the call to say who is gone
             self.units.call = call
             self.rendezvous.adopt()
             self.rendezvous.take_part(self.units.active)
-            self._deal([int(id) for id in self.units.active], self.units.serial)
+            self.deal([int(id) for id in self.units.active], self.units.serial)
         return super().begin_call(call, wait=wait)
 
-    def _decide(self, own: Standing, polls: Polls, admit: bool) -> Decision | None:
-        cast, units = self._cast, self.units
+
+class SimulatedPolling(Polling):
+    """`Polling` where all decisions are those of `SimulatedPolls`."""
+
+    def __init__(self, link: SimulatedElasticLink) -> None:
+        super().__init__(link)
+        self._simulated = link
+
+    def decide(self, own: Standing, polls: Polls, admit: bool) -> Decision:
+        link, units, cast = self._simulated, self.link.units, self._simulated.cast
         shared = cast.polls = cast.polls or SimulatedPolls(cast)
         at = units.serial, list(units.active), polls, admit
         decision = shared.wait(int(units.me), _Waiting(own, -own.waited, *at))
-        self.rendezvous.adopt()  # raises if this worker has ended meanwhile
+        link.rendezvous.adopt()  # raises if this worker has ended meanwhile
         units.attempt(units.active)
-        self.rendezvous.take_part(units.active)
-        self._deal([int(id) for id in units.active], units.serial)
+        link.rendezvous.take_part(units.active)
+        link.deal([int(id) for id in units.active], units.serial)
         if admit:
-            self._admit(POLL)
+            link.admit(POLL)
         return decision
 
     def clock(self, step: int) -> VirtualClock:
-        """The time of this worker, which has taken ``step`` steps so far."""
-        return VirtualClock(self._cast.stage, int(self.units.me), step)
+        return VirtualClock(self._simulated.cast.stage, int(self.link.units.me), step)
