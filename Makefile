@@ -9,10 +9,8 @@ LAB := $(VENV)/.lab
 
 .PHONY: demo test test-all check wheels try-wheels matrix torchtitan gpu bench science race survive validate-model peers mutations stress chaos look look-docs docs pictures tutorial course clean
 
-DEMO ?=
-
-demo: $(if $(wildcard $(READY)),$(READY),$(LAB))  ## what a slow network costs, and what laconic gains; DEMO=--elastic: lose a worker
-	$(BIN)/laconic demo $(DEMO)
+demo: $(if $(wildcard $(READY)),$(READY),$(LAB))  ## what a slow network costs, and what laconic gains
+	$(BIN)/laconic demo
 
 # One process per processor: with one more, no time is spent waiting, and as much on starting it.
 WORKERS := $(shell nproc)

@@ -70,7 +70,7 @@ def run(name: str) -> list[Figure]:
     processes, slow, arguments, _ = ALL[name]
     latency, loss = LONG.get(name, (0.0, 0.0))
     network = Network(processes, RATES.get(name, 100e6), latency, loss=loss)
-    cluster = Cluster(network) if slow else Loopback(processes)
+    cluster = Cluster(network) if slow else Loopback(Network(processes, None))
     with cluster:
         argv = [sys.executable, "-m", "benchmarks.measure", *arguments]
         # For memory benchmarks, make malloc return freed memory to the system.

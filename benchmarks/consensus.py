@@ -19,17 +19,16 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import laconic as la
+from benchmarks.study import digits
 
 STEPS, STOPS, SEEDS = 240, 12, (0, 1)
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
@@ -47,12 +46,6 @@ RECIPES = {
     "easgd(8, 0.3)": la.easgd(8, 0.3),
     "sparse_loco(16)": la.sparse_loco(16),
 }
-
-
-@cache
-def digits() -> tuple[Tensor, Tensor]:
-    images, labels = load_digits(return_X_y=True)
-    return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
 
 
 def loss_of(model: nn.Module) -> float:

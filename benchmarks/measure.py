@@ -27,7 +27,9 @@ from laconic.buckets import BUCKET_BYTES
 from laconic.cli import main as cli
 from laconic.cli.keys import CA, CERTIFICATE, KEY
 from laconic.engine import gradient_rounds
+from laconic.lab.emulation.cluster import Cluster
 from laconic.lab.race import workloads
+from laconic.lab.race.worker import interface_bytes
 from laconic.links import tls
 from laconic.links.elastic.coordinator import Coordinator
 from laconic.links.tcp import TcpLink
@@ -237,13 +239,6 @@ def share(text: str, count: str = "16") -> None:
         emit(ratio(detail, *times, bound=bound))
 
 
-def sent_bytes() -> int:
-    """Return the bytes that this host has sent over its interfaces, except the loopback."""
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
-    rows = [line.replace(":", " ").split() for line in lines]
-    return sum(int(row[9]) for row in rows if row[0] != "lo")
-
-
 def elastic(text: str) -> None:
     """Measure a step of an elastic run without faults relative to a static one, and its bytes. Each
     job is `ELASTIC_STEPS` steps."""
@@ -260,10 +255,10 @@ def elastic(text: str) -> None:
     sent = {"static": 0.0, "elastic": 0.0}
 
     def job(training: Training, name: str) -> None:
-        before = sent_bytes()
+        before = interface_bytes(Cluster.interface)
         for _ in range(ELASTIC_STEPS):
             training.step()
-        sent[name] += sent_bytes() - before
+        sent[name] += interface_bytes(Cluster.interface) - before
 
     times = pairs(lambda: job(other, "elastic"), lambda: job(static, "static"), ELASTIC_PAIRS)
     emit(ratio(text, *times, bound=1.02))

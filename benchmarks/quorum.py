@@ -30,7 +30,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
 
@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from benchmarks.study import digits
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.updates import OuterStep
 
@@ -90,15 +91,6 @@ METHODS: dict[str, Method] = {
 GRID = {"inner": (0.08, 0.16, 0.32), "lr": (0.7, 1.0, 1.3), "momentum": (0.0, 0.3, 0.6)}
 DEFAULT, COMMON = (0.08, 0.7, 0.9), (0.16, 1.0, 0.3)
 """Inner rate, outer rate, outer momentum. The second is what tuning equal workers has found."""
-
-
-@cache
-def digits() -> tuple[Tensor, Tensor]:
-    """The images, scaled to 0..1, and their digits."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    return torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
 
 
 class Trainer:

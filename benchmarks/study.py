@@ -18,14 +18,26 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 import laconic
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+@cache
+def digits() -> tuple[Tensor, Tensor]:
+    """The images of scikit-learn's digits, scaled to 0..1, and their digits."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+
 
 # -- journals --------------------------------------------------------------------------------------
 

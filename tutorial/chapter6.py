@@ -392,7 +392,7 @@ if FULL:
 # All workers are pulled toward the one that is the best on its own samples and the worst on all. If
 # shards differ, choose a leader by its loss on shared samples: `sync.report_loss` accepts any.
 #
-# For your task, use `laconic compare` ([comparing](../compare.md)) and `laconic tune`
+# For your task, use `laconic compare` ([comparing](../compare.md)), and a search
 # ([tuning](../tune.md)). In the table of [Science](../science.md) each algorithm was tuned.
 #
 # ## Exercises

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.study import digits
 from laconic.lab.race import workloads
 from laconic.lab.race.workloads import Batch
 
@@ -107,12 +108,9 @@ def _text_batches(worker: int, workers: int, seed: int, size: int) -> Iterator[B
 
 @cache
 def _digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    inputs = torch.tensor(data.data, dtype=torch.float32)[order] / 16
-    return inputs, torch.tensor(data.target)[order]
+    inputs, targets = digits()
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))
+    return inputs[order], targets[order]
 
 
 def _image_batches(worker: int, workers: int, seed: int, size: int) -> Iterator[Batch]:

@@ -199,11 +199,9 @@ def single(one: runner.Settings) -> Result:
     (result,) = runner.run(one, "python -m benchmarks.race", lambda name, event: None)
     if result.settings["reason"] is not None:
         raise OSError(f"the network namespaces were lost: {result.settings['reason']}")
-    (row,) = result.rows
     data = None if one.data is None else Path(one.data).name
     return replace(
         result,
-        rows=(replace(row, timeline=()),),
         settings={**result.settings, "data": data},
         versions={**result.versions, "laconic": laconic.__version__, "commit": commit()},
     )

@@ -93,8 +93,7 @@ class Run:
         cluster = self._stack.enter_context(Cluster(Network(WORKERS + 1)))
         where = f"{cluster.addresses[0]}:{COORDINATOR_PORT}"
         env = {**job_environment(cluster, {}), COORDINATOR_VARIABLE: where}
-        coordinator = [sys.executable, "-m", "laconic", "coordinator"]
-        coordinator += ["--address", f"{cluster.addresses[0]}:{COORDINATOR_PORT}"]
+        coordinator = [sys.executable, "-m", "laconic", "coordinator", "--address", where]
         output = self._stack.enter_context((self.directory / "output").open("wb"))
         cluster.start(0, coordinator, env=env, stdout=output.fileno(), stderr=output.fileno())
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import laconic
-from laconic.advisor.worker import Spec, Training, link_of, training_of
+from laconic.advisor.worker import Spec, Training, link_of
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.lab.race.worker import run
@@ -152,7 +152,7 @@ def emit(**event: Any) -> None:
 def work(spec: Spec, job: Job) -> None:
     """Measure, predict, and time."""
     laconic.init()
-    training = training_of(spec)
+    training = Training(spec)
     link = link_of(spec)
     start = time.perf_counter()
     facts = laconic.advise(

@@ -32,15 +32,12 @@ FILES: dict[str, str | bytes] = {
     "bytes.yaml": b"step: 1\xff",
     # metrics
     "no.jsonl": "hello\n",
-    # journals of tune
-    "diary/journal.jsonl": "dear diary",
 }
 BASE = {
     "COMPARE": "compare --workload digits",
     "ADVISE": "advise --params 1M --step-time 1s --bandwidth 1gbit --latency 9ms --workers 2",
     "PLAN": "plan --workers 4 --bandwidth 100mbit --params 2m --steps 64",
     "HOSTS": "doctor --master h:1 --rank 0 --hosts 2",
-    "TUNE": "tune --steps 16 --step-time 1ms --workers 2",
 }
 """Commands that lack nothing. An option that a line repeats replaces the one here."""
 REFUSED = r"""
@@ -67,7 +64,7 @@ lab : no program given
 lab -- no-such : program not found
 lab --latency 5ms --jitter 6ms true : jitter must be
 lab --seed 7 true : is the seed of --jitter, --loss and --kill-every
-lab -- PYTHON -m torch.distributed.run --nnodes 2 t.py : --nnodes 2 differs from
+lab -- PYTHON -m torch.distributed.run --nnodes 2 t.py : in place of torchrun's --nnodes
 lab --kill 4@1s true : choose from 0 to 3
 advise : --params, --step-time, --bandwidth, --workers
 ADVISE --params many : not a count: 'many'
@@ -86,11 +83,6 @@ plan --cluster syntax.yaml : syntax.yaml, line
 plan --cluster bytes.yaml : is not a text file in UTF-8
 PLAN --from-metrics no.jsonl --spread 9% : --spread is measured with --from-metrics
 PLAN --from-metrics no.jsonl : no.jsonl, line 1: not a record of laconic.attach
-TUNE local_sgd(tau) : no values for 'tau'
-TUNE ddp --values period=4,8 : 'period' is not free
-tune ddp --seconds 0.0001 --step-time 1ms : is too little for ddp()
-TUNE hierarchical(2,period) : --group-size 2
-TUNE slowmo --out diary : is not a journal of laconic tune: choose another --out
 doctor --master h:1 --rank 0 : belong together
 watch missing --once : no metrics in missing: check that the run writes there
 watch no.jsonl --once : no metrics in no.jsonl
@@ -113,9 +105,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tree(folder: Path) -> dict[Path, bytes]:
-    """All files, but what Python and tune keep for later."""
+    """All files, but what Python keeps for later."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
-    return {path: path.read_bytes() for path in files if path.parent.name != "laconic-tune"}
+    return {path: path.read_bytes() for path in files}
 
 
 def command(line: str) -> list[str]:

@@ -39,7 +39,7 @@ from tests.support import gloo
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ELSEWHERE = ("tutorial", "migration", "own_algorithm", "glossary")
+ELSEWHERE = ("tutorial", "migration", "own_algorithm", "glossary", "tune")
 """Pages that have tests of their own."""
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^\n|\A)((?:^ {4,}.*\n|^\n(?= {4}))+)", re.MULTILINE)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from laconic.algorithms.parse import parse_recipe
 from laconic.cli import main
-from laconic.lab.demo import kill, outcome
+from laconic.lab.demo import outcome
 from laconic.lab.demo.outcome import AUTO, DDP, EXPLAINED, FREE_ROW
-from laconic.lab.emulation.injection import KILLED, Happened
-from laconic.lab.emulation.program import Process
 from laconic.lab.race import runner
-from laconic.lab.race.report import NO_COMMUNICATION, Result, Row, read
-from laconic.lab.race.result import FREE_NETWORK
+from laconic.lab.race.result import FREE_NETWORK, NO_COMMUNICATION, Result, Row, read
 
 from tests.support.races import result, row
 
@@ -100,36 +95,3 @@ def test_the_command_ends_with_a_picture_and_three_sentences(
     assert main(["demo", "--seconds", "1", "--out", str(tmp_path)]) == 1
     assert "failed: worker 2 did not answer" in capsys.readouterr().err
     assert seen[0].network.bandwidth == 100e6 and len(EXPLAINED) * (seen[0].seconds or 0) <= 180
-
-
-def test_a_kill_is_watched_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    watch = kill.Watch(Console(width=80, highlight=False))
-
-    def say(host: int, event: str, time: float, **more: object) -> None:
-        line = json.dumps({"event": event, "time": time, **more}).encode()
-        process = Process(f"host{host}/rank{host}", host, (), {})
-        watch.printed(process, False, [line, b"other output"])
-
-    watch.started(None)
-    for host in range(4):
-        say(host, "begin", 11.0, workers=4, bytes=10**7)
-    watch.happened(Happened(25.0, "host2", KILLED, 100.0))
-    for at, closed in ((100.05, True), (100.2, False), (100.4, True)):  # the first was begun before
-        say(0, "step", at, step=99, workers=3, loss=3.0, round=closed)
-        if at == 100.05:
-            say(0, "view", 100.1, step=99, workers=3)
-    say(2, "attach", 106.0)
-    say(2, "begin", 108.0, workers=4, bytes=20_800_000)
-    for host in range(4):
-        say(host, "end", 120.0, step=500, digest="0123456789abcdef")
-    loss, replacement, models = kill.sentences(watch.record)
-    assert "host2 was killed, and 0.4 s later the others had completed their next round" in loss
-    assert "received 20.8 MB" in replacement and "took part 2.0 s after" in replacement
-    assert "After 500 steps, the models of all 4 workers are equal" in models
-    assert "now 3 workers take part" in capsys.readouterr().out
-    differs = replace(watch.record, digests={**watch.record.digests, 3: "f"})
-    assert "NOT equal" in kill.sentences(differs)[2]
-    gone = replace(watch.record, round=None, joined=None, digests={0: "0", 1: "0"})
-    loss, replacement, models = kill.sentences(gone)
-    assert "the others did not go on" in loss and "No replacement" in replacement
-    assert models == "Only host0 and host1 finished."

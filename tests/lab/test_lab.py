@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -31,8 +28,6 @@ from laconic.lab.emulation.cluster import (
     launch,
 )
 from laconic.lab.emulation.injection import Injection
-from laconic.lab.emulation.join import join, running
-from laconic.lab.emulation.namespaces import Plan
 
 pytestmark = pytest.mark.hosts
 
@@ -67,7 +62,7 @@ def clusters() -> Iterator[Cluster | Loopback]:
     if refusal() is None:
         with Cluster(Network(2)) as emulated:
             yield emulated
-    with Loopback(2) as loopback:
+    with Loopback(Network(2)) as loopback:
         yield loopback
 
 
@@ -77,10 +72,6 @@ def until(condition: Callable[[], bool], seconds: float = 100.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def has_text(path: Path) -> bool:
-    return bool(path.read_bytes())
 
 
 def of_launcher(pid: int) -> list[psutil.Process]:
@@ -204,6 +195,21 @@ def test_lines_say_whose_they_are_and_files_have_every_byte(
     assert bool(kept["samples"]) == (refusal() is None) == (kept["network"] == "emulated")
 
 
+def test_torchrun_starts_once_on_a_host_and_finds_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torchrun = tmp_path / "torchrun"
+    names = ["NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT"]
+    torchrun.write_text(f"#!/bin/sh\necho {' '.join(f'$PET_{name}' for name in names)} $RANK\n")
+    torchrun.chmod(0o755)
+    assert main(["lab", "--hosts", "2", "--per-host", "3", "--", str(torchrun)]) == 0
+    first, second = sorted(capfd.readouterr().out.splitlines())
+    assert re.fullmatch(r"host0 \| 2 0 3 [\d.]+ \d+", first)
+    assert second == first.replace("host0 | 2 0", "host1 | 2 1")
+    assert main(["lab", "--", str(torchrun), "--nproc-per-node", "2", "train.py"]) == 2
+    assert "--per-host in place of torchrun's --nproc-per-node" in capfd.readouterr().err
+
+
 def test_the_first_failure_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,34 +307,3 @@ def test_an_isolated_host_is_named_long_before_the_time_out() -> None:
         job.wait(200)
         said = [job.stdout(rank).splitlines()[1] for rank in (0, 1)]
         assert said == ["LinkError [1]", "LinkError [0]"], job.stderr(0)
-
-
-# -- joining a lab ----
-
-
-@with_namespaces
-def test_a_lab_of_this_user_can_be_joined_and_one_that_another_user_feigns_cannot() -> None:
-    """It could lead root's shell into a namespace of another user's choice."""
-    with Cluster(Network(2)) as cluster:
-        assert os.getpid() in running()
-        entry = join(os.getpid(), 1)
-        said = subprocess.run(
-            entry.command(["sh", "-c", "hostname; ls /sys/class/net; echo $$"]),
-            pass_fds=entry.descriptors(), capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert said.stdout.split()[0] == "host1" and int(said.stdout.split()[-1]) < 100
-        with pytest.raises(ValueError, match="numbered 0 to 1"):
-            join(os.getpid(), 2)
-        for descriptor in entry.descriptors():
-            os.close(descriptor)
-        argv = Plan(os.getpid(), cluster.addresses, 24, [None, None], []).command(3)
-        for user, labs in ((None, 2), (65534, 1)):
-            if user and os.geteuid():  # only root can start another user's program
-                continue
-            feigned = ["sh", "-s", *argv[2:]]
-            with subprocess.Popen(feigned, stdin=subprocess.PIPE, user=user) as other:
-                place = Path(f"/proc/{other.pid}/cmdline")
-                until(partial(has_text, place))  # it may just begin its program
-                assert running().count(os.getpid()) == labs
-                other.communicate()
-    assert os.getpid() not in running()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -14,7 +13,6 @@ from torch import Tensor
 import laconic as la
 from laconic.lab.race import rivals
 from laconic.lab.race.plan import Schedule, last_step, outermost
-from laconic.lab.race.timeline import Recorder
 from laconic.lab.race.workloads import Workload, load, lr_factor
 
 # -- workloads ----
@@ -118,30 +116,6 @@ def test_a_race_does_not_end_a_period_early_for_a_moment() -> None:
         if planned.is_check(step):
             planned.check(step, step * 15.0 / 144)
     assert step == 144
-
-
-# -- what ranks record ----
-
-
-def test_computing_is_what_is_neither_waiting_nor_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    recorder = Recorder()
-    recorder.add_wait(-2.0, -1.0)  # before the start
-    recorder.resume()
-    now[0] = 4.0
-    recorder.add_wait(1.0, 2.0)
-    now[0] = 6.0
-    recorder.add_send(4.0, 6.0)
-    recorder.pause()
-    now[0] = 9.0
-    recorder.resume()
-    now[0] = 10.0
-    recorder.pause()
-    assert recorder.spans() == [
-        (0.0, 1.0, "compute"), (1.0, 2.0, "wait"), (2.0, 6.0, "compute"), (4.0, 6.0, "send"),
-        (9.0, 10.0, "compute"),
-    ]  # fmt: skip
 
 
 def test_every_adapter_is_found_and_pinned() -> None:

@@ -2,7 +2,6 @@
 
 from laconic.advisor.advice import advice_on
 from laconic.advisor.advise import advise
-from laconic.advisor.rows import Row
-from laconic.advisor.show import Advice
+from laconic.advisor.show import Advice, Row
 
 __all__ = ["Advice", "Row", "advice_on", "advise"]

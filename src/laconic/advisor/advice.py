@@ -23,11 +23,9 @@ from laconic.advisor.choices import (
     more_steps,
     steps_of,
 )
-from laconic.advisor.rows import Row, Slow
-from laconic.advisor.show import Advice
+from laconic.advisor.show import Advice, Row, Slow
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import with_replicas
-from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.parse import qualified
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fragments_of
 from laconic.policy.choice import TIE, choose
@@ -154,21 +152,13 @@ def alternatives(rows: Sequence[Row], best: Row) -> list[Row]:
     measured, and then those whose steps are assumed.
     """
     kinds: dict[str, Row] = {}
-    for row in rows[1:]:
-        kind = _kind(row)
-        if row.own or kind in (_kind(best), *FLATTERED):
-            continue
-        if row.progress < LEAST_SHARE * best.progress:
-            continue
-        if kind not in kinds or row.progress > kinds[kind].progress:
-            kinds[kind] = row
+    for row in sorted(rows[1:], key=lambda row: -row.progress):
+        enough = row.progress >= LEAST_SHARE * best.progress
+        if enough and not row.own and _kind(row) not in (_kind(best), *FLATTERED):
+            kinds.setdefault(_kind(row), row)
     others = sorted(
         kinds.values(),
-        key=lambda row: (
-            row.quality != OWN_PACE,
-            row.steps_from.startswith("assumed"),
-            -row.progress,
-        ),
+        key=lambda row: (row.quality != OWN_PACE, row.steps_from.startswith("assumed")),
     )
     own = [row for row in rows if row.own and row is not best]
     ddp = [] if best is rows[0] or rows[0].own else [rows[0]]
@@ -202,7 +192,10 @@ def _round_bytes(r: AnyRound, facts: Facts) -> float:
     carriers = facts.ranks if isinstance(r, Round) else 1
     exchange = r.exchange.shaped([torch.Size(s) for s in facts.shapes])
     total = _update_share(r, n, carriers) * facts.elements / share * each
-    total += _exchange_elements(exchange, math.ceil(facts.elements / share), n) * each / carriers
+    length = math.ceil(facts.elements / share)
+    owned = slice(0, length // (exchange.owners(n) or n))
+    state = exchange.init(torch.empty(length, device="meta"), owned)
+    total += sum(tensor.numel() for tensor in state.values()) * each / carriers
     if isinstance(r, GradientRound):
         return total + size
     return total + (1 + r.update.keeps_sent) * size * r.delay * often(r)
@@ -221,10 +214,3 @@ def _update_share(r: AnyRound, n: int, carriers: int) -> float:
         for name, t in state.items()
         if t.dim()
     )
-
-
-def _exchange_elements(exchange: Exchange, length: int, n: int) -> int:
-    """Return the number of elements that the exchange keeps per rank for messages of ``length``."""
-    owned = slice(0, length // (exchange.owners(n) or n))
-    state = exchange.init(torch.empty(length, device="meta"), owned)
-    return sum(tensor.numel() for tensor in state.values())

@@ -106,13 +106,13 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
     """
     gradients, streams = [], {}
     for candidate in candidates(facts):
-        period = round(1 / often(candidate.recipe[0]))
-        if isinstance(candidate.recipe[0], GradientRound):
-            gradients.append(_choice(candidate.text, None))
-        elif candidate.text.startswith("local_sgd"):
-            gradients.append(_choice(candidate.text, period))
+        first = candidate.recipe[0]
+        period = None if isinstance(first, GradientRound) else round(1 / often(first))
+        choice = _choice(candidate.text, period)
+        if period is None or candidate.text.startswith("local_sgd"):
+            gradients.append(choice)
         else:
-            streams[period] = _choice(candidate.text, period)
+            streams[period] = choice
     if facts.workers > 2:  # with two workers, gossip sends what an all-reduce does
         gradients += [_choice("sgp()", None), _choice("sgp(delay=1)", None)]
     found = []

@@ -11,13 +11,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from laconic.advisor.bench import Bench, error_context
 from laconic.advisor.network import network_of
@@ -57,24 +57,14 @@ def measure(
     watch = BufferWatch(model)
     timed.run(WARMUP)
     buffers, changing = watch.sizes()
-    pace = _pace(bench, timed, steps)
-    network = network_of(bench)
-    net = network.nets["workers"]
-    backward = BACKWARD if math.isnan(pace.backward) else min(pace.backward / pace.compute, 1.0)
+    computes, pace = _pace(bench, timed, steps)
     facts = Facts(
         workers=bench.workers.size,
         shapes=tuple(tuple(p.shape) for p in params),
         itemsize=itemsize_of(params),
-        compute=pace.compute,
-        rate=net.rate,
-        one_way=net.one_way,
-        loss=network.loss,
-        backward=backward,
         ranks=bench.replica.size,
-        nets=network.nets,
-        contention=pace.contention,
-        carry=network.carry,
-        skew=pace.skew,
+        **pace,
+        **network_of(bench),
         overlapping=bench.world.overlapping is not None,
         muon=bool(bench.gather(float(takes_muon(optimizer, [p.shape for p in params]))).min()),
         largest=0.0 if optimizer is None else largest_fragment(model, _groups(optimizer)),
@@ -82,9 +72,10 @@ def measure(
         changing=int(bench.gather(float(changing)).max()),
     )
     quorums = bench.replica.size == 1 and bench.device.type == "cpu"  # see `check_quorum`
-    if quorums:
-        computes = pace.computes if unequal_workers(torch.tensor(pace.computes)) else ()
-        facts = replace(facts, computes=computes, rates=network.rates)
+    if not quorums:
+        facts = replace(facts, rates=())
+    elif unequal_workers(torch.tensor(computes)):
+        facts = replace(facts, computes=computes)
     work = {}
     for key, r in rehearsals(recipes).items():
         if isinstance(r.exchange, QuorumMean) and not quorums:
@@ -92,7 +83,7 @@ def measure(
         with error_context(f"timing {type(r.update).__name__} and {type(r.exchange).__name__}"):
             seconds = rehearse(r, facts, params[0].dtype, bench.device, bench.barrier)
         work[key] = float(bench.gather(seconds).max())
-    return replace(facts, work=work), pace.computes
+    return replace(facts, work=work), computes
 
 
 def trained(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
@@ -110,71 +101,44 @@ def _groups(optimizer: Optimizer) -> list[list[Tensor]]:
     return [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
 
 
-class _Arrivals:
-    """Records when each parameter's gradient was last completed.
-
-    Gradients that accumulate over several passes are sent after the last one.
-    """
-
-    def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
-        self._params, self._device = params, device
-        self._seen: dict[int, Any] = {}
-        self._hooks: list[RemovableHandle] = []
-
-    def __enter__(self) -> _Arrivals:
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-            for p in self._params
-            if p.requires_grad
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def clear(self) -> None:
-        self._seen = {}
-
-    def _arrived(self, p: Tensor) -> None:
-        self._seen.pop(id(p), None)  # keep the order of the last arrivals
-        # On a GPU, a hook runs when the work is queued, not when it is done.
-        self._seen[id(p)] = time_mark(self._device)
-
-    def window(self) -> list[float]:
-        """Return the seconds between the first and last arrival, after the step. Empty if none."""
-        marks = list(self._seen.values())
-        if not marks:
-            return []
-        return [seconds_between(marks[0], marks[-1])]
-
-
 class _Steps:
     """Times the user's steps."""
 
     def __init__(self, bench: Bench, step: Callable[[], object], params: Sequence[Tensor]) -> None:
-        self._bench, self._step, self._params = bench, step, params
+        self._bench, self._step = bench, step
+        self._params = [p for p in params if p.requires_grad]
         self.backward = self.total = 0.0
 
     def run(self, count: int, *, barrier: bool = False) -> list[float]:
         """Return the seconds of each of ``count`` steps.
 
         ``barrier`` includes a barrier after each step. Sets ``total`` to the seconds per step until
-        all ranks have finished all steps.
+        all ranks have finished all steps, and ``backward`` to those between the first and the last
+        gradient of a step. Gradients that accumulate over several passes are sent after the last.
         """
         bench, spans, windows = self._bench, [], []
-        with _Arrivals(self._params, bench.device) as arrivals:
+        marks: dict[int, Any] = {}
+
+        def arrived(p: Tensor) -> None:
+            marks.pop(id(p), None)  # keep the order of the last arrivals
+            # On a GPU, a hook runs when the work is queued, not when it is done.
+            marks[id(p)] = time_mark(bench.device)
+
+        with ExitStack() as stack:
+            for p in self._params:
+                stack.callback(p.register_post_accumulate_grad_hook(arrived).remove)  # type: ignore[no-untyped-call]
             bench.barrier()
             begin = now(bench.device)
             for _ in range(count):
-                arrivals.clear()
+                marks.clear()
                 start = now(bench.device)
                 with error_context("step_fn"):
                     self._step()
                 if barrier:
                     bench.barrier()
                 spans.append(now(bench.device) - start)
-                windows += arrivals.window()
+                if seen := list(marks.values()):
+                    windows.append(seconds_between(seen[0], seen[-1]))
             if not barrier:
                 bench.barrier()
             self.total = (now(bench.device) - begin) / count
@@ -189,24 +153,11 @@ def _mean(spans: Sequence[float]) -> float:
     return statistics.fmean(trimmed)
 
 
-class _Pace(NamedTuple):
-    """The measured pace of training.
-
-    ``computes``: seconds of a step on each rank alone. ``compute``: c. ``backward``: seconds during
-    which gradients become available, NaN if none do. ``skew``: s. ``contention``: k.
-    """
-
-    computes: tuple[float, ...]
-    compute: float
-    backward: float
-    skew: float
-    contention: float
-
-
-def _pace(bench: Bench, timed: _Steps, steps: int) -> _Pace:
+def _pace(bench: Bench, timed: _Steps, steps: int) -> tuple[tuple[float, ...], dict[str, Any]]:
     """Time steps alone, steps followed by a barrier, and steps next to a background load.
 
-    The kinds alternate, so that a machine that slows down affects all of them.
+    The kinds alternate, so that a machine that slows down affects all of them. Return the seconds
+    of a step on each rank alone, and fields of `Facts`.
     """
     each = max(-(-steps // TURNS), 2)
     free, loaded, windows, per_run, per_step = [], [], [], [], []
@@ -219,9 +170,9 @@ def _pace(bench: Bench, timed: _Steps, steps: int) -> _Pace:
             per_run.append(timed.total)
             timed.run(each, barrier=True)
             per_step.append(timed.total)
-            load.resume()
+            load.go.set()
             loaded += timed.run(each)
-            load.pause()
+            load.go.clear()
     barrier = _mean([_barrier_seconds(bench) for _ in range(each)])
     own = _mean(free)
     longer = (_mean(loaded) - own) * len(loaded) / max(load.seconds, 1e-9)
@@ -230,11 +181,12 @@ def _pace(bench: Bench, timed: _Steps, steps: int) -> _Pace:
     contention = min(max(float(gathered[:, 2].median()), 0.0), 1.5)
     m_1, m_h = gathered[:, 3:].amax(0).tolist()
     computes = tuple(gathered[:, 0].tolist())
-    backward = float(gathered[:, 1].median())
-    if not bench.world.threaded:  # simulated workers take turns, so a barrier waits for all steps
-        return _Pace(computes, max(computes), backward, 0.0, contention)
-    compute, skew = compute_and_skew(computes, m_1, m_h, each)
-    return _Pace(computes, compute, backward, skew, contention)
+    compute, skew = max(computes), 0.0
+    if bench.world.threaded:  # simulated workers take turns, so a barrier waits for all steps
+        compute, skew = compute_and_skew(computes, m_1, m_h, each)
+    window = float(gathered[:, 1].median())
+    backward = BACKWARD if math.isnan(window) else min(window / compute, 1.0)
+    return computes, dict(compute=compute, backward=backward, skew=skew, contention=contention)
 
 
 def compute_and_skew(
@@ -260,12 +212,12 @@ def _barrier_seconds(bench: Bench) -> float:
 
 
 class _BackgroundLoad:
-    """A thread that copies bytes during a third of the time."""
+    """A thread that copies bytes during a third of the time, while ``go`` is set."""
 
     def __init__(self) -> None:
         self._source = torch.zeros(LOAD_BYTES, dtype=torch.uint8)
         self._target = torch.zeros_like(self._source)
-        self._go, self._end = threading.Event(), False
+        self.go, self._end = threading.Event(), False
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._count, self._each = 0, 0.0
 
@@ -275,7 +227,7 @@ class _BackgroundLoad:
 
     def __exit__(self, *_: object) -> None:
         self._end = True
-        self._go.set()
+        self.go.set()
         self._thread.join()
 
     @property
@@ -292,14 +244,8 @@ class _BackgroundLoad:
             spans.append(time.perf_counter() - start)
         self._each = statistics.median(spans)
 
-    def resume(self) -> None:
-        self._go.set()
-
-    def pause(self) -> None:
-        self._go.clear()
-
     def _work(self) -> None:
-        while self._go.wait() and not self._end:
+        while self.go.wait() and not self._end:
             self._target.copy_(self._source)
             self._count += 1
             time.sleep(2 * self._each)

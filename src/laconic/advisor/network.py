@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from laconic.advisor.bench import MOST_FIGURES, Bench
 from laconic.links.link import Link
@@ -15,46 +15,24 @@ from laconic.policy.facts import Net
 from laconic.policy.probe import own_rates, probe, unequal_hosts
 
 
-class Network(NamedTuple):
-    """The measured network.
-
-    ``nets``: by rank set. ``carry``: processor seconds per byte sent. ``loss``: the share of
-    packets between workers that were sent again. ``rates``: see `Facts`.
-    """
-
-    nets: dict[str, Net]
-    carry: float
-    loss: float
-    rates: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class _Probed:
-    """What all ranks have measured: the slowest rate and latency, and each rank's ``speeds``."""
-
-    net: Net
-    loss: float
-    carry: float
-    speeds: torch.Tensor
-
-
-def network_of(bench: Bench) -> Network:
-    """Measure the network between workers, and inside workers of several ranks."""
+def network_of(bench: Bench) -> dict[str, Any]:
+    """Measure the network between workers, and inside workers of several ranks. Return fields of
+    `Facts`."""
     workers, ranks = bench.workers.size, bench.replica.size
-    found = _probed(bench, bench.workers)
-    net = found.net
+    net, found, speeds = _probed(bench, bench.workers)
     nets = {"workers": net, **nets_of(workers, ranks, net.rate, net.one_way)}
-    rates: tuple[float, ...] = ()
     if ranks > 1:
-        nets["replica"] = _probed(bench, bench.replica).net
+        nets["replica"], *_ = _probed(bench, bench.replica)
     else:  # a rank's network is that of its worker
-        own = own_rates(found.speeds)
+        own = own_rates(speeds)
         if unequal_hosts(own):
-            rates = tuple((own * net.rate / own.min()).tolist())
-    return Network(nets, found.carry, found.loss, rates)
+            found["rates"] = tuple((own * net.rate / own.min()).tolist())
+    return {"rate": net.rate, "one_way": net.one_way, "nets": nets, **found}
 
 
-def _probed(bench: Bench, link: Link) -> _Probed:
+def _probed(bench: Bench, link: Link) -> tuple[Net, dict[str, Any], Tensor]:
+    """Return the slowest rank's rate and latency, the share of lost packets and processor seconds
+    per byte, and the speed from each rank to each."""
     bench.barrier()
     before, start = link.sent(), time.process_time()
     found = probe(link, bench.device)
@@ -67,4 +45,5 @@ def _probed(bench: Bench, link: Link) -> _Probed:
     speeds = [
         bench.gather(*found.speeds[k : k + MOST_FIGURES]) for k in range(0, link.size, MOST_FIGURES)
     ]
-    return _Probed(Net(rate, latency), loss, used / sent if sent else 0.0, torch.cat(speeds, 1))
+    carry = used / sent if sent else 0.0
+    return Net(rate, latency), {"loss": loss, "carry": carry}, torch.cat(speeds, 1)

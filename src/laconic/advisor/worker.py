@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from laconic.advisor import show
@@ -23,7 +22,6 @@ from laconic.advisor.advise import advise
 from laconic.attach import init
 from laconic.lab.race import user_files
 from laconic.lab.race.worker import run
-from laconic.lab.race.workloads import Workload, lr_factor
 from laconic.links import Link, Throttled, world_link
 
 
@@ -53,67 +51,29 @@ class Spec:
 
 
 class Training:
-    """A workload's model and optimizer on one rank. ``lr``: a factor on its learning rate.
-    ``pace``: the factor by which its compute time is extended."""
+    """A workload's model and optimizer on this rank."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        rank: int,
-        size: int,
-        seed: int,
-        lr: float = 1.0,
-        pace: float = 1.0,
-    ) -> None:
-        torch.manual_seed(seed)
-        self.workload = workload
-        self.model: nn.Module = workload.model()
-        self.optimizer: Optimizer = workload.optimizer(self.model)
-        for group in self.optimizer.param_groups:
-            group["lr"] *= lr
-        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
-        self._batches = workload.batches(rank, size, seed)
-        self._rank, self._pace = rank, pace
+    def __init__(self, spec: Spec) -> None:
+        self._workload = user_files.load_workload(spec.workload, spec.data)
+        torch.manual_seed(spec.seed)
+        self.model: nn.Module = self._workload.model()
+        self.optimizer: Optimizer = self._workload.optimizer(self.model)
+        self._rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._batches = self._workload.batches(self._rank, size, spec.seed)
+        self._pace = 1.0 if spec.paces is None else spec.paces[_host()]
 
-    def schedule(self, step: int, steps: int) -> None:
-        """Set the learning rate of ``step`` in a run of ``steps``."""
-        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * lr_factor(step, steps, self.workload)
-
-    def backward(self) -> Tensor:
-        """Run everything of a step except the optimizer. Return the loss."""
+    def step(self) -> None:
+        """Run one local step: forward, backward, optimizer."""
         start = time.perf_counter()
         batch = next(self._batches, None)
         if batch is None:
             raise ValueError(f"the batches of worker {self._rank} ended: they must be endless")
-        loss = self.workload.loss(self.model, batch)
+        loss = self._workload.loss(self.model, batch)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         if self._pace > 1:
             time.sleep((self._pace - 1) * (time.perf_counter() - start))
-        return loss
-
-    def step(self) -> None:
-        """Run one local step: forward, backward, optimizer."""
-        self.backward()
         self.optimizer.step()
-
-    @torch.no_grad()
-    def validation_loss(self) -> float:
-        """Return the mean loss of the validation batches."""
-        self.model.eval()
-        losses = [float(self.workload.loss(self.model, b)) for b in self.workload.validation]
-        self.model.train()
-        return statistics.fmean(losses)
-
-
-def training_of(spec: Spec) -> Training:
-    """Return the training of this rank."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    pace = 1.0 if spec.paces is None else spec.paces[_host()]
-    return Training(
-        user_files.load_workload(spec.workload, spec.data), rank, size, spec.seed, pace=pace
-    )
 
 
 def _host() -> int:
@@ -131,7 +91,7 @@ def link_of(spec: Spec) -> Link:
 def work(spec: Spec) -> None:
     """Measure, and print the advice on rank 0."""
     init()
-    training = training_of(spec)
+    training = Training(spec)
     advice = advise(
         training.model,
         training.step,

@@ -19,7 +19,6 @@ COMMANDS = {
     "lab": "run any program on an emulated slow network",
     "advise": "which recipe pays off, from a few numbers or a measurement",
     "plan": "what a run on a described cluster takes, before you rent it",
-    "tune": "find good settings of a recipe on your workload",
     "doctor": "check this host and the network to others",
     "keys": "make the keys and certificates of a job",
     "coordinator": "run the coordinator of elastic runs",

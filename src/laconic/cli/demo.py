@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.cli.options import declare, given
+from laconic.cli.options import declare
 from laconic.cli.progress import Display
 
 if TYPE_CHECKING:
@@ -35,20 +35,13 @@ def add(parser: Any) -> None:
         "picture and three sentences what each way costs and gains."
     )
     parser.epilog = "laconic compare does the same with your own recipes, networks and models."
-    declare(parser.add_mutually_exclusive_group(), "--elastic --seconds", seconds="15")
-    declare(parser, "--out", out="laconic-demo")
+    declare(parser, "--seconds --out", seconds="15", out="laconic-demo")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Return 0 if the demo has worked: all recipes finished, or with --elastic, all workers."""
+    """Return 0 if all recipes finished."""
     import rich  # noqa: F401
 
-    if arguments.elastic:
-        if given(arguments, "--out"):
-            raise ValueError("--elastic writes no report: leave out --out")
-        from laconic.lab.demo import kill
-
-        return kill.run()
     from laconic.lab.demo.outcome import EXPLAINED, FREE, RECIPES
     from laconic.lab.emulation.jobs import terminate_as_exit
     from laconic.lab.race import report, runner

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from shutil import get_terminal_size
@@ -18,7 +16,6 @@ from laconic.cli.options import (
     declare,
     given,
     network_of,
-    parse_host,
     parse_limit,
 )
 from laconic.units import format_rate
@@ -26,7 +23,6 @@ from laconic.units import format_rate
 if TYPE_CHECKING:
     from laconic.lab.emulation.faults import Plan
     from laconic.lab.emulation.injection import Happened
-    from laconic.lab.emulation.network import Network
     from laconic.lab.emulation.program import Ended, Failure, Process, Settings
 
 COLORS = (36, 32, 33, 35, 34)
@@ -39,19 +35,14 @@ HORIZON_SECONDS = 24 * 3600.0
 """How far random kills are planned."""
 
 
-PROGRAMS = "--per-host --out"
-FAULTS = "--kill --kill-every --hang --cut --repair"
-
-
 def add(parser: Any) -> None:
     """Add the description and the options of the command."""
     parser.description = (
         "Run any program on hosts connected by a slow network, emulated on this machine. The "
         "program is started as by torchrun; if it is torchrun, it runs on every host."
     )
-    parser.usage = """laconic lab [OPTIONS] [--] PROGRAM [ARGUMENTS]
-       laconic lab [OPTIONS] --shell HOST"""
-    declare(parser, f"--hosts {PROGRAMS} --seed --shell", hosts=4, seed=0)
+    parser.usage = "laconic lab [OPTIONS] [--] PROGRAM [ARGUMENTS]"
+    declare(parser, "--hosts --per-host --out --seed", hosts=4, seed=0)
     network = parser.add_argument_group("network", f"{BETWEEN} RATE may be unlimited.")
     types = {**TYPES, "RATE": parse_limit}
     declare(network, NETWORK, by_host=True, types=types, bandwidth="100mbit", **FREE)
@@ -62,7 +53,7 @@ def add(parser: Any) -> None:
         "present. TIME counts from the start; HOST may be coordinator. Without --repair, killed "
         "programs do not come back, except after 5s with --kill-every.",
     )
-    declare(faults, FAULTS)
+    declare(faults, "--kill --kill-every --hang --cut --repair")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -80,12 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             "--seed is the seed of --jitter, --loss and --kill-every: give one of them"
         )
-    if arguments.shell is not None:
-        if command:
-            raise ValueError("give a program or --shell, not both: use a second terminal for both")
-        for name in given(arguments, f"{PROGRAMS} {FAULTS}"):
-            raise ValueError(f"{name} has no effect with --shell: leave it out")
-        return shell(arguments, network)
     restart = arguments.repair
     if restart is None and arguments.kill_every is not None:
         restart = RESTART_SECONDS
@@ -99,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with terminate_as_exit(), Display(settings) as display:
         ended = program.run(settings, display)
-    return 0 if ended.first is None else ended.first.exit_code
+    return (ended.first and ended.first.outcome.exit_code) or 0
 
 
 def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
@@ -121,31 +106,6 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
             raise ValueError("--repair needs --kill, --kill-every, --hang or --cut")
         return None
     return plan
-
-
-def shell(arguments: argparse.Namespace, network: Network) -> int:
-    """Open a shell on a host of a running lab or of a new one. Return its exit code."""
-    from laconic.lab.emulation import cluster
-    from laconic.lab.emulation.jobs import terminate_as_exit
-    from laconic.lab.emulation.join import join, running
-    from laconic.lab.emulation.network import check_host
-    from laconic.lab.emulation.shell import open_shell
-
-    host = parse_host(arguments.shell)
-    labs = [] if given(arguments, f"--hosts {NETWORK}") else running()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(terminate_as_exit())
-        if labs:
-            entry = join(labs[-1], host)
-            for descriptor in entry.descriptors():
-                stack.callback(os.close, descriptor)
-            log(f"host{host} of the lab of process {labs[-1]}; Ctrl-D leaves")
-        else:
-            check_host(host, network.hosts)
-            new = stack.enter_context(cluster.Cluster(network))
-            entry = new.entry(host)
-            log(f"{network}; join it with laconic lab --shell HOST; Ctrl-D ends it")
-        return open_shell(entry, {**os.environ, **cluster.interface_variables("eth0")})
 
 
 class Display:
@@ -197,7 +157,7 @@ class Display:
 
         single = self._settings.network.hosts * (self._settings.per_host or 1) == 1
         others = "" if single else f"; the others are ended within {GRACE_SECONDS:g} s"
-        log(f"{first.process.name} failed: {first.how}{others}")
+        log(f"{first.process.name} failed: {first.outcome.how}{others}")
 
     def ended(self, ended: Ended) -> None:
         """Print a summary."""
@@ -217,7 +177,7 @@ class Display:
                 log(line)
         if ended.first is not None:
             name = ended.first.process.name
-            log(f"{name} failed first: {ended.first.how}; its last lines:")
+            log(f"{name} failed first: {ended.first.outcome.how}; its last lines:")
             for last in ended.first.last:
                 log(f"  {last.decode(errors='replace')}")
         log(f"{ended.seconds:.1f} s")

@@ -52,13 +52,10 @@ VOCABULARY = """
 --rules FILE  file with your own recipes, such as my_rules.py
 --free RECIPE  a recipe on a free network: what the others can reach; repeatable
 --peer PEER  another library to race against, such as torch-ddp; repeatable
---values NAME=A,B,...  the values of a name to try, such as momentum=0,0.2,0.4; repeatable
 --seconds SECONDS  training time of each run
 --steps COUNT  steps of each run
 --seed N  random seed
---repeat COUNT  runs of each recipe or setting, with as many seeds
---trials COUNT  number of trials, including resumed ones
---no-stop  train every setting to the end, good or bad
+--repeat COUNT  runs of each recipe, with as many seeds
 
 --price PRICE  price of a worker per hour
 --egress PRICE  price of a GB that leaves a site
@@ -73,8 +70,6 @@ VOCABULARY = """
 --kill-every TIME  kill a random host's program again and again, with this mean time in between
 --hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
 --cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
---shell HOST  open a shell on a host of the newest running lab, or of a new one
---elastic  instead, kill one of four workers during a training, and replace it
 
 --address HOST:PORT  address to listen at
 --master HOST:PORT  rank 0's host and a free port on it

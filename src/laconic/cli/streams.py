@@ -20,7 +20,7 @@ from laconic.units import finite
 TRACEBACK = "LACONIC_TRACEBACK"
 EXTRAS = {
     **dict.fromkeys(("numpy", "pyroute2", "rich", "sklearn"), "lab"),
-    **{"cryptography": "tls", "optuna": "tune", "yaml": "plan", "argcomplete": "completion"},
+    **{"cryptography": "tls", "yaml": "plan", "argcomplete": "completion"},
 }
 """The extra of laconic that installs a package."""
 EXPECTED = (ValueError, ImportError, OSError, LinkError)

@@ -2,9 +2,8 @@
 
 cluster.py   what is described: sites, workers, failures, prices
 fields.py    reading that from YAML, JSON or options, with errors that name the field
-times.py     step times at random, and failures
 rounds.py    what a recipe's rounds cost on the workers that are present
-run.py        what both kinds of simulations share: clocks, failures, a log, the last checkpoint
+run.py        what both kinds of simulations share: clocks, step times at random, failures, a log
 together.py  the simulation of rounds that wait for all workers
 quorum.py    the simulation of rounds that close with a quorum
 simulate.py  one run, and its result

@@ -175,11 +175,6 @@ class Cluster:
     def _own_steps(self) -> list[float]:
         return [self.step if site.step is None else site.step for site in self.sites]
 
-    @property
-    def deterministic(self) -> bool:
-        """Whether all runs are alike."""
-        return not (self.spread or self.jitter or self.failures.happen)
-
     def facts(self, present: Sequence[int] | None = None) -> Facts:
         """Return what the cost model needs, with ``present`` workers on each site (None: all)."""
         counts = self.everybody if present is None else tuple(present)
@@ -194,15 +189,12 @@ class Cluster:
             for s, site, begin in zip(here, sites, first[:-1], strict=True)
             if site.uplink is not None and n > counts[s]
         ]
-        rate = min(min(site.rate, site.receives) for site in sites)
-        one_way = max(latencies, default=0.0) / 2
         steps = self._own_steps()
-        compute = max(steps[s] for s in here)
         known = facts_from(
             params=self.parameters,
-            step_time=compute,
-            bandwidth=rate,
-            one_way=one_way,
+            step_time=max(steps[s] for s in here),
+            bandwidth=min(min(site.rate, site.receives) for site in sites),
+            one_way=max(latencies, default=0.0) / 2,
             workers=max(n, 2),
             backward_share=self.backward,
             dtype=self.dtype,

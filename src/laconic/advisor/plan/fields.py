@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,34 +16,7 @@ from laconic.units import parse_count, parse_duration, parse_rate, parse_share
 
 T = TypeVar("T")
 
-EXAMPLE = """\
-# A cluster for: laconic plan --cluster FILE
-parameters: 1b        # of the model
-dtype: float32        # of parameters and messages
-step: 1s              # computing, of one step on one worker
-spread: 5%            # standard deviation of step times, relative to their mean
-latency: 80ms         # a round trip between the farthest sites, as ping shows it
-loss: 0%              # packets that are lost
-
-sites:
-  - name: paris
-    workers: 3
-    rate: 1gbit       # at which each worker sends
-    uplink: 500mbit   # shared by its workers, toward other sites; leave out if it is not limited
-    download: 1gbit   # at which each worker receives; leave out if it is as it sends
-    price: 2.0        # of a worker per hour
-  - {name: oslo, workers: 3, rate: 1gbit, uplink: 500mbit, price: 1.8}
-  - {name: ohio, workers: 2, rate: 1gbit, uplink: 500mbit, price: 2.5, step: 1.2s}
-
-failures:
-  mtbf: 30d           # between two failures of one worker
-  repair: 10min       # until a machine is back
-  restart: 30s        # until its process runs
-  policy: elastic     # or static, with a checkpoint
-
-prices:
-  gigabyte: 0.05      # that leaves a site
-"""
+EXAMPLE = (files("laconic.advisor.plan") / "example.yaml").read_text(encoding="utf-8")
 """What ``laconic plan --example`` prints."""
 
 

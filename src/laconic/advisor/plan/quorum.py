@@ -41,7 +41,7 @@ class _Kind:
     exchange: QuorumMean
     since: list[int]
     pace: list[int]
-    send: list[float] = field(default_factory=list)
+    send: list[float]
     arrived: dict[int, float] = field(default_factory=dict)
 
     def next_step(self, worker: int, step: int) -> int:
@@ -76,23 +76,20 @@ class Quorum(Run):
         self._jitter = random.Random(int(torch.randint(2**31, (), generator=generator)))
         super().__init__(rounds, generator)
         n = self._n = self.cluster.workers
+        self._all = torch.arange(n)
         self._rows: dict[int, tuple[Tensor, int]] = {}
-        self._facts = rounds.facts(self.cluster.everybody)
+        self._facts = self.cluster.facts()
         self._latency = self._facts.net("workers").one_way
         self._results: dict[tuple[int, int], list[float]] = {}
         self.kinds: list[_Kind] = []
-        for r in rounds.all:
-            assert isinstance(r.exchange, QuorumMean) and isinstance(r.when, Every), "checked"
-            kind = next((k for k in self.kinds if k.schedule == r.when), None)
-            if kind is None:
-                own = r.exchange.pace == "own"
-                pace = (r.when.offset or r.when.period) if own else 0
-                kind = _Kind([], r.when, r.exchange, [0] * n, [pace] * n)
-                self.kinds.append(kind)
-            kind.rounds.append(r)
-        for kind in self.kinds:
-            there = [quorum_travel(r, self._facts)[0] for r in kind.rounds]
-            kind.send = [sum(each) for each in zip(*there, strict=True)]
+        for when in dict.fromkeys(r.when for r in rounds.all):
+            alike = [r for r in rounds.all if r.when == when]
+            exchange = alike[0].exchange
+            assert isinstance(exchange, QuorumMean) and isinstance(when, Every), "checked"
+            pace = (when.offset or when.period) if exchange.pace == "own" else 0
+            there = [quorum_travel(r, self._facts)[0] for r in alike]
+            send = [sum(each) for each in zip(*there, strict=True)]
+            self.kinds.append(_Kind(alike, when, exchange, [0] * n, [pace] * n, send))
         self._syncer = self._new_syncer()
         self._closing: tuple[float, int] | None = None
         self._least = min(min(k.exchange.workers or n for k in self.kinds), n)
@@ -130,7 +127,7 @@ class Quorum(Run):
             closing = self._next_closing()
             arrival = self._arrivals[0][0] if self._arrivals else math.inf
             soonest = min(closing[0] if closing else math.inf, arrival)
-            failure = self._failure(soonest)
+            failure = self._failure(self._all, soonest)
             if failure is not None:
                 time = self._restart(*failure)
                 continue
@@ -141,8 +138,7 @@ class Quorum(Run):
                     self._save()
             else:
                 assert self._arrivals, "somebody can always arrive"
-                now, worker, kind = heapq.heappop(self._arrivals)
-                self._arrive(now, worker, kind)
+                self._arrive(*heapq.heappop(self._arrivals))
         self._undo(time)
         self.now[:] = time
         return self.log
@@ -217,12 +213,9 @@ class Quorum(Run):
 
     def _arrive(self, now: float, worker: int, index: int) -> None:
         kind, step = self.kinds[index], self._step[worker]
-        steps, seconds = (
-            step - kind.since[worker],
-            self._worked[worker] - self._began[index][worker],
-        )
-        delivery = Delivery(Announcement(index, 0, steps, seconds, step), ())
-        self._syncer.arrive(worker, delivery, now, kind.send[worker])
+        seconds = self._worked[worker] - self._began[index][worker]
+        announced = Announcement(index, 0, step - kind.since[worker], seconds, step)
+        self._syncer.arrive(worker, Delivery(announced, ()), now, kind.send[worker])
         kind.arrived[worker] = now
 
     def _next_closing(self) -> tuple[float, int] | None:
@@ -259,7 +252,9 @@ class Quorum(Run):
             self._began[index][worker] = self._worked[worker]
         for worker in roster:
             self._go_on(worker, until + self._under_way[worker].receiving, index)
-        self._account(kind, roster)
+        size, sites = sum(message_bytes(r, self._facts) for r in kind.rounds), self.cluster.site_of
+        self.log.sent += 2 * remote * size
+        self.log.crossed += 2 * size * sum(sites[worker] != sites[0] for worker in roster)
 
     def _result_seconds(self, index: int, remote: int) -> list[float]:
         """Return the seconds of a result, by worker, if ``remote`` workers other than rank 0 get
@@ -272,21 +267,7 @@ class Quorum(Run):
             self._results[index, remote] = [sum(each) for each in zip(*back, strict=True)]
         return self._results[index, remote]
 
-    def _account(self, kind: _Kind, roster: Sequence[int]) -> None:
-        size = sum(message_bytes(r, self._facts) for r in kind.rounds)
-        remote = len(roster) - (roster[0] == 0)
-        self.log.sent += 2 * remote * size
-        sites = self.cluster.site_of
-        self.log.crossed += 2 * size * sum(sites[worker] != sites[0] for worker in roster)
-
     # -- failures ----
-
-    def _failure(self, before: float) -> tuple[int, float] | None:
-        """Return the worker that fails first ``before`` that time, and when."""
-        if self._lives is None:
-            return None
-        at, worker = self._lives.fails.min(0)
-        return (int(worker), float(at)) if float(at) < before else None
 
     def _restart(self, worker: int, at: float) -> float:
         """A lost worker is an error on all others: they start again from the checkpoint."""

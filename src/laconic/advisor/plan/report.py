@@ -16,7 +16,7 @@ from laconic.advisor.advice import rows_of
 from laconic.advisor.choices import Choice, choices, steps_of
 from laconic.advisor.plan.cluster import Cluster, Site
 from laconic.advisor.plan.simulate import Result, check_plannable, recipe_of, simulate_plan
-from laconic.advisor.rows import Row
+from laconic.advisor.show import Row
 from laconic.algorithms.round import Recipe
 from laconic.algorithms.schedules import Every
 from laconic.errors import check_int
@@ -165,7 +165,7 @@ def plan(
         wanted = _promising(compared, facts, FEW_SIMULATED if large else SIMULATED)
     rows = tuple(_planned(choice, cluster, steps, seeds) for choice in wanted)
     if recipes:
-        best = min(rows, key=_progress)
+        best = min(rows, key=lambda row: row.seconds.median * row.steps_factor)
         most = "It makes the most progress per second of the given recipes."
         reason = most if len(rows) > 1 else ""
     else:
@@ -185,14 +185,21 @@ def _plannable(found: Sequence[Choice], cluster: Cluster) -> Iterator[Choice]:
 
 def _promising(compared: Sequence[Choice], facts: Facts, count: int) -> list[Choice]:
     """Return ``count`` choices to simulate, in their order. The first is DDP."""
-    rows = rows_of(compared, facts)
-    scores = [row.seconds * row.steps for row in rows]
-    ranked = sorted(range(1, len(rows)), key=lambda k: scores[k])
-    return [compared[k] for k in sorted([0, *ranked[: count - 1]])]
+    others = [c.text for c in _by_progress(compared, facts) if c is not compared[0]]
+    wanted = (compared[0].text, *others[: count - 1])
+    return [c for c in compared if c.text in wanted]
+
+
+def _by_progress(compared: Sequence[Choice], facts: Facts) -> list[Choice]:
+    """Return the choices, first those that are predicted to make the most progress per second. The
+    first one that is given is DDP."""
+    rows = {row.recipe: row for row in rows_of(compared, facts)}
+    return sorted(compared, key=lambda c: rows[c.text].seconds * rows[c.text].steps)
 
 
 def _planned(choice: Choice, cluster: Cluster, steps: int, seeds: int) -> Planned:
-    results = runs(choice.recipe, cluster, steps, 1 if cluster.deterministic else seeds)
+    alike = not (cluster.spread or cluster.jitter or cluster.failures.happen)  # all runs
+    results = runs(choice.recipe, cluster, steps, 1 if alike else seeds)
     return Planned(choice.text, choice.recipe, results, *_steps(choice.recipe))
 
 
@@ -205,14 +212,10 @@ def _steps(recipe: Recipe) -> tuple[float, str]:
 
 def runs(recipe: Recipe, cluster: Cluster, steps: int, seeds: int) -> tuple[Result, ...]:
     """Return runs with the seeds from 0, of which only as much is simulated as is needed."""
-    period = _period(recipe)
-    if cluster.failures.happen or period is None:
-        half = steps
-    else:
-        half = max(HORIZON, PERIODS * period) // 2 // period * period
-    if steps <= 3 * half:
+    period = None if cluster.failures.happen else _period(recipe)
+    half = 0 if period is None else max(HORIZON, PERIODS * period) // 2 // period * period
+    if period is None or steps <= 3 * half:
         return tuple(simulate_plan(recipe, cluster, steps, seed) for seed in range(seeds))
-    assert period is not None, "the others are simulated from beginning to end"
     begin = half + (steps - half) % period  # what is left are whole periods
     short = [simulate_plan(recipe, cluster, begin, seed) for seed in range(seeds)]
     long = [simulate_plan(recipe, cluster, begin + half, seed) for seed in range(seeds)]
@@ -221,12 +224,8 @@ def runs(recipe: Recipe, cluster: Cluster, steps: int, seeds: int) -> tuple[Resu
 
 def _period(recipe: Recipe) -> int | None:
     """Return after how many steps the rounds repeat. None: they do not."""
-    periods = []
-    for r in recipe:
-        if not isinstance(r.when, Every):
-            return None
-        periods.append(r.when.period)
-    return math.lcm(*periods)
+    periods = [r.when.period for r in recipe if isinstance(r.when, Every)]
+    return math.lcm(*periods) if len(periods) == len(recipe) else None
 
 
 def _longer(
@@ -257,27 +256,18 @@ def _recommended(
 ) -> tuple[Planned, str]:
     """Apply the rule of `laconic.auto` to the simulated seconds of its candidates."""
     ddp = rows[0].seconds.median
-    timed: list[Row] = []
-    for row, planned in zip(rows_of(wanted, facts), rows, strict=True):
-        total = planned.seconds.median
-        steps = planned.results[0].steps
-        timed.append(
-            replace(
-                row,
-                seconds=total / steps,
-                speedup=ddp / total,
-                share=planned.shares["compute"],
-            )
-        )
+
+    def timed_row(row: Row, planned: Planned) -> Row:
+        total, compute = planned.seconds.median, planned.shares["compute"]
+        each = total / planned.results[0].steps
+        return replace(row, seconds=each, speedup=ddp / total, share=compute)
+
+    timed = [timed_row(*each) for each in zip(rows_of(wanted, facts), rows, strict=True)]
     known = {candidate.text for candidate in candidates(facts)}
     chosen = [row for row in timed if row.recipe in known]
     least = min(row.seconds * row.steps for row in chosen)
     best = next(row for row in chosen if row.seconds * row.steps <= (1 + TIE) * least)
     return rows[timed.index(best)], " ".join(reason_of(timed[0], best))
-
-
-def _progress(planned: Planned) -> float:
-    return planned.seconds.median * planned.steps_factor
 
 
 # -- what limits a run ----
@@ -321,42 +311,39 @@ def _changes(
 ) -> Iterator[Change]:
     """Yield the changes that help: those that are free first, and then the cheapest."""
     steps = min(steps, max(HORIZON, TRIED // cluster.workers))
-    base = _cost(best.recipe, cluster, steps)
+    base = _run(best.recipe, cluster, steps)
     if base is None:
         return
-    now = base[0] * best.steps_factor
+    now = base.seconds * best.steps_factor
     found = []
     for what, recipe, changed, free in _variants(best, cluster, compared):
-        after = _cost(recipe, changed, steps)
+        after = _run(recipe, changed, steps)
         if after is None:
             continue
         same = cluster.workers / changed.workers  # as many samples
-        seconds = after[0] * same * _steps(recipe)[0]
+        seconds = after.seconds * same * _steps(recipe)[0]
         if seconds <= (1 - HELPS) * now:
-            found.append(Change(what, 1 - seconds / now, after[1] * same, free))
+            found.append(Change(what, 1 - seconds / now, after.money * same, free))
     yield from sorted(found, key=lambda c: (not c.free, round(c.money, 6), -c.gain))
 
 
-def _cost(recipe: Recipe, cluster: Cluster, steps: int) -> tuple[float, float] | None:
+def _run(recipe: Recipe, cluster: Cluster, steps: int) -> Result | None:
     try:
-        (result,) = runs(recipe, cluster, steps, 1)
+        return runs(recipe, cluster, steps, 1)[0]
     except ValueError:  # it cannot run there
         return None
-    return result.seconds, result.money
 
 
 def _variants(
     best: Planned, cluster: Cluster, compared: Sequence[Choice]
 ) -> Iterator[tuple[str, Recipe, Cluster, bool]]:
     """Yield changes: what, the recipe, the cluster, and whether it costs nothing by itself."""
-    facts = cluster.facts()
-    rows = rows_of(compared, facts)
-    order = sorted(range(len(rows)), key=lambda k: rows[k].seconds * rows[k].steps)
+    order = _by_progress(compared, cluster.facts())
     family = best.text.partition("(")[0]
-    relatives = [k for k in order if compared[k].text.startswith(f"{family}(")]
-    for k in dict.fromkeys([*order[:2], *relatives[:2]]):
-        if compared[k].recipe != best.recipe:
-            yield f"{compared[k].text} instead", compared[k].recipe, cluster, True
+    relatives = [c for c in order if c.text.startswith(f"{family}(")]
+    for text, c in {c.text: c for c in [*order[:2], *relatives[:2]]}.items():
+        if c.recipe != best.recipe:
+            yield f"{text} instead", c.recipe, cluster, True
     recipe, sites = best.recipe, cluster.sites
     if any(site.uplink is not None for site in sites) and len(sites) > 1:
         wide = tuple(replace(s, uplink=s.uplink and 2 * s.uplink) for s in sites)

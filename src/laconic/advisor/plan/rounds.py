@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.exchanges.push import Push
 from laconic.algorithms.exchanges.quorum import QuorumMean
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
+from laconic.algorithms.topology import Graph
 from laconic.buckets import BUCKET_BYTES
 from laconic.policy.facts import Facts
 from laconic.policy.predict import Load, elements, idle, load_of, often
@@ -73,8 +74,7 @@ class Rounds:
         elastic = cluster.failures.happen and cluster.failures.policy == "elastic"
         self.all = replicated(recipe) if elastic else recipe
         self.cluster = cluster
-        self._prices: dict[tuple[int, ...], tuple[Facts, tuple[Price, ...]]] = {}
-        self._sources: dict[tuple[int, int, int], Tensor] = {}
+        self._prices: dict[tuple[int, ...], tuple[Price, ...]] = {}
 
     @cached_property
     def communicating(self) -> tuple[int, ...]:
@@ -85,19 +85,12 @@ class Rounds:
             if r.exchange.communicates and r.over not in ("group", "replica")
         )
 
-    def facts(self, present: tuple[int, ...]) -> Facts:
-        """What the cost model knows, with so many workers on each site."""
-        return self._of(present)[0]
-
     def prices(self, present: tuple[int, ...]) -> tuple[Price, ...]:
         """What each round costs, with so many workers on each site."""
-        return self._of(present)[1]
-
-    def _of(self, present: tuple[int, ...]) -> tuple[Facts, tuple[Price, ...]]:
         if present not in self._prices:
             facts = self.cluster.facts(present)
             prices = [self._price(k, r, facts) for k, r in enumerate(self.all)]
-            self._prices[present] = facts, tuple(_scaled(self.all, prices, facts))
+            self._prices[present] = tuple(_scaled(self.all, prices, facts))
         return self._prices[present]
 
     def _price(self, k: int, r: AnyRound, facts: Facts) -> Price:
@@ -164,20 +157,18 @@ class Rounds:
         ``k``, padded with its own."""
         exchange = self.all[k].exchange
         assert isinstance(exchange, Push), "the only gossip"
-        graph = exchange.graph
-        cycle = graph.cycle(n)
-        key = k, executed % cycle if cycle else executed, n
-        if key not in self._sources:
-            found: list[list[int]] = [[] for _ in range(n)]
-            for rank in range(n):
-                for peer in graph.out_peers(rank, n, executed, 0):
-                    found[peer].append(rank)
-            width = max((len(each) for each in found), default=0) or 1
-            rows = [(each + [rank] * width)[:width] for rank, each in enumerate(found)]
-            if len(self._sources) > 64:
-                self._sources.clear()
-            self._sources[key] = torch.tensor(rows)
-        return self._sources[key]
+        cycle = exchange.graph.cycle(n)
+        return _sources(exchange.graph, executed % cycle if cycle else executed, n)
+
+
+@lru_cache(64)
+def _sources(graph: Graph, executed: int, n: int) -> Tensor:
+    found: list[list[int]] = [[] for _ in range(n)]
+    for rank in range(n):
+        for peer in graph.out_peers(rank, n, executed, 0):
+            found[peer].append(rank)
+    width = max((len(each) for each in found), default=0) or 1
+    return torch.tensor([(each + [rank] * width)[:width] for rank, each in enumerate(found)])
 
 
 def _scaled(recipe: Recipe, prices: Sequence[Price], facts: Facts) -> Iterator[Price]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from laconic.advisor.choices import KNOWN
 from laconic.advisor.plan.report import Plan, Planned, Range
-from laconic.advisor.rows import table
+from laconic.advisor.show import table
 from laconic.algorithms.parse import qualified
 from laconic.units import format_bytes, format_rate, format_seconds, three_digits
 

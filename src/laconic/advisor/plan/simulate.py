@@ -32,7 +32,6 @@ class Result:
 
     seconds: float
     steps: int
-    workers: int
     shares: dict[str, float]
     goodput: float
     utilization: float
@@ -99,13 +98,12 @@ def simulate_plan(
     return Result(
         seconds=seconds,
         steps=steps,
-        workers=n,
         shares=log.shares(total),
         goodput=log.useful / total,
         utilization=log.spent["compute"] / total,
         bytes=log.sent / n,
         crossed=log.crossed,
-        memory=memory(rounds.all, rounds.facts(cluster.everybody)),
+        memory=memory(rounds.all, cluster.facts()),
         money=hours + log.crossed / 1e9 * cluster.gigabyte,
         failures=log.failures,
         joins=log.joins,

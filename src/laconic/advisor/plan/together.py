@@ -31,11 +31,10 @@ class Together(Workers):
     def run(self, steps: int, first: int = 0) -> Log:
         """Simulate the ``steps`` after step ``first``."""
         last = first + steps
-        due = {step: list(self.rounds.events(step)) for step in range(first + 1, last + 1)}
-        due = {step: events for step, events in due.items() if events}
-        saves: set[int] = set()
-        if self.cluster.failures.happen and (often := self.cluster.failures.checkpoint):
-            saves = {step for step in range(first + 1, last + 1) if step % often == 0}
+        numbers = range(first + 1, last + 1)
+        due = {step: events for step in numbers if (events := list(self.rounds.events(step)))}
+        often = None if self._lives is None else self.cluster.failures.checkpoint
+        saves = {step for step in numbers if often and step % often == 0}
         stops = sorted({*due, *saves, last})
         self._base[:] = self._saved_base[:] = first
         at, saved, position = first, (first, 0), 0

@@ -80,14 +80,13 @@ class Workers(Run):
     def _lost_before(self, done: float) -> float | None:
         """Return when the first of the present workers fails, if it does before ``done``. It is
         gone then, and the others know it."""
-        if self._lives is None:
-            return None
         ids = self._alive
-        soonest, index = self._lives.fails[ids].min(0)
-        at, worker = float(soonest), int(ids[index])
-        if at >= done:
+        failure = self._failure(ids, done)
+        if failure is None:
             return None
-        self._undo(ids[index : index + 1], at)
+        assert self._lives is not None, "somebody fails"
+        worker, at = failure
+        self._undo(torch.tensor([worker]), at)
         if self.cluster.failures.policy == "static" or len(ids) == 1:
             raise LostError(worker, at)
         self._set_alive(ids[ids != worker])
@@ -121,7 +120,7 @@ class Workers(Run):
     def _transfer(self) -> float:
         """Return the seconds until a newcomer has a donor's state, which the donor sends while no
         round is under way, and a tenth of the time during rounds."""
-        facts = self.rounds.facts(self._present)
+        facts = self.cluster.facts(self._present)
         size: float = facts.elements * (facts.itemsize + ADAM * max(facts.itemsize, 4))
         size += memory(self.rounds.all, facts)
         prices = self.rounds.prices(self._present)

@@ -32,13 +32,7 @@ def _security() -> str:
 
 
 def _congestion_control() -> str:
-    name = congestion.chosen()
-    if name:
-        return f"{congestion.VARIABLE}={name}: all connections use it"
-    if congestion.LONG in congestion.available():
-        least = f"{1e3 * congestion.LONG_SECONDS:g} ms"
-        return f"connections with round trips of {least} or more use BBR, the others the system's"
-    return "BBR is not available: connections use the system's congestion control"
+    return f"congestion control: {congestion.chosen() or 'by the round trip of each connection'}"
 
 
 def settings() -> dict[str, str]:

@@ -6,11 +6,9 @@ Each finding that is not "ok" has a remedy. Checks that need several hosts are i
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import platform
-import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,29 +34,10 @@ from laconic.version import __version__
 
 Environment = Mapping[str, str]
 
-OLDEST_TORCH = (2, 7)
-OLDEST_PYTHON = (3, 10)
-DESCRIPTORS_PER_HOST = 7
-"""A rank has a connection to every other rank in each of its process groups: the default group,
-laconic's own, those of workers and replicas if there are several, and the links of the latter."""
-OTHER_DESCRIPTORS = 128
-
 
 def examine(environ: Environment = os.environ) -> list[Finding]:
-    """Run all checks that need this host alone.
-
-    Raises ``ValueError`` if a variable of torchrun is not an integer.
-    """
-    return [*software(environ), *network(environ), *connections(), *machine(environ), *lab()]
-
-
-def number(environ: Environment, name: str, default: int) -> int:
-    """Return the integer in a variable that torchrun sets."""
-    text = environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"the variable {name} must be an integer, not {text!r}") from None
+    """Run all checks that need this host alone."""
+    return [*software(), *network(environ), *connections(), *lab()]
 
 
 # -- software ----
@@ -73,22 +52,20 @@ def versions() -> dict[str, str]:
     }
 
 
-def software(environ: Environment) -> list[Finding]:
+def software() -> list[Finding]:
     """Check Python, torch, torch's communication backends, and laconic's C extensions."""
     current, cuda = versions(), ACCELERATORS["cuda"]
     described = ", ".join(f"{name} {version}" for name, version in current.items())
-    old = sys.version_info[:2] < OLDEST_PYTHON or _release(current["torch"]) < OLDEST_TORCH
     gloo = dist.is_available() and dist.is_gloo_available()
     parts = {"the codec kernels": kernels.library(), "the message transport": frames.library()}
     missing = [name for name, library in parts.items() if library is None]
-    gpus, processes = cuda.count(), number(environ, "LOCAL_WORLD_SIZE", 1)
+    gpus = cuda.count()
     names = ", ".join(sorted({cuda.model_name(gpu) for gpu in range(gpus)}))
     build = "install a torch build with {}, such as those from pytorch.org"
     return [
         check(
             "software",
             described,
-            (old, "problem", described, "laconic needs Python 3.10 and torch 2.7"),
             (not gloo, "problem", "this torch has no gloo backend", build.format("gloo")),
         ),
         check(
@@ -120,19 +97,8 @@ def software(environ: Environment) -> list[Finding]:
                 f"{gpus} CUDA devices but no NCCL",
                 build.format("NCCL"),
             ),
-            (
-                0 < gpus < processes,
-                "problem",
-                f"{processes} processes (LOCAL_WORLD_SIZE) share {gpus} CUDA devices",
-                f"start at most one per device: torchrun --nproc-per-node {gpus}",
-            ),
         ),
     ]
-
-
-def _release(version: str) -> tuple[int, ...]:
-    numbers = version.split("+")[0].split(".")[:2]
-    return tuple(int(n) for n in numbers if n.isdigit())
 
 
 # -- network ----
@@ -247,69 +213,6 @@ def _hostname(master: str, others: Sequence[str], resolved: Sequence[str] | None
     remote = bool(master) and not _is_loopback(address_toward(master) or "127.0.0.1")
     text = what if remote else f"{what} (a single host works)"
     return [Finding("problem" if remote else "warning", "network", text, remedy)]
-
-
-# -- machine ----
-
-
-def machine(environ: Environment) -> list[Finding]:
-    """Check cores, file descriptors and shared memory."""
-    found = [_cores(environ, cores()), *_descriptors(environ)]
-    with contextlib.suppress(OSError):  # there is none
-        free = shutil.disk_usage("/dev/shm").free / 2**30
-        text = f"{free:.1f} GiB free in /dev/shm"
-        remedy = "docker run --shm-size=1g: DataLoader workers pass batches through it"
-        found.append(check("machine", text, (free < 0.25, "warning", text, remedy)))
-    return found
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    usable = getattr(os, "sched_getaffinity", None)
-    count = len(usable(0)) if usable else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return count if quota == "max" else min(count, max(int(quota) // int(period), 1))
-    except (OSError, ValueError):
-        return count
-
-
-def _cores(environ: Environment, count: int) -> Finding:
-    processes = number(environ, "LOCAL_WORLD_SIZE", 1)
-    threads = number(environ, "OMP_NUM_THREADS", 0)
-    text = f"{count} cores for {processes} process{'es' * (processes > 1)}"
-    each = f"{threads} threads" if threads else "as many threads as there are cores"
-    return check(
-        "machine",
-        text,
-        (
-            processes > count,
-            "warning",
-            text,
-            "start fewer processes on this host: they share its cores and slow each other down",
-        ),
-        (
-            processes * threads > count or (processes > 1 and not threads),
-            "warning",
-            f"{text} of {each} each",
-            f"export OMP_NUM_THREADS={max(count // processes, 1)}",
-        ),
-    )
-
-
-def _descriptors(environ: Environment) -> list[Finding]:
-    """Check the number of files that a process may open. Empty where the system has no limit."""
-    try:
-        import resource
-    except ImportError:
-        return []
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY:
-        return []
-    needed = OTHER_DESCRIPTORS + DESCRIPTORS_PER_HOST * number(environ, "WORLD_SIZE", 1)
-    text = f"{limit} open files (ulimit -n)"
-    remedy = f"ulimit -n {needed}, or set LimitNOFILE= of the service"
-    return [check("machine", text, (limit < needed, "problem", f"only {text}", remedy))]
 
 
 # -- lab ----

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from laconic.lab.doctor import connections
 from laconic.lab.doctor.finding import Finding
-from laconic.lab.doctor.host_checks import Environment, number, versions
+from laconic.lab.doctor.host_checks import Environment, versions
 from laconic.lab.doctor.network_findings import (
     GROUP,
     NetworkReport,
@@ -79,11 +79,19 @@ def rendezvous_of(environ: Environment) -> Rendezvous:
             raise ValueError(f"RANK is set, as by torchrun, but {name} is not")
     by_host = "GROUP_RANK" in environ and "GROUP_WORLD_SIZE" in environ
     rank, world = ("GROUP_RANK", "GROUP_WORLD_SIZE") if by_host else ("RANK", "WORLD_SIZE")
+    numbers = {}
+    for name in (rank, world, "MASTER_PORT"):
+        try:
+            numbers[name] = int(environ[name])
+        except ValueError:
+            raise ValueError(
+                f"the variable {name} must be an integer, not {environ[name]!r}"
+            ) from None
     return Rendezvous(
-        number(environ, rank, 0),
-        number(environ, world, 1),
+        numbers[rank],
+        numbers[world],
         environ["MASTER_ADDR"],
-        number(environ, "MASTER_PORT", 0),
+        numbers["MASTER_PORT"],
         agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 from laconic.lab.doctor.finding import Finding, Level, check
 from laconic.lab.doctor.probes import HostInfo, Pair, Rate
 from laconic.links import congestion, job_secret
-from laconic.units import format_rate, format_seconds, format_share, three_digits
+from laconic.units import format_rate, format_seconds, three_digits
 
 GROUP = "between hosts"
 BBR_REMEDY = (
@@ -96,7 +96,7 @@ def connection_remedy(error: OSError, who: str, port: int | None = None) -> str:
 
 
 def rate_findings(report: NetworkReport) -> list[Finding]:
-    """Return whether one host sends more slowly than the others, and what was lost meanwhile."""
+    """Return whether one host sends more slowly than the others."""
     good = [rate for rate in report.rates if not rate.error]
     found = [
         Finding(
@@ -117,9 +117,6 @@ def rate_findings(report: NetworkReport) -> list[Finding]:
         f"in a ring, all at once, hosts send {format_rate(slowest.rate)} (rank {slowest.source} "
         f"to {slowest.target}) or more; median {format_rate(median)}"
     )
-    lost = max((rate.lost for rate in good if rate.lost is not None), default=None)
-    if lost is not None:
-        text += f"; at most {format_share(lost)} of the packets were sent again"
     remedy = (
         "a round takes as long as its slowest host: check its network interface, its cable and "
         "other traffic"

@@ -18,7 +18,6 @@ ANSWER_SECONDS = 10.0
 PINGS = 10
 SEND_SECONDS, SEND_TRIPS, SEND_MOST_SECONDS = 1.0, 20, 5.0
 """How long to send: so many seconds, and round trips on top, but no longer than the last."""
-_SENT = struct.Struct("=100xI32xI")  # struct tcp_info: tcpi_total_retrans, up to tcpi_segs_out
 SEND_MOST = 64 << 20
 PIECE = 64 << 10
 PING, SINK = b"P", b"S"
@@ -57,15 +56,14 @@ class Pair:
 class Rate:
     """Bits per second from ``source`` to its neighbor in a ring, with all hosts sending at once.
 
-    ``lost`` is the share of packets that were sent again, and ``congestion`` the congestion control
-    that the connection used. They are None and empty if the system does not report them.
+    ``congestion`` is the congestion control that the connection used, empty if the system does not
+    report it.
     """
 
     source: int
     target: int
     rate: float
     error: str = ""
-    lost: float | None = None
     congestion: str = ""
 
 
@@ -152,11 +150,10 @@ def send(source: int, target: HostInfo) -> Rate:
                 size += PIECE
             connection.shutdown(socket.SHUT_WR)
             received, seconds = struct.unpack("!Qd", _receive(connection, 16))
-            lost, control = _share_lost(connection), congestion.name_of(connection)
+            control = congestion.name_of(connection)
     except OSError as error:
         return Rate(source, target.rank, 0.0, reason(error))
-    rate = 8 * received / seconds
-    return Rate(source, target.rank, rate, lost=lost, congestion=control)
+    return Rate(source, target.rank, 8 * received / seconds, congestion=control)
 
 
 def _second_half(came: Sequence[tuple[int, float]]) -> tuple[int, float]:
@@ -168,16 +165,6 @@ def _second_half(came: Sequence[tuple[int, float]]) -> tuple[int, float]:
         return size, end - start
     before, since = next((s, t) for s, t in came if t >= (start + end) / 2)
     return (size - before, end - since) if size > before else (size, end - start)
-
-
-def _share_lost(connection: socket.socket) -> float | None:
-    """The share of packets that the system has sent again; None where it does not report it."""
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size)
-    except (OSError, AttributeError):  # not Linux
-        return None
-    again, sent = _SENT.unpack(info) if len(info) == _SENT.size else (0, 0)
-    return float(again / sent) if sent else None
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

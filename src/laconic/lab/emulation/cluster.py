@@ -24,19 +24,17 @@ from laconic.lab.emulation.forward import Counts, ForwardError, counts
 from laconic.lab.emulation.jobs import (
     KILL_SECONDS,
     Job,
-    Outcome,
     Output,
     Processes,
     close_all,
     read_all,
     signals_deferred,
     tail,
-    terminate_as_exit,
     unnamed_file,
 )
-from laconic.lab.emulation.join import host_entry
 from laconic.lab.emulation.namespaces import Entry, Plan
 from laconic.lab.emulation.network import Network, check_host
+from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,16 +42,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Cluster",
     "ForwardError",
-    "Job",
     "Loopback",
     "NamespacesUnavailable",
     "Network",
-    "Outcome",
     "emulate",
     "launch",
-    "terminate_as_exit",
 ]
 
+INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _BUILD_SECONDS: Final = 60.0  # time for the keeper to set up the network, which takes 0.2 s
 _COMMAND_SECONDS: Final = 10.0  # time for the keeper to answer, which takes milliseconds
 
@@ -79,6 +75,10 @@ class Hosts(ABC):
     @abstractmethod
     def free_port(self) -> int:
         """Return a port for a server on a host, which nothing uses now."""
+
+    def slowdown(self, host: int, per_host: int) -> dict[str, str]:
+        """Return the variables by which each of a host's ranks slows down laconic's messages."""
+        return {}
 
     def start(
         self,
@@ -187,8 +187,18 @@ class Cluster(Hosts):
     def entry(self, host: int) -> Entry:
         """Return how a child of this process enters `host`."""
         check_host(host, len(self.addresses))
-        user = self._user[0] if self._user else None
-        return host_entry(host, user, self._pids, self._networks[host], self.addresses)
+        # List each address twice. torch's store looks up the names of IPv4-mapped IPv6 addresses;
+        # without an entry here, every rank prints a warning about the failed lookup.
+        forms = ("", "::ffff:")
+        names = [f"{form}{a} host{h}" for form in forms for h, a in enumerate(self.addresses)]
+        return Entry(
+            launcher=os.getpid(),
+            user=self._user[0] if self._user else None,
+            pid=self._pids,
+            net=self._networks[host],
+            name=f"host{host}",
+            hosts_file="\n".join(["127.0.0.1 localhost", *names, ""]),
+        )
 
     def tx_bytes(self) -> list[int]:
         """Return the bytes each host has sent so far, counted at its port of the switch.
@@ -231,14 +241,23 @@ class Cluster(Hosts):
 
 @final
 class Loopback(Hosts):
-    """The interface of `Cluster` without a network: every host is this machine, without shaping."""
+    """The interface of `Cluster` without a network: every host is this machine.
+
+    Only programs that use laconic are as slow as the network: see `slowdown`.
+    """
 
     emulated: Final = False
     interface: Final = "lo" if sys.platform == "linux" else "lo0"
     congestion_control: Final = None
 
-    def __init__(self, hosts: int) -> None:
-        super().__init__(["127.0.0.1"] * hosts)
+    def __init__(self, network: Network) -> None:
+        super().__init__(["127.0.0.1"] * network.hosts)
+        self._network = network
+
+    def slowdown(self, host: int, per_host: int) -> dict[str, str]:
+        rate, latency = (self._network.each(name)[host] for name in ("bandwidth", "latency"))
+        shared = {} if rate is None else {BANDWIDTH_VARIABLE: str(rate / per_host)}
+        return {**shared, LATENCY_VARIABLE: str(latency)} if latency else shared
 
     def entry(self, host: int) -> Entry:
         check_host(host, len(self.addresses))
@@ -271,7 +290,7 @@ def emulate(network: Network) -> Iterator[tuple[Cluster | Loopback, str | None]]
         cluster = Cluster(network)
     except NamespacesUnavailable as error:
         network.check_throttled(str(error))
-        cluster, reason = Loopback(network.hosts), str(error)
+        cluster, reason = Loopback(network), str(error)
     with cluster:
         yield cluster, reason
 
@@ -297,9 +316,10 @@ def launch(
     shared = job_environment(cluster, env or {})
     try:
         for rank, host in enumerate(hosts):
-            variables = {**shared, **rank_variables(rank, host, per_host, len(hosts))}
+            variables = rank_variables(rank, host, per_host, len(hosts))
+            own = {**shared, **cluster.slowdown(host, per_host), **variables}
             out, err = logs[rank]
-            job.add(cluster.start(host, argv, env=variables, stdout=out, stderr=err))
+            job.add(cluster.start(host, argv, env=own, stdout=out, stderr=err))
     except BaseException:
         job.kill()
         raise
@@ -364,23 +384,19 @@ def job_environment(cluster: Cluster | Loopback, env: Mapping[str, str]) -> dict
     It is this process's, overridden by `env`, overridden by the variables of a job on `cluster`.
     """
     # The variables of an outer torchrun would make the ranks look for its store.
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    others = ("TORCHELASTIC_", BANDWIDTH_VARIABLE, LATENCY_VARIABLE)
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     return {
         "OMP_NUM_THREADS": "1",
         **inherited,
         **env,
-        **interface_variables(cluster.interface),
+        # make torch's backends use the interface
+        **dict.fromkeys(INTERFACE_VARIABLES, cluster.interface),
         "MASTER_ADDR": cluster.addresses[0],
         "MASTER_PORT": str(cluster.free_port()),
         "GROUP_WORLD_SIZE": str(len(cluster.addresses)),
         "ROLE_NAME": "default",
     }
-
-
-def interface_variables(interface: str) -> dict[str, str]:
-    """Return the variables that make torch's backends use `interface`."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-    return dict.fromkeys(names, interface)
 
 
 def rank_variables(rank: int, host: int, per_host: int, world: int) -> dict[str, str]:

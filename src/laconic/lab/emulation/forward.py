@@ -2,8 +2,7 @@
 
 Each host's `eth0` is a TAP device. One process reads what the hosts send, and writes it to the
 receiver's device when its time has come. `forward.c` does that; this file starts it. The keeper
-(`namespaces.py`) loads the file by its path, so it uses only the standard library. It is also the
-program of that process.
+(`namespaces.py`) loads the file by its path, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import json
 import mmap
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 __all__ = ["VERSION", "Counts", "Forward", "ForwardError", "add_tap", "counts"]
@@ -32,7 +28,6 @@ _DEVICE: Final = "/dev/net/tun"
 _TUNSETIFF: Final = 0x400454CA
 _IFF_TAP_NO_PI: Final = 0x0002 | 0x1000  # Ethernet frames, with nothing in front of them
 _COUNTERS: Final = struct.Struct("=4Q")  # as struct counters in forward.c
-_READY: Final = b"ready\n"
 _COMPILE: Final = (
     "latency, jitter and loss need laconic's C extensions: install a C compiler, such as gcc, then "
     "laconic again, by pip install -e '.[lab]' in its repository"
@@ -70,34 +65,32 @@ class Forward:
     loss: list[float]
     seed: int
 
-    def check(self) -> None:
-        """Raise ForwardError if the library is not compiled."""
+    def start(self, taps: Sequence[int]) -> tuple[int, int]:
+        """Start the forwarder on the hosts' devices, as a copy of this process.
+
+        Returns its number and the descriptor of its counters. Raises ForwardError if the library is
+        not compiled.
+        """
         if self.library is None:
             raise ForwardError(0, _COMPILE)
-
-    def start(self, taps: Sequence[int]) -> tuple[subprocess.Popen[bytes], int]:
-        """Start the forwarder on the hosts' devices.
-
-        Returns its process and the descriptor of its counters. Raises ForwardError if it cannot
-        start.
-        """
+        library = ctypes.CDLL(self.library)
+        hosts = (_Host * len(taps))()
+        rows = zip(taps, self.latency, self.jitter, self.loss, strict=True)
+        for host, (tap, latency, jitter, loss) in zip(hosts, rows, strict=True):
+            host.tap, host.loss = tap, loss
+            host.latency, host.jitter = round(latency * 1e9), round(jitter * 1e9)
         counters = os.memfd_create("laconic-lab-counters")
         os.ftruncate(counters, _COUNTERS.size * len(taps))
-        spec = json.dumps({"taps": list(taps), "counters": counters})
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, spec, json.dumps(asdict(self))],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(*taps, counters),
-        )
-        assert process.stdout is not None
-        with process.stdout as output:
-            said = output.readline()
-        if said != _READY:
-            process.wait()
-            os.close(counters)
-            raise ForwardError(0, f"the forwarder cannot start: {said.decode().strip()}")
+        shared = ctypes.c_char.from_buffer(mmap.mmap(counters, _COUNTERS.size * len(taps)))
+        process = os.fork()
+        if not process:
+            # A network does not wait for programs. Without this, it waited for a processor half of
+            # the time on a busy machine. A nice value does not help: it only counts within the
+            # session (autogroup).
+            with contextlib.suppress(OSError):  # needs root
+                os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+            seed = ctypes.c_uint64(self.seed)
+            os._exit(library.laconic_forward(hosts, len(taps), seed, ctypes.byref(shared)))
         return process, counters
 
 
@@ -142,38 +135,3 @@ class Counts:
 def counts(data: bytes) -> list[Counts]:
     """Return the counts of all hosts from the forwarder's counters."""
     return [Counts(*values) for values in _COUNTERS.iter_unpack(data)]
-
-
-def _run(taps: Sequence[int], counters: int, forward: Forward) -> None:
-    """Forward until this process is killed, with its PID namespace. Raises OSError."""
-    assert forward.library is not None, "check has raised"
-    library = ctypes.CDLL(forward.library)
-    hosts = (_Host * len(taps))()
-    rows = zip(taps, forward.latency, forward.jitter, forward.loss, strict=True)
-    for host, (tap, latency, jitter, loss) in zip(hosts, rows, strict=True):
-        host.tap, host.loss = tap, loss
-        host.latency, host.jitter = round(latency * 1e9), round(jitter * 1e9)
-    # A network does not wait for programs. Without this, it waited for a processor half of the time
-    # on a busy machine. A nice value does not help: it only counts within the session (autogroup).
-    with contextlib.suppress(OSError):  # needs root
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    shared = mmap.mmap(counters, _COUNTERS.size * len(taps))
-    os.write(1, _READY)
-    first = ctypes.c_char.from_buffer(shared)
-    seed = ctypes.c_uint64(forward.seed)
-    code = library.laconic_forward(hosts, len(taps), seed, ctypes.byref(first))
-    raise OSError(code, os.strerror(code))
-
-
-def _main(arguments: Sequence[str]) -> int:
-    """Run as a program. See the module docstring."""
-    spec, forward = map(json.loads, arguments)
-    try:
-        _run(spec["taps"], spec["counters"], Forward(**forward))
-    except OSError as error:
-        print(error, flush=True)
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))

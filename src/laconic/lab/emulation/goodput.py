@@ -30,7 +30,6 @@ from laconic.lab.emulation.injection import KILLED, Happened
 __all__ = [
     "Goodput",
     "Worker",
-    "goodput_of",
     "read",
     "report",
     "summary",
@@ -105,15 +104,6 @@ def trace_directory(out: Path | None, stack: contextlib.ExitStack) -> Path:
     return directory
 
 
-def goodput_of(
-    directory: Path, happened: Iterable[Happened], start: float, seconds: float
-) -> Goodput | None:
-    """Return the `summary` of what the workers have recorded in a directory, and of what the lab
-    did to their hosts."""
-    kills = [each for each in happened if each.what == KILLED]
-    return summary(read(directory), kills, start, seconds)
-
-
 def read(directory: Path) -> Events:
     """Return the events in the files of a directory. Skips lines that are not complete: a worker
     was killed while it wrote them."""
@@ -133,16 +123,16 @@ def _parsed(line: str) -> list[dict[str, Any]]:
 
 
 def summary(
-    events: Events, kills: Iterable[Happened], start: float, seconds: float
+    events: Events, happened: Iterable[Happened], start: float, seconds: float
 ) -> Goodput | None:
     """Return what the workers have made of their steps. None if no worker has taken part.
 
-    ``kills``: what the lab has done to hosts. ``start``: when it began, in seconds since 1970.
+    ``happened``: what the lab has done to hosts. ``start``: when it began, in seconds since 1970.
     ``seconds``: when it began to end, in seconds since then. If no worker of a run has finished or
     was there until the lab ended, nothing of the run is left, and none of its steps count.
     """
     views = [event for own in events.values() for event in _of(own, "view")]
-    kills = sorted(kills, key=lambda kill: kill.at)
+    kills = sorted((one for one in happened if one.what == KILLED), key=lambda kill: kill.at)
     workers = {
         id: _worker(id, own, views, kills, start, seconds)
         for id, own in events.items()

@@ -102,8 +102,7 @@ class Injection:
         if not failed or not all(outcome.host in self._excused for outcome in failed):
             return False
         for outcome in failed:
-            how = outcome.signal or f"exit code {outcome.exit_code}"
-            self._happened(now, outcome.host, f"failed after its fault: {how}")
+            self._happened(now, outcome.host, f"failed after its fault: {outcome.how}")
             self._lose(outcome.host, outcome.rank, now)
         self._excused -= {outcome.host for outcome in failed}
         return True

@@ -43,33 +43,47 @@ _TAIL_LINES: Final = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: an exit code, or the name of the signal that killed it.
+    """How one rank ended.
 
-    Both are None while the rank runs. `stopped` is true if the job killed it, most often because
-    another rank had failed. `stderr` holds its last lines if the job captures output.
+    `code` is its exit code, or -n if signal n killed it, or None while it runs. `stopped` is true
+    if the job killed it, most often because another rank had failed. `stderr` holds its last lines
+    if the job captures output.
     """
 
     rank: int
     host: int
-    exit_code: int | None
-    signal: str | None
+    code: int | None
     stopped: bool
     stderr: str
 
     @property
-    def running(self) -> bool:
-        """Whether the rank still runs."""
-        return self.exit_code is None and self.signal is None
-
-    @property
     def failed(self) -> bool:
         """Whether the rank ended unsuccessfully by itself."""
-        return not self.running and not self.stopped and self.exit_code != 0
+        return bool(self.code) and not self.stopped
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code by the shell's convention: 128 plus the number of a signal."""
+        return self.code if self.code is None or self.code >= 0 else 128 - self.code
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the signal that killed it, or None."""
+        if self.code is None or self.code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:
+            return f"signal {-self.code}"  # a real-time signal
+
+    @property
+    def how(self) -> str:
+        """How it ended, for display."""
+        return "running" if self.code is None else self.signal or f"exit code {self.code}"
 
     def __str__(self) -> str:
-        how = "running" if self.running else self.signal or f"exit code {self.exit_code}"
         stopped = ", stopped with its job" if self.stopped else ""
-        return f"rank {self.rank} on host{self.host}: {how}{stopped}"
+        return f"rank {self.rank} on host{self.host}: {self.how}{stopped}"
 
 
 @final
@@ -200,21 +214,16 @@ class Job:
         )
 
     def _outcomes(self) -> list[Outcome]:
-        outcomes = []
-        for rank, process in enumerate(self._ranks):
-            code = process.returncode
-            killed = code is not None and code < 0
-            outcomes.append(
-                Outcome(
-                    rank=rank,
-                    host=self._hosts[rank],
-                    exit_code=None if killed else code,
-                    signal=_signal_name(-code) if killed else None,
-                    stopped=rank in self._stopped,
-                    stderr=tail(self._logs[rank][1]) if self._logs else "",
-                )
+        return [
+            Outcome(
+                rank=rank,
+                host=self._hosts[rank],
+                code=process.returncode,
+                stopped=rank in self._stopped,
+                stderr=tail(self._logs[rank][1]) if self._logs else "",
             )
-        return outcomes
+            for rank, process in enumerate(self._ranks)
+        ]
 
 
 @contextlib.contextmanager
@@ -414,10 +423,3 @@ def tail(descriptor: int) -> str:
     size = os.fstat(descriptor).st_size
     text = read_all(descriptor, max(0, size - _TAIL_BYTES)).decode(errors="replace")
     return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"  # a real-time signal

@@ -31,8 +31,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    import subprocess
-
     from laconic.lab.emulation.forward import Forward
 
 __all__ = ["Entry", "Plan"]
@@ -225,7 +223,7 @@ def keep(channel_descriptor: int, plan: Plan) -> None:
         with contextlib.suppress(BrokenPipeError):  # the launcher died meanwhile
             report = {"user": user, "congestion_control": _congestion_control()}
             socket.send_fds(channel, [json.dumps(report).encode()], descriptors)
-            ends = {launcher, *([] if forwarder is None else [os.pidfd_open(forwarder.pid)])}
+            ends = {launcher, *([] if forwarder is None else [os.pidfd_open(forwarder)])}
             readable = [channel.fileno(), *ends]
             while ends.isdisjoint(select.select(readable, [], [])[0]):
                 if not (command := channel.recv(1 << 16)):
@@ -261,18 +259,17 @@ def _set_unreachable(
     return b"{}"
 
 
-def _build(plan: Plan) -> tuple[bool, list[int], int, subprocess.Popen[bytes] | None]:
+def _build(plan: Plan) -> tuple[bool, list[int], int, int | None]:
     """Build switch and hosts.
 
     Returns whether a user namespace was created, the launcher's descriptors, the switch, and the
-    forwarder if there is one.
+    number of the forwarder's process if there is one.
     """
     own_user = _may_unshare_network()
     pid = _new_pid_namespace()
     forward: Forward | None = None
     if plan.forward is not None:
         forward = _forward_module().Forward(**plan.forward)
-        forward.check()
     settings = [*_SETTINGS.items(), *(_FORWARDED.items() if forward is not None else ())]
     if plan.congestion_control is not None:
         settings.append((_CONGESTION_CONTROL, plan.congestion_control))

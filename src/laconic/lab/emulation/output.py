@@ -7,6 +7,8 @@ from collections import deque
 from pathlib import Path
 from typing import Final
 
+from laconic.lab.emulation.jobs import close_all
+
 __all__ = ["Lines", "Stream"]
 
 _BAR_SECONDS: Final = 1.0  # between two updates of a progress bar
@@ -58,7 +60,6 @@ class Stream:
 
     def __init__(self, log: Path | None) -> None:
         self.last: deque[bytes] = deque(maxlen=_LAST_LINES)
-        self.ended = False
         self._lines = Lines()
         self._path = log
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -66,21 +67,9 @@ class Stream:
         self.read_end, self.write_end = os.pipe()
         os.set_blocking(self.read_end, False)
 
-    def close_write_end(self) -> None:
-        """Close our copy of the write end once the process has its own.
-
-        Otherwise the pipe would never reach its end.
-        """
-        os.close(self.write_end)
-        self.write_end = -1
-
     def read(self, now: float) -> list[bytes]:
-        """Return the lines that are available. `ended` is set when the pipe is closed."""
-        piece = self._take()
-        if piece is None:
-            return []
-        self.ended = not piece
-        return self._remember(self._lines.feed(piece, now) if piece else self._lines.end())
+        """Return the lines that are available."""
+        return self._remember(self._lines.feed(self._take(), now))
 
     def drain(self, now: float) -> list[bytes]:
         """Return all remaining lines, including an incomplete last one, without waiting."""
@@ -91,17 +80,14 @@ class Stream:
 
     def close(self) -> None:
         """Close all open descriptors."""
-        for descriptor in (self.read_end, self.write_end, self._log):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.read_end = self.write_end = self._log = -1
+        close_all([self.read_end, self.write_end, *([self._log] if self._log >= 0 else [])])
 
-    def _take(self) -> bytes | None:
-        """Read what is available and store it in the file. b"" is the end, None is no data yet."""
+    def _take(self) -> bytes:
+        """Read what is available and store it in the file."""
         try:
             taken = piece = os.read(self.read_end, _PIECE)
         except BlockingIOError:
-            return None
+            return b""
         while piece and self._log >= 0:
             try:
                 piece = piece[os.write(self._log, piece) :]

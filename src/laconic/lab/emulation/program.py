@@ -6,7 +6,6 @@ import contextlib
 import json
 import selectors
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ from typing import Any, Final, Protocol
 
 from laconic.elastic import COORDINATOR_VARIABLE, TRACE_VARIABLE
 from laconic.errors import check_int
-from laconic.lab.emulation import torchrun
 from laconic.lab.emulation.cluster import (
     Cluster,
     Loopback,
@@ -26,12 +24,11 @@ from laconic.lab.emulation.cluster import (
     rank_variables,
 )
 from laconic.lab.emulation.faults import Plan
-from laconic.lab.emulation.goodput import Goodput, goodput_of, trace_directory
+from laconic.lab.emulation.goodput import Goodput, read, summary, trace_directory
 from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injection
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
 from laconic.lab.emulation.network import QUANTITIES, Network
 from laconic.lab.emulation.output import Stream
-from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
 
 __all__ = ["Ended", "Network", "Process", "Settings", "Watch", "run"]
 
@@ -46,10 +43,10 @@ _POLL_SECONDS: Final = 0.1  # maximum delay until the end of a process is notice
 class Settings:
     """The program to run, and where.
 
-    ``argv`` runs ``per_host`` times on each host or, if it starts torchrun, once. ``out`` is the
-    directory for logs and rates; None stores nothing. ``faults``: what happens to the hosts; None
-    starts no coordinator either. ``restart``: seconds after which a lost program is started again;
-    None for never.
+    ``argv`` runs ``per_host`` times on each host; torchrun runs once, and starts as many. ``out``
+    is the directory for logs and rates; None stores nothing. ``faults``: what happens to the hosts;
+    None starts no coordinator either. ``restart``: seconds after which a lost program is started
+    again; None for never.
     """
 
     argv: tuple[str, ...]
@@ -70,7 +67,11 @@ class Settings:
             check_int("per-host", self.per_host, 1)
         if shutil.which(self.argv[0]) is None:
             raise ValueError(f"program not found: {self.argv[0]!r}; check its name and PATH")
-        torchrun.find(self.argv, self.network.hosts, self.per_host)
+        for option in self.argv if _is_torchrun(self.argv) else ():
+            if option.startswith(("--nnodes", "--nproc", "--standalone")):
+                raise ValueError(
+                    f"give the lab's --hosts and --per-host in place of torchrun's {option}"
+                )
 
 
 @dataclass(frozen=True)
@@ -90,20 +91,6 @@ class Failure:
     process: Process
     outcome: Outcome
     last: Sequence[bytes]
-
-    @property
-    def how(self) -> str:
-        """The exit code or signal, for display."""
-        return self.outcome.signal or f"exit code {self.outcome.exit_code}"
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code by the shell's convention: 128 plus the number of a signal."""
-        name = self.outcome.signal
-        if name is None:
-            assert self.outcome.exit_code is not None, "a failed rank has ended"
-            return self.outcome.exit_code
-        return 128 + (signal.Signals[name] if name.startswith("SIG") else int(name.split()[-1]))
 
 
 @dataclass(frozen=True)
@@ -217,9 +204,6 @@ class _Run:
                 self.start_coordinator()
             for rank in range(len(self._ranks)):
                 self._job.add(self._start(rank))
-                if self._injection is None:
-                    for stream in self._streams[rank]:
-                        stream.close_write_end()
             while not self._settled():
                 self._forward_output()
             self._report_failure()
@@ -277,10 +261,7 @@ class _Run:
             seconds = min(seconds, max(self._injection.next_due() - self._seconds(), 0.0))
         for key, _ in self._selector.select(seconds):
             stream, process, error = key.data
-            lines = stream.read(self._seconds())
-            if stream.ended:
-                self._selector.unregister(stream.read_end)
-            self._print(process, error, lines)
+            self._print(process, error, stream.read(self._seconds()))
         if self._seconds() >= self._due:
             self._due += SAMPLE_SECONDS
             self._sample()
@@ -332,7 +313,7 @@ class _Run:
         sent = self._samples[-1][1] if self._samples else None
         goodput = None
         if self._trace is not None:
-            goodput = goodput_of(self._trace, self._happened, self._begin_time, seconds)
+            goodput = summary(read(self._trace), self._happened, self._begin_time, seconds)
         ended = Ended(self._first, seconds, sent, self._happened, goodput)
         if self._settings.out is not None:
             path = self._settings.out / "rates.json"
@@ -344,30 +325,24 @@ class _Run:
 def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Process]:
     """Yield the processes to start, by rank."""
     shared = job_environment(cluster, {"PYTHONUNBUFFERED": "1"})
-    shared["GROUP_WORLD_SIZE"] = str(settings.network.hosts)  # without the coordinator's host
-    for name in (BANDWIDTH_VARIABLE, LATENCY_VARIABLE):
-        shared.pop(name, None)
-    rates, latencies = map(settings.network.each, ("bandwidth", "latency"))
-    launcher = torchrun.find(settings.argv, settings.network.hosts, settings.per_host)
-    per_host = settings.per_host or 1
-    if launcher is not None:
-        per_host = int(launcher.per_host) if launcher.per_host.isdecimal() else 1
-    for host, rate in enumerate(rates):
-        env = dict(shared)
-        if not cluster.emulated:
-            if rate is not None:
-                env[BANDWIDTH_VARIABLE] = str(rate / per_host)
-            if latencies[host]:
-                env[LATENCY_VARIABLE] = str(latencies[host])
-        if launcher is not None:
-            address, port = cluster.addresses[0], int(shared["MASTER_PORT"])
-            name = f"host{host}/rank{host}" if launcher.per_host == "1" else f"host{host}"
-            yield Process(name, host, launcher.command(host, address, port), env)
-        else:
-            for rank in range(host * per_host, (host + 1) * per_host):
-                variables = rank_variables(rank, host, per_host, per_host * len(rates))
-                name = f"host{host}/rank{rank}"
-                yield Process(name, host, settings.argv, {**env, **variables})
+    hosts, per_host = settings.network.hosts, settings.per_host or 1
+    shared["GROUP_WORLD_SIZE"] = str(hosts)  # without the coordinator's host
+    # torchrun takes its options from these.
+    shared |= {"PET_NNODES": str(hosts), "PET_NPROC_PER_NODE": str(per_host)}
+    shared |= {f"PET_{name}": shared[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    for host in range(hosts):
+        env = {**shared, **cluster.slowdown(host, per_host), "PET_NODE_RANK": str(host)}
+        if _is_torchrun(settings.argv):
+            name = f"host{host}/rank{host}" if per_host == 1 else f"host{host}"
+            yield Process(name, host, settings.argv, env)
+            continue
+        for rank in range(host * per_host, (host + 1) * per_host):
+            variables = rank_variables(rank, host, per_host, per_host * hosts)
+            yield Process(f"host{host}/rank{rank}", host, settings.argv, {**env, **variables})
+
+
+def _is_torchrun(argv: Sequence[str]) -> bool:
+    return Path(argv[0]).name == "torchrun" or "torch.distributed.run" in argv
 
 
 def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback, trace: Path) -> Process:
@@ -408,7 +383,8 @@ def _write_rates(
         "congestion_control": cluster.congestion_control,
         "hosts": hosts,
         "seconds": ended.seconds,
-        "failed": ended.first and {"process": ended.first.process.name, "how": ended.first.how},
+        "failed": ended.first
+        and {"process": ended.first.process.name, "how": ended.first.outcome.how},
         "samples": [{"seconds": round(seconds, 3), "sent": sent} for seconds, sent in samples],
     }
     if settings.faults is not None:

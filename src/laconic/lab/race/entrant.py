@@ -20,7 +20,6 @@ from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.round import Recipe
 from laconic.lab.race.rivals import Rival
-from laconic.lab.race.timeline import Recorder
 from laconic.links import Link
 
 SAMPLE_SIZE = 2**16
@@ -31,9 +30,9 @@ class RecipeEntrant:
     """Trains a model under a laconic recipe, on this rank.
 
     ``group_size`` is the number of workers per group, for recipes with rounds inside groups.
-    ``recorder`` records what this rank does when, ``consensus`` is a context in which the model is
-    the consensus model, ``mean`` returns the mean of a number over the ranks, which all call, and
-    ``report`` receives the training loss before each `step`.
+    ``consensus`` is a context in which the model is the consensus model, ``mean`` returns the mean
+    of a number over the ranks, which all call, and ``report`` receives the training loss before
+    each `step`.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class RecipeEntrant:
         group_size: int | None = None,
     ) -> None:
         self.model = model
-        self.recorder = Recorder()
         self._optimizer = optimizer
         self._link = link
         self._sample_due = False
@@ -54,8 +52,6 @@ class RecipeEntrant:
         grouped = isinstance(recipe, tuple) and in_groups(recipe)
         size = group_size if grouped else None
         self.sync = laconic.attach(model, optimizer, recipe, link=link, group_size=size)
-        self.sync.observe_waiting(self.recorder.add_wait)
-        self.sync.observe_collectives(self.recorder.add_send)
         self.consensus = self.sync.consensus
         self.mean = self.sync.mean
         self.report = self.sync.report_loss
@@ -141,8 +137,6 @@ class RivalEntrant:
         self.model = self._attached.model
         self.rounds = rival.rounds
         self.close = self._attached.close
-
-    recorder = None
 
     def report(self, loss: float) -> None:
         """Do nothing: no library here uses the loss."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 
-from laconic.lab.race.comparison import groups
-from laconic.lab.race.plots import STYLE, pictures, timeline
+from laconic.lab.race.plots import STYLE, pictures
 from laconic.lab.race.result import Result
 from laconic.lab.race.table import Cell, caption, cells, heading
 from laconic.lab.race.verdict import question, sentences
@@ -24,10 +22,9 @@ def page(result: Result) -> str:
         "style": STYLE,
         "answer": _paragraphs(sentences(result)),
         "conditions": _paragraphs(about),
-        "pictures": _figures(pictures(result)),
+        "pictures": "\n".join(f"<figure>{picture}</figure>" for picture in pictures(result)),
         "table": _table(result),
         "notes": _paragraphs(caption(result)[len(about) :]),
-        "timelines": _figures(timeline(group.first) for group in groups(result)),
         "machine": _definitions({**result.machine, **result.versions}),
         "command": escape(result.command),
         "version": escape(__version__),
@@ -38,10 +35,6 @@ def page(result: Result) -> str:
 
 def _paragraphs(texts: list[str]) -> str:
     return "\n".join(f"<p>{escape(text)}</p>" for text in texts if text)
-
-
-def _figures(drawn: Iterable[str]) -> str:
-    return "\n".join(f"<figure>{picture}</figure>" for picture in drawn if picture)
 
 
 def _definitions(values: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Draw the curves of a race, and what its workers do when, as static SVG.
+"""Draw the curves of a race as static SVG.
 
 Lines are labeled at their ends. Colors are CSS variables (`STYLE`), so one picture serves a light
 and a dark page. A length is in pixels of a picture `WIDTH` wide, which a page may scale.
@@ -22,7 +22,6 @@ from laconic.lab.race.result import (
     Axis,
     Point,
     Result,
-    Row,
     line,
 )
 
@@ -32,11 +31,11 @@ GRAY = "#767676"
 STYLE = """
 :root { --paper: #fff; --ink: #1b1f24; --soft: #59636e; --line: #d9dee4; --bad: #b3261e;
   --c0: #0072b2; --c1: #d55e00; --c2: #00815c; --c3: #b8508f; --c4: #a96f00; --c5: #2b88bd;
-  --c6: #333; --gray: #767676; --compute: #2a9d76; --wait: #e0a33a; --send: #3b6fb6; }
+  --c6: #333; --gray: #767676; }
 @media screen and (prefers-color-scheme: dark) {
   :root { --paper: #101418; --ink: #e6eaee; --soft: #9aa5b0; --line: #313a43; --bad: #ff8a80;
     --c0: #5aaee6; --c1: #ff8a3d; --c2: #3ccf9b; --c3: #e796c5; --c4: #f0b93a; --c5: #8fd3f7;
-    --c6: #ddd; --gray: #9a9a9a; --compute: #2f9e78; --wait: #d9a441; --send: #6d9fe3; } }
+    --c6: #ddd; --gray: #9a9a9a; } }
 svg { background: var(--paper); font: 13px system-ui, "Liberation Sans", sans-serif; }
 svg text { fill: var(--soft); }
 svg .title { fill: var(--ink); font-weight: 600; }
@@ -46,7 +45,6 @@ WIDTH, HEIGHT = 480, 320
 _LEFT, _TOP, _BOTTOM = 44, 34, 42
 _NAMES, _NAME_LETTERS = 176, 21
 _TEXT = 16  # of a line of text
-_WORKER = 40
 
 
 @dataclass(frozen=True)
@@ -251,32 +249,6 @@ def _svg(width: float, height: float, title: str, body: Sequence[str]) -> str:
         f'width="{width:g}" height="{height:g}" role="img">'
         f'<text class="title" x="0" y="16">{escape(title)}</text>' + "".join(body) + "</svg>"
     )
-
-
-def timeline(row: Row) -> str:
-    """Draw what each worker does when, from the start on: above the training, below its messages.
-
-    It ends with the eighth message of worker 0, since more would be indistinguishable. Returns ""
-    for a row without messages.
-    """
-    sent = sorted(end for _, end, kind in (row.timeline or ((),))[0] if kind == "send")
-    if not sent:
-        return ""
-    height = _TOP + len(row.timeline) * _WORKER + _BOTTOM
-    x = Scale(0, sent[:8][-1], 8, WIDTH - 12)
-    drawn = _x_axis(x, height - _BOTTOM, "seconds of training")
-    for rank, spans in enumerate(row.timeline):
-        top = _TOP - 8 + rank * _WORKER
-        drawn.append(f'<text x="8" y="{top + 14}">worker {rank}</text>')
-        for start, end, kind in spans:
-            left, right = x(start), x(min(end, x.high))
-            if left < right:
-                drawn.append(
-                    f'<rect x="{left:.1f}" y="{top + (30 if kind == "send" else 18)}" '
-                    f'width="{right - left:.1f}" height="{5 if kind == "send" else 11}" '
-                    f'fill="var(--{kind})"/>'
-                )
-    return _svg(WIDTH, height, row.recipe, drawn)
 
 
 def loss_limits(result: Result) -> tuple[float, float, bool] | None:

@@ -10,23 +10,11 @@ from pathlib import Path
 from laconic.lab.race.comparison import common
 from laconic.lab.race.page import page
 from laconic.lab.race.plots import picture
-from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, STEPS, Point, Result, Row, read
+from laconic.lab.race.result import SECONDS, STEPS, Result, read
 from laconic.lab.race.table import caption, figures, table
 from laconic.lab.race.verdict import question, sentences, verdict
 
-__all__ = [
-    "NO_COMMUNICATION",
-    "Point",
-    "Result",
-    "Row",
-    "prepare",
-    "read",
-    "save",
-    "summary",
-    "table",
-    "verdict",
-    "write",
-]
+__all__ = ["prepare", "read", "save", "summary", "table", "verdict", "write"]
 
 
 def write(result: Result, directory: Path) -> list[Path]:

@@ -62,8 +62,6 @@ class Point:
 
 Status = Literal["ok", "diverged", "failed", "absent"]
 """How a row ended."""
-Span = tuple[float, float, Literal["compute", "send", "wait"]]
-"""Start and end in seconds, and what a worker did in between."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,7 @@ class Row:
         ledger_bytes_per_step: payload sent per host, from laconic's ledger; NaN for other
         libraries. interface_bytes_per_step: bytes sent per host with headers, from the interface's
         counter. waiting: share of the time spent waiting for the network, 0 to 1; NaN for other
-        libraries. curve: validations by time. notes: remarks shown below the table. timeline: what
-        each rank did when, from the start of training, without validations. A long
-            run keeps only its beginning and end. Empty for other libraries.
+        libraries. curve: validations by time. notes: remarks shown below the table.
         seed: of the model and the batches. A recipe has one row per seed.
         peer: whether the row is another library, whose bytes are known from the interface only.
         worker_steps: by rank. They differ under a recipe whose rounds close with a quorum.
@@ -100,7 +96,6 @@ class Row:
     waiting: float
     curve: tuple[Point, ...]
     notes: tuple[str, ...] = ()
-    timeline: tuple[tuple[Span, ...], ...] = ()
     seed: int = 0
     peer: bool = False
     worker_steps: tuple[int, ...] = ()
@@ -144,7 +139,7 @@ class Result:
     def to_json(self) -> str:
         """Return standard JSON, in which a nonfinite number is null."""
         text = json.dumps(_plain(asdict(self)), indent=1, allow_nan=False)
-        # Write innermost lists and objects on one line: a span would otherwise take five.
+        # Write innermost lists and objects on one line, such as the points of a curve.
         return re.sub(r"([\[{])\n\s*([^\[\]{}]*?)\s*([\]}])", _on_one_line, text)
 
     @classmethod
@@ -164,7 +159,8 @@ def _on_one_line(match: re.Match[str]) -> str:
 
 
 def _row(fields: dict[str, Any]) -> Row:
-    fields = {k: v for k, v in fields.items() if k not in ("rounds", "source")}  # of version 0.2
+    # Files of earlier versions have more.
+    fields = {k: v for k, v in fields.items() if k not in ("rounds", "source", "timeline")}
     numbers = ("seconds", "seconds_per_step", "ledger_bytes_per_step", "waiting")
     return Row(
         **{
@@ -172,10 +168,6 @@ def _row(fields: dict[str, Any]) -> Row:
             **{name: math.nan for name in numbers if fields[name] is None},
             "curve": tuple(Point(**point) for point in fields["curve"]),
             "notes": tuple(fields["notes"]),
-            "timeline": tuple(
-                tuple((start, end, kind) for start, end, kind in rank)
-                for rank in fields.get("timeline", ())
-            ),
             "worker_steps": tuple(fields.get("worker_steps", ())),
         }
     )

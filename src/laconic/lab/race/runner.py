@@ -24,7 +24,6 @@ from laconic.lab.emulation.cluster import Cluster, Loopback, emulate, launch
 from laconic.lab.emulation.jobs import Job, Outcome
 from laconic.lab.emulation.network import Network, check_host
 from laconic.lab.race import rivals, user_files
-from laconic.lab.race import timeline as timelines
 from laconic.lab.race.notes import advice, quorum_notes
 from laconic.lab.race.result import (
     FREE_NETWORK,
@@ -34,7 +33,7 @@ from laconic.lab.race.result import (
     Row,
     Status,
 )
-from laconic.lab.race.worker import NOT_FINITE, Spec
+from laconic.lab.race.worker import NOT_FINITE, TIMEOUT, Spec
 
 Event = dict[str, Any]
 Watch = Callable[[str, Event], None]
@@ -43,8 +42,6 @@ Watch = Callable[[str, Event], None]
 
 DIVERGED = 3.0
 """A loss this many times the initial loss counts as diverged."""
-RANK_TIMEOUT = 60.0
-"""A rank that does not answer for this many seconds fails its row."""
 UNTHROTTLED = "it needs emulated hosts: a throttled link slows only laconic's own messages"
 """Why another library has no row without emulated hosts."""
 NO_THROTTLED_QUORUM = (
@@ -181,7 +178,8 @@ def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
         else:
             versions[rival.name] = installed
     names = (*[NO_COMMUNICATION] * settings.baseline, *settings.names())
-    with emulate(settings.network) as (cluster, reason), Loopback(settings.network.hosts) as free:
+    network, unlimited = settings.network, Network(settings.network.hosts, bandwidth=None)
+    with emulate(network) as (cluster, reason), Loopback(unlimited) as free:
         if not cluster.emulated:
             known, rules = settings.recipes, settings.user_recipes()
             quorums = [text for text in known if _has_quorum(parse_recipe(text, rules))]
@@ -252,8 +250,6 @@ def _row(
     text = "" if name == NO_COMMUNICATION else name.removesuffix(FREE_NETWORK)
     peer = name in settings.rivals
     cluster = free if name.endswith(FREE_NETWORK) else cluster
-    throttled = not (cluster.emulated or cluster is free)
-    network, rates = settings.network, settings.network.each("bandwidth")
     spec = Spec(
         recipe=text,
         peer=peer,
@@ -265,12 +261,8 @@ def _row(
         steps=settings.steps,
         seed=seed,
         validations=settings.validations,
-        # Emulated hosts have slow interfaces. Otherwise the link is throttled, shared by ranks.
-        bandwidths=[rate / settings.per_host for rate in rates] if throttled else None,
-        latencies=network.each("latency") if throttled else None,
-        paces=[settings.slow_hosts.get(host, 1.0) for host in range(network.hosts)],
+        paces=[settings.slow_hosts.get(host, 1.0) for host in range(settings.network.hosts)],
         interface=cluster.interface if cluster.emulated else None,
-        timeout=RANK_TIMEOUT,
     )
     watch(name, {"event": "launched"})
     argv = [sys.executable, "-m", "laconic.lab.race.worker", spec.to_json()]
@@ -280,22 +272,10 @@ def _row(
     for event in _events(job):
         watch(name, event)
         last = event if event["event"] in ("step", "end") else last
-    outcomes = job.wait(timeout=RANK_TIMEOUT)
+    outcomes = job.wait(timeout=TIMEOUT)
     row = _row_from(name, peer, last, outcomes, settings)
-    if row.curve and not peer:
-        records = [_last_event(job, rank, "timeline") for rank in range(len(outcomes))]
-        timeline = timelines.on_common_clock(
-            [r["ran"] for r in records], [r["spans"] for r in records]
-        )
-        row = replace(row, timeline=timeline)
     watch(name, {"event": "done", "row": row})
     return row, int(last.get("parameters", 0))
-
-
-def _last_event(job: Job, rank: int, event: str) -> Event:
-    """Return the rank's last event of a kind."""
-    lines = [line for line in job.stdout(rank).splitlines() if line.startswith("{")]
-    return next(e for e in map(json.loads, reversed(lines)) if e["event"] == event)
 
 
 def _events(job: Job) -> Iterator[Event]:

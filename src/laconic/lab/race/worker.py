@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,10 +29,12 @@ from laconic.lab.race import plan, rivals, user_files
 from laconic.lab.race.entrant import Entrant, RecipeEntrant, RivalEntrant
 from laconic.lab.race.rivals import Rival
 from laconic.lab.race.workloads import Batch, Workload, lr_factor
-from laconic.links import Link, Throttled, world_link
+from laconic.links.rank_sets import own_link
 
 NOT_FINITE = 3
 """Exit code of a rank that ends with a `NotFiniteError`: training diverged."""
+TIMEOUT = 60.0
+"""A rank that does not answer for this many seconds fails its row."""
 REPORT_SECONDS = 0.5
 """How often rank 0 reports progress."""
 
@@ -44,9 +45,8 @@ class Spec:
 
     ``recipe`` is empty for no communication, and the name of another library if ``peer``. ``rules``
     is the file with the user's own recipes. ``group_size`` is workers per group. ``seconds`` or
-    ``steps`` ends the run. ``bandwidths`` (bit/s, of a rank on each host) and ``latencies`` (s, of
-    a round trip of each host) are for a link to be throttled here. ``paces`` are the factors by
-    which each host's compute time is extended. ``interface`` is the one whose counter is read.
+    ``steps`` ends the run. ``paces`` are the factors by which each host's compute time is extended.
+    ``interface`` is the one whose counter is read.
     """
 
     recipe: str
@@ -59,11 +59,8 @@ class Spec:
     steps: int | None
     seed: int
     validations: int
-    bandwidths: list[float] | None
-    latencies: list[float] | None
     paces: list[float]
     interface: str | None
-    timeout: float
 
     def to_json(self) -> str:
         """Return the specification for the worker's command line."""
@@ -83,7 +80,6 @@ class Clock:
     def __init__(self, entrant: Entrant, interface: str | None) -> None:
         self._entrant = entrant
         self._interface = interface
-        self._recorder = entrant.recorder
         self._ranks = int(os.environ["LOCAL_WORLD_SIZE"])
         self._started: tuple[float, ...] | None = None
         self._frames = self._barrier_bytes = 0.0
@@ -104,8 +100,6 @@ class Clock:
         if not self.steps:  # measure what a barrier itself sends
             self._barrier_bytes = self._barrier() - self._frames
             self._frames += self._barrier_bytes
-        if self._recorder is not None:
-            self._recorder.resume()
         self._started = self._read()
 
     def running(self) -> float:
@@ -117,8 +111,6 @@ class Clock:
         """Stop counting, after ``step``."""
         assert self._started is not None, "stopped before it was started"
         now = self._read()
-        if self._recorder is not None:
-            self._recorder.pause()
         spent = [after - before for before, after in zip(self._started, now, strict=True)]
         self.steps = step
         self.seconds += spent[0]
@@ -166,20 +158,12 @@ class Run:
         if isinstance(entry, Rival):
             self.entrant = RivalEntrant(self.model, self._optimizer, entry)
         else:
-            self.entrant = RecipeEntrant(
-                self.model, self._optimizer, entry, self._link(), spec.group_size
-            )
+            link = own_link(torch.device("cpu"), TIMEOUT)
+            self.entrant = RecipeEntrant(self.model, self._optimizer, entry, link, spec.group_size)
         self._no_communication = entry == ()
         self._pace, self._stepping = spec.paces[self.host], 0.0
         self.clock = Clock(self.entrant, spec.interface)
-        self.loss = math.nan
-
-    def _link(self) -> Link:
-        timeout = timedelta(seconds=self.spec.timeout)
-        link = world_link(torch.device("cpu"), timeout)
-        if self.spec.bandwidths is None or self.spec.latencies is None:
-            return link
-        return Throttled(link, self.spec.bandwidths[self.host], self.spec.latencies[self.host])
+        self.loss, self._reported = math.nan, 0.0
 
     def step(self, step: int, share: float, sample: bool = False) -> None:
         """Run one training step, at the learning rate after this ``share`` of the run.
@@ -203,6 +187,12 @@ class Run:
         self.entrant.report(self.loss)
         self.entrant.step(sample)
         self._stepping = time.thread_time() - busy
+
+    def report(self, step: int, steps: int) -> None:
+        """Print the progress, if that is long ago."""
+        if time.perf_counter() - self._reported > REPORT_SECONDS:
+            self._reported = time.perf_counter()
+            emit(self.rank, event="step", step=step, steps=steps, loss=self.loss)
 
     def _batch(self, step: int) -> Batch:
         try:
@@ -263,10 +253,6 @@ def race(spec: Spec) -> None:
         guess = spec.steps or max(int((spec.seconds or 0.0) / pace), 1)
         curve = train(run, plan.Schedule(run.entrant.rounds, spec.seconds, guess, validations))
     parameters = sum(p.numel() for p in run.model.parameters())
-    recorder = run.entrant.recorder
-    if recorder is not None:
-        record = {"event": "timeline", "ran": recorder.ran, "spans": recorder.spans()}
-        print(json.dumps(record), file=sys.__stdout__, flush=True)  # on every rank
     choices = run.entrant.sync.choices if isinstance(run.entrant, RecipeEntrant) else []
     closings = run.entrant.sync.closings if isinstance(run.entrant, RecipeEntrant) else []
     rosters = [closing.roster for closing in closings]
@@ -306,17 +292,14 @@ def train_by_time(run: Run, seconds: float, validations: int) -> Curve:
     Workers take different numbers of steps. The curve has their mean. Each validation is after the
     same time on all workers; those that wait for the others' last step are not timed meanwhile.
     """
-    clock, reported, step = run.clock, 0.0, 0
+    clock, step = run.clock, 0
     curve = [(0, 0.0, 0.0, run.validation_loss(), run.entrant.distance())]
     for number in range(1, validations + 1):
         clock.start()
         while (spent := clock.running()) < seconds * number / validations:
             step += 1
             run.step(step, spent / seconds)
-            if time.perf_counter() - reported > REPORT_SECONDS:
-                reported, pace = time.perf_counter(), clock.running() / step
-                emit(run.rank, event="step", step=step, steps=max(step, round(seconds / pace)),
-                     loss=run.loss, sent=run.entrant.sent(), pace=pace)  # fmt: skip
+            run.report(step, max(step, round(seconds * step / clock.running())))
         clock.stop(step)
         run.entrant.sample()
         mean = run.entrant.mean
@@ -330,17 +313,14 @@ def train_by_time(run: Run, seconds: float, validations: int) -> Curve:
 
 def train(run: Run, planned: plan.Schedule) -> Curve:
     """Train as long as planned, and return the curve."""
-    clock, reported, step = run.clock, 0.0, 0
+    clock, step = run.clock, 0
     curve = [(0, 0.0, 0.0, run.validation_loss(), run.entrant.distance())]
     clock.start()
     while step < planned.steps and math.isfinite(curve[-1][3]):
         step += 1
         run.step(step, step / planned.steps, sample=planned.is_check(step))
         planned.recipe = run.entrant.rounds
-        if time.perf_counter() - reported > REPORT_SECONDS:
-            reported, pace = time.perf_counter(), clock.running() / step
-            emit(run.rank, event="step", step=step, steps=planned.steps, loss=run.loss,
-                sent=run.entrant.sent(), pace=pace)  # fmt: skip
+        run.report(step, planned.steps)
         if planned.is_check(step):
             clock.stop(step)
             elapsed, megabytes = run.entrant.mean(clock.seconds), clock.megabytes()

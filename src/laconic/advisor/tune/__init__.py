@@ -1,1 +1,0 @@
-"""`laconic tune`: search for good settings of a recipe."""
