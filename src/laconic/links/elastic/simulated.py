@@ -122,12 +122,12 @@ class SimulatedPolls:
             return False
         one = next(iter(waiting.values()))
         present = self._left([int(id) for id in one.active], one.serial)
-        if not present or any(worker not in waiting for worker in present):
+        if any(worker not in waiting for worker in present):
             return False
         found = self._next({str(worker): waiting[worker] for worker in present})
-        if found is None:
+        if found is None and present:
             return False
-        time, self._decided = found
+        time, self._decided = found or (0.0, Decision(CALLS))  # where none is left, all end
         self._serial = one.serial
         joining = self._joining(one.serial, present) if one.admit else []
         self._begun.update(joining)
@@ -158,6 +158,8 @@ class SimulatedPolls:
 
     def _next(self, waiting: Mapping[str, _Waiting]) -> tuple[float, Decision] | None:
         """When these workers' next round closes, or call begins, and what is decided then."""
+        if not waiting:
+            return None
         one, plan = next(iter(waiting.values())), self._cast.plan
         decided = plan.decided(one.serial)
         if decided is not None:
