@@ -302,7 +302,7 @@ def _arrange(
     check_buffers(recipe, buffers, elastic=False)  # `attach` has checked that
     check_identical(recipe)
     check_order(recipe, sharded=sharded, queues=sets["world"].queues)
-    plain = not elastic and ranks == 1 and params[0].device.type == "cpu"
+    plain = ranks == 1 and params[0].device.type == "cpu"
     check_quorum(recipe, None if elastic else sets["workers"].size, plain=plain)
     recipe = replicated(recipe) if elastic else recipe
     if sharded:

@@ -296,7 +296,7 @@ def test_wrong_uses(recipe: la.Recipe, options: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"faults": la.Faults(2)}, "come and go"),
+        ({"faults": la.Faults(2)}, "parameters of the start"),
         ({"workers": 2, "link": lambda link: la.links.Throttled(link, "1gbit")}, "without link="),
         ({"workers": 2, "step_seconds": [1.0]}, "one for each"),
         ({"workers": 2, "step_seconds": [1.0, 0.0]}, "step_seconds must be a finite number"),

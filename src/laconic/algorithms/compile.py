@@ -97,7 +97,7 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
     if with_quorum and not plain:
         raise ValueError(
             "quorum= and pace='own' are for workers of one rank, with models on the CPU, so far: "
-            "leave out nprocs_per_node=, mesh= and elastic="
+            "leave out nprocs_per_node= and mesh="
         )
 
 

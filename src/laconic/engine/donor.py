@@ -22,7 +22,7 @@ from laconic.errors import LinkError, after_step, when_uncaught
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.link import ElasticLink, Settings
 from laconic.links.elastic.rank_link import RankLink
-from laconic.links.elastic.relay import numbers_of
+from laconic.links.elastic.relay import Relay, numbers_of
 from laconic.links.elastic.relay_frames import Bequest, Snapshot, StepSettings
 from laconic.tensors import local, plain
 
@@ -95,7 +95,7 @@ class Donor:
 
     def _before_step(self) -> None:
         """Send the settings of the step that begins."""
-        if not self._link.relays:
+        if not self._link.relays or self._driver.run.quorum is not None:
             self._settings.clear()
             return
         step, begun = self._driver.session.step, self._link.units.call.step
@@ -139,6 +139,8 @@ class Donor:
         newcomer that has another asks for it: gradients may have been changed (clipped) after they
         were averaged."""
         session, run = self._driver.session, self._driver.run
+        if run.quorum is not None:  # a newcomer goes on from the step after which it was sent x
+            return (0, [], {}, None), None
         if call.name != GRADIENTS:
             return (0, *self._settings[steps_before(call)]), None
 
@@ -165,15 +167,21 @@ class Donor:
         callers = [] if leaves else reception.callers(session.step)
         left, inherits, called = inside.any(bool(leaves), bool(bequests), bool(callers))
         if left:
-            self._leave_run()
+            with self._driver.run.quiet():
+                self._leave_run()
         if inherits:
             self._take_over(bequests)
         if called:
-            snapshot = self._snapshot()
-            for relay in callers:
-                self._link.relays.append(relay)
-                relay.begin(snapshot)
-                log.info("sending the state %s to a newcomer", after_step(session.step))
+            with self._driver.run.quiet():
+                self._answer(callers)
+
+    def _answer(self, callers: Sequence[Relay]) -> None:
+        """Begin to send the state to the newcomers that have called."""
+        snapshot, step = self._snapshot(), self._driver.session.step
+        for relay in callers:
+            self._link.relays.append(relay)
+            relay.begin(snapshot)
+            log.info("sending the state %s to a newcomer", after_step(step))
 
     def _take_over(self, bequests: Sequence[tuple[str, Bequest]]) -> None:
         """Take over what workers that have left held, each rank that of the same rank."""
@@ -188,15 +196,15 @@ class Donor:
     def _leave_run(self) -> None:
         session, link = self._driver.session, self._link
         session.comm.drain()
+        self._driver.run.close()
         active, me, step = link.units.active, link.units.me, session.step
         place = active.index(me) if me in active else 0
         held = self._inside.collect(held_alone(self._driver))
         self._reports.leave()
         link.units.note({"left": step})
         link.members.leave()
-        if any(held):
-            heirs = [*active[place + 1 :], *active[:place]]
-            link.reception.bequeath(Bequest(held, len(active)), heirs, step)
+        heirs = [*active[place + 1 :], *active[:place]] if any(held) else []
+        link.reception.bequeath(Bequest(held, len(active)), heirs, step)
         link.close()
         raise SystemExit(LEFT)
 
@@ -236,12 +244,15 @@ class Donor:
 
 def leave_out_residuals(sync: Mapping[str, Any]) -> None:
     """Put zeros in place of the residuals in the state ``sync``, which take no memory, nor bytes in
-    a message: a newcomer begins with zeros."""
+    a message: a newcomer begins with zeros. Leave out what it starts from in the same way."""
     for saved in (*sync["rounds"], *sync["gradients"]):
         for carried in saved["carried"]:
             for name in RESIDUALS:
                 if name in carried:
                     carried[name] = carried[name].new_zeros(()).expand_as(carried[name])
+    if sync["quorum"] is not None:  # it starts from the anchor
+        given = sync["quorum"]["syncer"]
+        given["bases"] = [[None] * len(each) for each in given["bases"]]
 
 
 def plain_copy(state: Any) -> Any:
@@ -282,7 +293,10 @@ def channels_of(run: RecipeRun) -> list[tuple[Channel, str | None]]:
 
 def held_alone(driver: Driver) -> dict[str, Any]:
     """What only this worker holds, which another one takes over when it leaves. Nothing may be
-    under way; what is in flight is folded."""
+    under way; what is in flight is folded. With a quorum, nothing: the other one may be in a round
+    that this one has not seen."""
+    if driver.run.quorum is not None:
+        return {}
     for running in driver.run.rounds:
         if running.round.update.weight is not None:
             running.fold_due(driver.session.step, early=True)

@@ -16,7 +16,6 @@ flight. What a worker then continues with depends on the state's slot
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -81,7 +80,7 @@ def state_dict(run: RecipeRun) -> Saved:
     if run.quorum is not None:
         run.quorum.settle(failed=True)
     run.session.comm.drain()
-    with nullcontext() if run.quorum is None else run.quorum.port.quiet():
+    with run.quiet():
         return {
             **header(run),
             "step": run.session.step,

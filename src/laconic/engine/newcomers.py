@@ -43,6 +43,7 @@ from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.rank_link import RankLink, combined
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Frame, Record, Snapshot, Start
+from laconic.links.quorum.polls import POLL
 from laconic.tensors import as_shard, local, reshard
 
 log = logging.getLogger("laconic")
@@ -238,6 +239,10 @@ class Newcomer:
             assert isinstance(frame, Record), "settings were taken out"
             if feed.waiting > self._most and not self._said_ready:
                 raise RelayError("this worker falls behind, and needs a newer state")
+            quorum = self._driver.run.quorum
+            if quorum is not None and frame.call[:2] == POLL[:2] and frame.outputs:
+                quorum.follow()
+                continue
             rounds = {GRADIENTS, *(running.round.name for running in self._driver.run.rounds)}
             repeated = steps_before(frame.call) < self._driver.session.step
             if frame.call.name in rounds and not repeated:
@@ -336,7 +341,9 @@ class Newcomer:
 
     def _start(self, start: Start, feed: Feed | None = None) -> None:
         """Take part from the unit on that ``start`` names. ``feed``: on rank 0."""
-        self._skip_to(steps_before(start.call))
+        quorum = self._driver.run.quorum
+        if quorum is None:
+            self._skip_to(steps_before(start.call))
         if start.digest and start.digest != self._digest():
             log.info("the repeated steps gave another result: this worker gets the state again")
             state = self._inside.deal(None if feed is None else feed.ask_for_state().state)
@@ -345,7 +352,8 @@ class Newcomer:
             for channel, saved in outer:
                 home = channel.home(channel.state)
                 channel.state.update({k: t.to(home) if t.dim() else t for k, t in saved.items()})
-        self._use(start.groups)
+        if quorum is None:
+            self._use(start.groups)
         for name, state in start.others.items():
             self._others[name].load_state_dict(state)
         if start.policy is not None:
@@ -358,6 +366,8 @@ class Newcomer:
         for running in self._driver.run.rounds:
             running.present = start.present
         self._link.take_part_from(start)
+        if quorum is not None:
+            quorum.start()
         session = self._driver.session
         for p in session.params():
             p.grad = None

@@ -16,12 +16,14 @@ from laconic.algorithms.exchanges.quorum import Contribution, QuorumMean
 from laconic.algorithms.schedules import Every, own_pace
 from laconic.algorithms.update import Clock
 from laconic.engine.channel import Channel
+from laconic.engine.elastic_quorum import ElasticPort
 from laconic.engine.messages import combined, owned_names
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import Pending
 from laconic.links.cost import Cost
+from laconic.links.quorum.polls import rules_of
 from laconic.links.quorum.port import (
     Announcement,
     Appointment,
@@ -122,16 +124,26 @@ class QuorumRounds:
         self.kinds = _kinds(rounds)
         like = [[_exchange(c).like(c.bucket.empty()) for c in k.channels] for k in self.kinds]
         self._syncer: Syncer | None = None
-        self.port: Port = session.comm.call(
-            partial(open_port, self._link, like, session.step, self._make_syncer),
-            "opening rounds with a quorum",
-        )
+        self._elastic: ElasticPort | None = None
+        self.port: Port
+        if session.elastic is not None:
+            rules = [rules_of(k.exchange.workers, k.exchange.grace) for k in self.kinds]
+            self.port = self._elastic = ElasticPort(session, self.kinds, rules, self._paces)
+        else:
+            self.port = session.comm.call(
+                partial(open_port, self._link, like, session.step, self._make_syncer),
+                "opening rounds with a quorum",
+            )
         self._booked = self.port.served
         """What of `Port.served` is in the ledger."""
+        self._begin(session.step, first=True)
+
+    def _begin(self, step: int, *, first: bool = False) -> None:
+        """A period of every kind begins after ``step``; ``first``: that of the start."""
         for kind in self.kinds:
-            kind.since, kind.began = session.step, self._worked(session.step)
+            kind.since, kind.began = step, self._worked(step)
             if kind.exchange.pace == "own":
-                kind.pace = kind.schedule.offset or kind.schedule.period
+                kind.pace = (first and kind.schedule.offset) or kind.schedule.period
 
     def _make_syncer(self, recorded: Sequence[Closing] | None) -> Syncer:
         n, seed = self._link.size, self._session.settings.seed
@@ -178,6 +190,8 @@ class QuorumRounds:
         delivery = Delivery(about, messages, bases or None, room)
         job, label = partial(self._carry, delivery), kind.runners[0].label(step)
         comm, start = self._session.comm, time.perf_counter()
+        if self._elastic is not None:
+            self._elastic.expect()
         kind.sent = Sent(step, messages, comm.submit(job, label))
         if kind.sent.pending.done():  # where there is no thread, `submit` has waited
             comm.record_wait(start)
@@ -189,12 +203,20 @@ class QuorumRounds:
         ledger, start = self._session.ledger, time.perf_counter()
         with ledger.watched():
             outcome = self.port.deliver(delivery)
+        if self._elastic is not None:  # its link books
+            return outcome
         sent, received = delivery.nbytes, outcome.nbytes
         if self._link.rank == 0:
             before, self._booked = self._booked, self.port.served
             sent, received = (now - was for now, was in zip(self._booked, before, strict=True))
         ledger.add("quorum", "workers", Cost(sent, 1), received, start)
         return outcome
+
+    def before_step(self) -> None:
+        """The training takes a step."""
+        self.settle()
+        if self._elastic is not None:
+            self._elastic.resume()
 
     def settle(self, *, failed: bool = False) -> None:
         """Take over the results of rounds whose wait something has interrupted, such as a signal
@@ -221,24 +243,43 @@ class QuorumRounds:
         for running in kind.runners:
             running.complete()
         kind.base, kind.since, kind.known, kind.sent = closing.number, sent.step, True, None
-        kind.pace = closing.pace(self._link.rank)
+        elastic = self._elastic
+        kind.pace = closing.pace(self._link.rank) if elastic is None else elastic.pace
         kind.began = self._worked(sent.step)
 
     def _worked(self, step: int) -> float:
         """Seconds without those spent waiting, after ``step`` steps, since an arbitrary start."""
         return self.port.worked(step, self._session.comm.seconds_waiting)
 
+    # -- newcomers of elastic runs ----
+
+    def follow(self) -> None:
+        """Repeat the round that this newcomer's donor has recorded next."""
+        assert self._elastic is not None, "only there workers come"
+        self._elastic.follow()
+
+    def start(self) -> None:
+        """This newcomer has caught up, and takes part from now on."""
+        assert self._elastic is not None, "only there workers come"
+        self._elastic.start()
+        self._begin(self._session.step)
+        self._elastic.begin()
+
     # -- calls of all workers ----
 
     def meet(self) -> None:
         """Announce a call that waits for all workers: see `Port.meet`."""
         self.settle()
-        self._session.comm.call(partial(self.port.meet, self._session.step), "a call of all")
+        if self._elastic is None:
+            self._session.comm.call(partial(self.port.meet, self._session.step), "a call of all")
 
     def catch_up(self, *, keep: bool) -> None:
         """Move x of a late worker from the result from which it started to that of the latest
         round: ``x <- x + (a - base)``. The mean of x over all workers then includes every step.
         ``keep``: the worker continues from there. All ranks must call it, after `meet`."""
+        if self._elastic is not None:
+            self._elastic.catch_up(keep=keep)
+            return
         session = self._session
         latest = [0] * len(self.kinds) if self._syncer is None else self._syncer.rounds
         row = torch.tensor([*latest, *(kind.base for kind in self.kinds)])
@@ -267,6 +308,9 @@ class QuorumRounds:
 
     def rebase(self) -> None:
         """Every worker has replaced what it started from."""
+        if self._elastic is not None:
+            self._elastic.rebase()
+            return
         for kind in self.kinds:
             kind.known = False
 
@@ -279,7 +323,9 @@ class QuorumRounds:
             {"base": k.base, "since": k.since, "pace": k.pace, "taken": worked - k.began}
             for k in self.kinds
         ]
-        syncer = None
+        syncer: dict[str, Any] | None = None
+        if self._elastic is not None:
+            syncer = self._elastic.state()
         if self._syncer is not None:
             mergers = [kind.merger for kind in self.kinds if kind.merger is not None]
             bases = {
@@ -297,6 +343,8 @@ class QuorumRounds:
             kind.base, kind.since, kind.pace = saved["base"], saved["since"], saved["pace"]
             kind.began = worked - saved["taken"]
             kind.known, kind.sent = False, None
+        if self._elastic is not None:
+            self._elastic.load(state["syncer"])
         if self._syncer is not None and state["syncer"] is not None:
             self._syncer.load(state["syncer"])
             bases = state["syncer"]["bases"]
@@ -312,7 +360,10 @@ class QuorumRounds:
     def close(self) -> None:
         """This worker takes part in no more rounds."""
         self.closed = True
-        self._session.comm.submit(self.port.close, "leaving")
+        if self._elastic is not None:
+            self._elastic.close()
+        else:
+            self._session.comm.submit(self.port.close, "leaving")
 
 
 class Merger:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -184,12 +185,17 @@ class RecipeRun:
         self.quorum.meet()
         return True
 
+    def quiet(self) -> AbstractContextManager[object]:
+        """A context in which no round changes the state of this worker. No job may be submitted
+        inside."""
+        return nullcontext() if self.quorum is None else self.quorum.port.quiet()
+
     # -- one step ----
 
     def before_step(self, step: int) -> None:
         """The updates' `before_step`; ``step`` is the one about to be taken."""
         if self.quorum is not None:
-            self.quorum.settle()
+            self.quorum.before_step()
         for running in self.rounds:
             running.before_step(step)
         self.scores.before_step()

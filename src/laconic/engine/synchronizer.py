@@ -249,7 +249,8 @@ class Synchronizer:
     @property
     def closings(self) -> list[Closing]:
         """The rounds with a quorum that have closed so far, and who took part: on rank 0 only,
-        empty elsewhere. ``laconic.simulate(..., closings=)`` repeats them."""
+        empty elsewhere, and in elastic runs, whose traces have them.
+        ``laconic.simulate(..., closings=)`` repeats them."""
         return [] if self.driver.run.quorum is None else list(self.driver.run.quorum.port.closings)
 
     @property

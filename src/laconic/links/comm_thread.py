@@ -175,6 +175,7 @@ class CommThread:
         self._do = run_here if around is None else lambda *job: around(partial(run_here, *job))
         self._interrupt = interrupt
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = _Idle()
         self._thread: threading.Thread | None = None
         self._before: threading.Thread | None = None
         """The thread before this one, which may still be ending."""
@@ -239,7 +240,7 @@ class CommThread:
                 pending.fail(self._error)
             return pending
         if self._thread is None:
-            work = partial(_work, self._jobs, self._before)
+            work = partial(_work, self._jobs, self._before, self._idle)
             self._thread = threading.Thread(target=work, daemon=True, name="laconic-comm")
             self._thread.start()
             _threads.add(self)
@@ -306,6 +307,12 @@ class CommThread:
         """Have the thread, if there is one, run ``task`` between two jobs. It must not raise."""
         if self._thread is not None:
             self._jobs.put(task)
+
+    def while_idle(self, task: Callable[[], float | None]) -> None:
+        """Have the thread, if there is one, run ``task`` now, and, as long as it has no job, again
+        after as many seconds as ``task`` returns; None: no more. It must not raise."""
+        self._idle.task = task
+        self.poke(self._idle.run)
 
     def close(self) -> None:
         """Let the thread end after the jobs that it has. A later job starts another thread, which
@@ -391,13 +398,33 @@ def _close_all() -> None:
         thread.end()
 
 
+class _Idle:
+    """What a thread does that has no job: see `CommThread.while_idle`."""
+
+    def __init__(self) -> None:
+        self.task: Callable[[], float | None] = lambda: None
+        self.seconds: float | None = None
+
+    def run(self) -> None:
+        self.seconds = self.task()
+
+
 def _work(
-    jobs: queue.SimpleQueue[Callable[[], None] | None], before: threading.Thread | None
+    jobs: queue.SimpleQueue[Callable[[], None] | None],
+    before: threading.Thread | None,
+    idle: _Idle,
 ) -> None:
     torch.set_grad_enabled(False)
     if before is not None:
         before.join()
-    while (task := jobs.get()) is not None:
+    while True:
+        try:
+            task = jobs.get(timeout=idle.seconds)
+        except queue.Empty:
+            idle.run()
+            continue
+        if task is None:
+            return
         task()
         del task  # or its tensors would stay until the next one comes
 

@@ -53,8 +53,8 @@ def simulate(
             rank 0. The worker does not compute meanwhile. Results take no time to come back. None:
             no time.
         closings: repeat the rounds that another run has closed (`Synchronizer.closings` of its rank
-            0), whatever the times: with the same program, this gives the same bits. None: rounds
-            close by the times.
+            0), whatever the times: with the same program, this gives the same bits. Not with
+            ``faults``: a `Trace` has the rounds. None: rounds close by the times.
 
     Raises ``ValueError`` for fewer than one worker, and for times or ``closings`` if no round of
     the whole run could close with a quorum; and the first worker's own exception if one fails; the
@@ -74,6 +74,11 @@ def simulate(
         [2, 2, 2, 2]
     """
     count = _count(workers, faults, link is not None)
+    if faults is not None and closings is not None:
+        raise ValueError(
+            "closings= repeats rounds of workers that neither come nor go: leave it out. With "
+            "faults=, a laconic.Trace has the rounds that have closed"
+        )
     stage = Stage(
         count,
         _seconds("step_seconds", step_seconds, count, strict=True),

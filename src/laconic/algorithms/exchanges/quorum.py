@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival, Combine, Exchange
+from laconic.algorithms.exchanges.coded import ReplicatedMean
 from laconic.algorithms.exchanges.coding import (
     NOT_FINITE,
     add_decoded,
     check_codable,
     nonfinite_rows,
 )
+from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.codecs import CODECS, Codec, Int8
 from laconic.codecs.codec import check_repr
@@ -102,6 +104,9 @@ class QuorumMean(Exchange):
     def unanchored(self) -> QuorumMean:
         """The mean in the same rounds for an update without an anchor."""
         return QuorumMean(self.workers, self.grace, self.pace, anchored=False)
+
+    def replicated(self) -> Exchange:
+        return ReplicatedQuorumMean(self.workers, self.grace, self.pace, self.anchored)
 
     # -- on a worker ----
 
@@ -193,6 +198,10 @@ class CodedQuorumMean(QuorumMean):
             )
         check_repr(self.codec)
 
+    def replicated(self) -> Exchange:
+        inner = ReplicatedMean(self.codec, relative=True)
+        return ReplicatedQuorumMean(self.workers, self.grace, self.pace, inner=inner)
+
     def multiple(self, n: int) -> int:
         return math.lcm(super().multiple(n), self.codec.grain)
 
@@ -257,3 +266,72 @@ class CodedQuorumMean(QuorumMean):
             add_decoded(self.codec, code, y)
             ys.append(Contribution(y, None))
         return super().mean(ys, anchor, n)
+
+
+@dataclass(frozen=True)
+class ReplicatedQuorumMean(QuorumMean):
+    """`QuorumMean` where workers come and go: every worker takes the outer step.
+
+    The plain mean over all n workers, by the ``inner`` exchange, of::
+
+        y_i = a - (b_i - x_i)   from those that have arrived (x_i if b_i = a)
+        y_i = a                 from the others, which are computing
+
+    is ``a - sum over M of (a - y_i) / n``. With a codec, the others send what their codes have left
+    out before. If not `anchored`, all send whether they have arrived, and the result is the mean
+    over these.
+    """
+
+    inner: Exchange = field(default_factory=Mean)
+
+    needs_bases: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "slots", self.inner.slots)
+
+    def replicated(self) -> Exchange:
+        return self
+
+    def unanchored(self) -> QuorumMean:
+        return ReplicatedQuorumMean(self.workers, self.grace, self.pace, anchored=False)
+
+    def owners(self, n: int) -> int | None:
+        return None
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        return self.inner.cost(length, itemsize, n)
+
+    def init(self, x: Tensor, owned: slice) -> State:
+        return self.inner.init(x, owned)
+
+    def rebase(self, x: Tensor, state: State) -> None:
+        if self.inner.rebase is not None:
+            self.inner.rebase(x, state)
+
+    def receive(self, result: Result, state: State) -> Tensor:
+        assert isinstance(result, Tensor), "every worker has the whole result"
+        return result
+
+    def contribution(
+        self, x: Tensor, arrived: bool, base: Tensor | None, anchor: Tensor | None
+    ) -> Tensor:
+        """The message of a worker that has ``arrived`` with x, or has not: x is then any tensor
+        like it. ``base``: b_i, None if it is a. ``anchor``: a."""
+        if anchor is None:
+            wide = x.to(state_dtype(x.dtype))
+            wide = torch.cat([wide, wide.new_ones(1)])
+            return wide if arrived else torch.zeros_like(wide)
+        if not arrived:
+            return anchor.to(x.dtype, copy=True)
+        if base is None:
+            return x.clone()
+        return (anchor - (base - x.to(anchor.dtype))).to(x.dtype)
+
+    async def run(
+        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        if self.anchored:
+            return await self.inner.run(link, message, combine, clock, state)
+        await link.mean(message)
+        return Arrival(combine(message[:-1] / message[-1]))

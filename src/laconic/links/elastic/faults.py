@@ -7,16 +7,20 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from laconic.errors import check_int
 from laconic.links.calls import Call
+from laconic.links.quorum.polls import Decision
 
 
 class Plan(Protocol):
     """Who takes part. Workers are numbers from 0."""
+
+    recorded: bool = False
+    """Whether it says which rounds with a quorum close: see `decided`."""
 
     @property
     def workers(self) -> int:
@@ -30,6 +34,19 @@ class Plan(Protocol):
 
     def present(self, serial: int, call: Call) -> list[int]:
         """Those that take part in the unit ``serial`` of ``call``, in order of their ranks."""
+
+    def decided(self, serial: int) -> Decision | None:
+        """The round with a quorum that closed in that unit, in a recorded run."""
+        return None
+
+    def last_round(self, worker: int) -> int:
+        """The unit with which the last round with a quorum began that this worker took part in, in
+        a recorded run; 0: none."""
+        return 0
+
+    def killed(self, worker: int, step: int) -> bool:
+        """Whether it ends at the first round with a quorum after so many steps of its own."""
+        return False
 
     def missing(self, worker: int, serial: int) -> Sequence[int]:
         """Those whose messages this worker has not received in that unit."""
@@ -78,6 +95,8 @@ class Trace(Plan):
         >>> results = laconic.simulate(train, faults=trace)  # train(number): a worker's program
     """
 
+    recorded: bool = True
+
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         files, where = sorted(Path(directory).glob("*.jsonl")), os.fspath(directory)
         if not files:
@@ -97,6 +116,8 @@ class Trace(Plan):
         self.ids: list[str] = []
         for unit in self._changes:
             self.ids += [id for id in self._by_unit[unit] if id not in self.ids]
+        rounds = [e for events in self._events.values() for e in events if "round" in e]
+        self._decisions = {e["serial"]: Decision.of(e["round"]) for e in rounds}
         lacking = sorted(set(self.ids) - set(self._events))
         if lacking:
             raise ValueError(
@@ -126,6 +147,17 @@ class Trace(Plan):
         """See `Plan.present`."""
         at = bisect_right(self._changes, serial)
         return [self.ids.index(id) for id in self._by_unit[self._changes[max(at, 1) - 1]]]
+
+    def decided(self, serial: int) -> Decision | None:
+        """See `Plan.decided`."""
+        found = self._decisions.get(serial)
+        if found is None:
+            return None
+        return replace(found, roster=tuple(str(self.ids.index(id)) for id in found.roster))
+
+    def last_round(self, worker: int) -> int:
+        """See `Plan.last_round`."""
+        return max((event["serial"] for event in self._recorded(worker, "round")), default=0)
 
     def missing(self, worker: int, serial: int) -> list[int]:
         """See `Plan.missing`."""
@@ -160,7 +192,7 @@ class Faults(Plan):
     Args:
         start: how many workers there are at the start, at least 1.
         kill: (worker, step) pairs: the worker ends after that step, before the rounds that follow
-            it.
+            it. With a quorum, when it arrives at a round after at least so many steps of its own.
         join: steps, ascending. After each, a new worker gets the state of the running worker that
             is killed latest. It takes part from the next step on in which workers exchange
             something. New workers are numbered in that order after those of the start.
@@ -214,6 +246,10 @@ class Faults(Plan):
         """See `Plan.joins`."""
         step = self._born(worker)
         return None if step < 0 else step
+
+    def killed(self, worker: int, step: int) -> bool:
+        """See `Plan.killed`."""
+        return step >= dict(self.kill).get(worker, math.inf)
 
     def donor(self, worker: int, active: Sequence[int]) -> int:
         """See `Plan.donor`: the one that is killed last."""

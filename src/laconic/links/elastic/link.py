@@ -56,6 +56,7 @@ class ElasticLink(Undivided, Quiet):
 
     ``wake(task)`` has the communication thread run ``task`` soon. ``settings(call)``: what a
     newcomer needs for the step that begins with ``call``, see `Relay.finish`; set by the engine.
+    ``around(job)`` runs a job in place of `run` where rounds have a quorum; set by the engine.
     A thread of its own looks after the other workers.
     """
 
@@ -79,6 +80,7 @@ class ElasticLink(Undivided, Quiet):
         """When the latest unit that was completed began (`time.monotonic`)."""
         self.wake: Callable[[Callable[[], None]], None] = lambda task: None
         self.settings: Callable[[Call], tuple[Settings, Callable[[], Snapshot] | None]]
+        self.around: Callable[[Callable[[], Any]], Any] = self.run
         self.joined = time.perf_counter()
         members.on_view = self._view_decided
 
@@ -111,6 +113,11 @@ class ElasticLink(Undivided, Quiet):
     # -- units ----
 
     def unit(self, job: Callable[[], T]) -> T:
+        """Run a ``job`` of the communication thread."""
+        result: T = self.around(job)
+        return result
+
+    def run(self, job: Callable[[], T]) -> T:
         """Run ``job``, which makes collectives, all or nothing."""
         if self._failure is not None:
             raise self._failure
@@ -209,13 +216,8 @@ class ElasticLink(Undivided, Quiet):
         units.call, units.heard = call, {}
         self.members.is_at(CallPosition(units.serial, shown(call)))
         self.members.signs.begins(time.monotonic())
-        if call.starts and len(rendezvous.ids) > len(units.ranks):
-            rendezvous.take_part(rendezvous.ids)  # newcomers begin with this step
-            for relay in self.relays:
-                if relay.newcomer.id in units.ranks and not relay.ended:
-                    settings, state = self.settings(call)
-                    present = len(units.ranks), units.ranks.index(relay.newcomer.id)
-                    relay.finish(Start(units.serial, call, *settings, present), state)
+        if call.starts:
+            self.admit(call)
         if units.me not in units.ranks:
             raise LinkError(
                 f"this worker has just joined the run, and {call} comes before its first round: "
@@ -228,6 +230,17 @@ class ElasticLink(Undivided, Quiet):
             if any(number != call.id for number in ids):
                 raise LinkError(_different(call))
         return wait
+
+    def admit(self, call: Call) -> None:
+        """Newcomers that have caught up begin with ``call``."""
+        units, rendezvous = self.units, self.rendezvous
+        if len(rendezvous.ids) > len(units.ranks):
+            rendezvous.take_part(rendezvous.ids)
+            for relay in self.relays:
+                if relay.newcomer.id in units.ranks and not relay.ended:
+                    settings, state = self.settings(call)
+                    present = len(units.ranks), units.ranks.index(relay.newcomer.id)
+                    relay.finish(Start(units.serial, call, *settings, present), state)
 
     def digests(self) -> Sequence[int]:
         return self.replay.digests if self.replaying else list(self.units.heard.values())

@@ -73,6 +73,12 @@ class Replay:
             self.note(record)
         return self._outputs
 
+    def decided(self) -> Tensor:
+        """The bytes that the next poll has brought to the donor, which there must be."""
+        outputs = self._fetch()
+        assert outputs is not None, "this worker catches up"
+        return outputs.pop(0)
+
     def next(self, x: Tensor, length: int) -> Tensor | None:
         """What the next collective has brought to the donor: ``length`` elements of the dtype of
         ``x``, perhaps padded. None: there is no donor."""

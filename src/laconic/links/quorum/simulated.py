@@ -9,6 +9,7 @@ import torch
 
 from laconic.links.quorum.port import Closing, Delivery, Outcome
 from laconic.links.quorum.syncer import Syncer
+from laconic.links.quorum.tcp import Clock
 from laconic.links.simulated import SimulatedLink, Stage
 
 
@@ -46,12 +47,45 @@ class SimulatedSyncer:
         return True
 
 
-class SimulatedPort:
-    """The port of worker ``me``. ``step``: how many steps it has taken so far."""
+class VirtualClock(Clock):
+    """The virtual time of worker ``me``. ``step``: how many steps it has taken so far."""
+
+    def __init__(self, stage: Stage, me: int, step: int) -> None:
+        self.stage, self._me, self._step = stage, me, step
+
+    def seconds(self, step: int) -> float:
+        """See `Port.seconds`."""
+        return self.stage.clocks[self._me] + (step - self._step) * self.stage.step_seconds[self._me]
+
+    def worked(self, step: int, waited: float) -> float:
+        """See `Port.worked`."""
+        return step * self.stage.step_seconds[self._me]
+
+    def restart(self, step: int) -> None:
+        """See `Port.restart`."""
+        self._step = step
+
+    def advance(self, step: int) -> float:
+        """This worker has taken ``step`` steps. Returns the time."""
+        now = self.stage.clocks[self._me] = self.seconds(step)
+        self._step = step
+        return now
+
+    def arrive(self, step: int) -> float:
+        """See `Clock.arrive`: the message takes some time to come."""
+        return self.advance(step) + self.stage.message_seconds[self._me]
+
+    def waited(self, since: float) -> float:
+        """See `Clock.waited`. It is not known yet at which time the worker goes on: at 0."""
+        return -since
+
+
+class SimulatedPort(VirtualClock):
+    """The port of worker ``me``."""
 
     def __init__(self, shared: SimulatedSyncer, me: int, step: int) -> None:
-        self._shared, self._me = shared, me
-        self._step = step
+        super().__init__(shared.stage, me, step)
+        self._shared = shared
 
     @property
     def closings(self) -> list[Closing]:
@@ -61,29 +95,14 @@ class SimulatedPort:
     def served(self) -> tuple[int, int]:
         return self._shared.core.served if self._me == 0 else (0, 0)
 
-    def seconds(self, step: int) -> float:
-        stage = self._shared.stage
-        return stage.clocks[self._me] + (step - self._step) * stage.step_seconds[self._me]
-
-    def worked(self, step: int, waited: float) -> float:
-        return step * self._shared.stage.step_seconds[self._me]
-
     def quiet(self) -> AbstractContextManager[object]:
         return nullcontext()  # only one worker runs at a time
-
-    def restart(self, step: int) -> None:
-        self._step = step
-
-    def _advance(self, step: int) -> float:
-        now = self._shared.stage.clocks[self._me] = self.seconds(step)
-        self._step = step
-        return now
 
     def deliver(self, delivery: Delivery) -> Outcome:
         shared, stage = self._shared, self._shared.stage
         if stage.failure is not None:
             raise stage.error()
-        now = self._advance(delivery.announcement.step)
+        now = self.advance(delivery.announcement.step)
         sending = stage.message_seconds[self._me]
         shared.core.arrive(self._me, delivery, now + sending, sending)
         stage.runnable[self._me] = False
@@ -95,7 +114,7 @@ class SimulatedPort:
         return outcome
 
     def meet(self, step: int) -> None:
-        together = self._shared.core.meet(self._me, self._advance(step))
+        together = self._shared.core.meet(self._me, self.advance(step))
         if together is not None:
             self._shared.stage.clocks[:] = [together] * self._shared.core.workers
 

@@ -4,8 +4,8 @@ passes in times and messages."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from laconic.links.quorum.port import (
     Closing,
@@ -17,10 +17,30 @@ from laconic.links.quorum.port import (
     Speed,
 )
 
+W = TypeVar("W")
+
 
 class _Waiting(NamedTuple):
     time: float
     delivery: Delivery
+
+
+def closing_time(
+    quorum: int,
+    grace: float,
+    mine: Sequence[float],
+    there: Mapping[W, float],
+    expected: Iterable[W],
+) -> float | None:
+    """The time at which a round closes if no other worker arrives before it; None: it does not.
+
+    ``mine``: when the workers arrived that wait for this round; ``there``: when each worker did
+    that waits for anything; ``expected``: those for which the round waits during the ``grace``."""
+    if not mine or len(there) < quorum:
+        return None
+    reached = max(sorted(there.values())[max(quorum, 1) - 1], min(mine))
+    last = max([reached, *(there.get(worker, math.inf) for worker in expected)])
+    return min(last, reached + grace)
 
 
 class Syncer:
@@ -110,20 +130,15 @@ class Syncer:
 
     def _closing_time(self, kind: int, rules: Rules) -> float | None:
         mine = [w.time for w in self._waiting.values() if w.delivery.announcement.kind == kind]
-        if not mine:
-            return None
         there = {**self._meeting, **{rank: w.time for rank, w in self._waiting.items()}}
-        if len(there) + len(self._left) < min(rules.quorum, self.workers):
-            return None
-        missing = max(rules.quorum - len(self._left), 1)  # of which the last one comes
-        reached = max(sorted(there.values())[missing - 1], min(mine))
         number = self.rounds[kind] + 1
         expected = [
-            there.get(rank, math.inf)
+            rank
             for rank, first in enumerate(self._expected[kind])
             if first <= number and rank not in self._left
         ]
-        return min(max([reached, *expected]), reached + rules.grace)
+        quorum = min(rules.quorum, self.workers) - len(self._left)
+        return closing_time(quorum, rules.grace, mine, there, expected)
 
     def _next_recorded(self, recorded: Sequence[Closing]) -> tuple[float, int] | None:
         if not recorded:

@@ -128,6 +128,14 @@ class Clock:
     def restart(self, step: int) -> None:
         """See `Port.restart`."""
 
+    def arrive(self, step: int) -> float:
+        """This worker waits, after ``step`` steps. Returns the time."""
+        return time.monotonic()
+
+    def waited(self, since: float) -> float:
+        """The seconds since that time."""
+        return time.monotonic() - since
+
 
 class Host(Clock):
     """Rank 0's port, with the syncer, and a thread for each other worker. ``like``: tensors like

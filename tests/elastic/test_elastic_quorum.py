@@ -1,0 +1,171 @@
+"""Rounds with a quorum where workers come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from laconic.links.quorum.polls import ARRIVED, BUSY, CALLING, CALLS, Polls, Standing
+from laconic.links.quorum.port import Appointment, Rules
+
+from tests.elastic.test_simulated_runs import left, only, plain, plan_at_random, program
+from tests.support.elastic_runs import MANY, Run, train
+
+OWN = "laconic.diloco(4, quorum=2, grace=0.5, pace='own', codec='int8')"
+SECONDS = [1.0, 1.0, 1.0, 3.0, 1.0, 2.0]
+
+
+def counted(quorum: int, ends: tuple[int, ...]) -> Any:
+    """A worker whose steps each add the same to an element of its own. Returns where it begins, and
+    how often that was added at the end, by element."""
+
+    def worker(number: int) -> tuple[int, list[float]]:
+        model = nn.Linear(len(ends), 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        recipe = laconic.diloco(2, 1.0, 0.0, quorum=quorum)
+        sync = laconic.attach(model, optimizer, recipe, elastic=laconic.Elastic("simulated"))
+        begun = sync.step
+        while sync.step < ends[number]:
+            model.zero_grad()
+            x = torch.zeros(len(ends))
+            x[number] = -1.0 - number  # equal gradients would be reported
+            model(x).sum().backward()
+            optimizer.step()
+        sync.finish()
+        counts = model.weight.flatten() / torch.arange(1.0, len(ends) + 1)
+        return begun, counts.tolist()
+
+    return worker
+
+
+def test_a_worker_that_is_killed_counts_until_its_last_round() -> None:
+    """Steps take the third worker three times as long. The second one ends when it arrives for the
+    second time. Rounds: 2 s (first and second of 3), 6 s (first and third of 2); the first finishes
+    then, and the third's last two steps make a round of its own."""
+    plan, seconds = laconic.Faults(3, kill=((1, 4),)), [1.0, 1.0, 3.0]
+    found = laconic.simulate(counted(2, (4, 4, 4)), faults=plan, step_seconds=seconds)
+    assert found[1] is None and found[0] == found[2]
+    assert found[0][1] == pytest.approx([2 / 3 + 2 / 2, 2 / 3, 2 / 2 + 2 / 2])
+
+
+def test_a_newcomer_counts_from_its_first_round_on() -> None:
+    """The first worker's state after 2 steps goes to a third one, whose first gradients count as
+    zero: it takes part from the round at 4 s on, with the result of that before, and its one step
+    that counts comes with the others' at 6 s."""
+    plan, seconds = laconic.Faults(2, join=(2,)), [1.0, 1.0, 1.0]
+    found = laconic.simulate(counted(2, (6, 6, 4)), faults=plan, step_seconds=seconds)
+    assert [begun for begun, _ in found] == [0, 0, 2]
+    values = only([{"x": x} for _, x in found], "x")
+    assert values == pytest.approx([2 / 2 + 2 / 3 + 2 / 3] * 2 + [1 / 3])
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "laconic.diloco(4, quorum=2)",
+        OWN,
+        "laconic.streaming_diloco(4, 2, delay=0, quorum=1, grace=0.5)",
+    ],
+)
+def test_workers_come_and_go(recipe: str) -> None:
+    plan = laconic.Faults(4, kill=((2, 9), (0, 14)), join=(6, 13))
+    found = laconic.simulate(program(recipe), faults=plan, step_seconds=SECONDS)
+    assert [number for number, result in enumerate(found) if result is None] == [0, 2]
+    present = left(found)
+    assert [result["begun"] for result in present] == [0, 0, 6, 13]
+    only(present, "values")
+    assert only(present, "lost") == 2
+    drawn = [sample for result in present for sample in result["drawn"]]
+    assert len(drawn) == len(set(drawn)), "no sample twice among those that are left"
+    assert found == laconic.simulate(program(recipe), faults=plan, step_seconds=SECONDS)
+
+
+@pytest.mark.parametrize("seeds", [[1], pytest.param(range(20), marks=pytest.mark.slow)])
+def test_plans_at_random(seeds: Any) -> None:
+    for seed in seeds:
+        plan = plan_at_random(seed)
+        seconds = [1.0 + 0.3 * (number % 4) for number in range(plan.workers)]
+        for recipe in ("laconic.diloco(8, quorum=2)", OWN):
+            run = program(recipe, steps=80)
+            found = laconic.simulate(run, faults=plan, step_seconds=seconds)
+            killed = {worker for worker, _ in plan.kill}
+            assert killed and all(found[w] is not None for w in range(4) if w not in killed)
+            if left(found):  # a plan at random may kill them all
+                only(left(found), "values")
+
+
+@pytest.mark.parametrize("codec", ["", ", codec='int8'"])
+def test_a_quorum_of_all_gives_the_bits_of_the_plain_recipe(codec: str) -> None:
+    runs = []
+    for quorum in ("", ", quorum=4"):
+        train = program(f"laconic.diloco(4{codec}{quorum})", plain, steps=12)
+        found = left(laconic.simulate(train, faults=laconic.Faults(4)))
+        runs.append(only(found, "values"))
+    assert runs[0] == runs[1]
+
+
+def test_what_follows_from_a_poll() -> None:
+    polls = Polls([Rules(2, 1.0)], lambda kind, speeds, ranks: [Appointment(3)] * len(ranks))
+
+    def say(*workers: tuple[int, float]) -> dict[str, Standing]:
+        each = [Standing(s, 0, waited, 7, 1.0, (1,), (0.1,)) for s, waited in workers]
+        rows = torch.stack([standing.row() for standing in each])
+        found = polls.standings([str(number) for number in range(len(each))], rows)
+        assert [*found.values()] == each
+        return found
+
+    one = say((ARRIVED, 9.0), (BUSY, 99.0), (BUSY, 0.0))
+    assert polls.next_closing(one) is None
+    assert polls.overdue(one, 8.0) == ["1"] and not polls.overdue(one, 10.0)
+    two = say((ARRIVED, 9.0), (BUSY, 0.0), (ARRIVED, 0.25))
+    assert polls.next_closing(two) == (0.75, 0), "the grace after the second"
+    assert not polls.overdue(two, 8.0), "the round will close"
+    assert polls.close(two, 0, 0.0).roster == ("0", "2")
+    assert polls.next_closing(say((ARRIVED, 9.0), (CALLING, 0.5))) == (-0.5, 0), "nobody is missing"
+    assert polls.next_closing(say((ARRIVED, 2.0))) == (-2.0, 0), "fewer are left than the quorum"
+    assert polls.next_closing(say((CALLING, 2.0), (CALLING, 1.0))) == (-1.0, CALLS)
+
+
+def test_recorded_closings_are_for_workers_that_stay() -> None:
+    with pytest.raises(ValueError, match="neither come nor go"):
+        laconic.simulate(counted(1, (2,)), faults=laconic.Faults(1), closings=[])
+
+
+@pytest.mark.parametrize("how", [SIGKILL, pytest.param(SIGTERM, marks=pytest.mark.slow)])
+def test_a_trace_repeats_processes_bit_for_bit(how: Any, tmp_path: Path) -> None:
+    """One worker pauses, and holds up nobody; it is killed meanwhile, or leaves; another joins."""
+    recipe, options = OWN, {"samples": 5000}
+    with Run(recipe, 3, trace=str(tmp_path), **options) as run:
+        gone = run.ready()[1]
+        run.progress(2, 1)  # all wait for all in the first step
+        paused = run.ask("pause", 2)
+        run.progress(1, 12)
+        if how == SIGTERM:
+            paused.unlink()
+        gone.send(how)
+        run.workers[0].wait_for("view", workers=2)
+        run.add()
+        ids = [w.wait_for("ready")["id"] for w in run.workers if w is not gone]
+        run.workers[0].wait_for("view", workers=3)
+        run.progress(4, 12)
+        events = run.done(gone)
+    done = dict(zip(ids, events, strict=True))
+    assert len({event["digest"] for event in events}) == 1
+    trace = laconic.Trace(tmp_path)
+
+    def repeat(number: int) -> str:
+        said: list[dict[str, Any]] = []
+        steps = done[trace.ids[number]]["step"] if trace.ids[number] in done else MANY
+        at = recipe, steps, laconic.Elastic("simulated"), options, number, 0
+        train(lambda event, **more: said.append(more), *at)
+        return str(said[-1]["digest"])
+
+    for id, digest in zip(trace.ids, laconic.simulate(repeat, faults=trace), strict=True):
+        assert digest == (done[id]["digest"] if id in done else None)
