@@ -132,6 +132,10 @@ def test_an_outer_step_sends_nothing_only_over_gradients_of_every_step() -> None
     assert not la.outer_step(la.power_sgd(4, start=3), 4)[-1].exchange.communicates
 
 
+def own_steps(**options: Any) -> la.Recipe:
+    return la.outer_step(la.local_sgd(4), 2, average=False, **options)
+
+
 # -- what is refused ----
 
 
@@ -142,6 +146,10 @@ def test_an_outer_step_sends_nothing_only_over_gradients_of_every_step() -> None
         (lambda: la.diloco(4, outer="muon", quorum=1), "outer='muon' waits for all workers"),
         (lambda: la.streaming_diloco(4, delay=0, outer="muon", pace="own"), "waits for all"),
         (lambda: la.streaming_diloco(4, outer="muon", by="bytes"), 'by="layers"'),
+        (lambda: la.outer_step(la.ddp(), average=False), "average= has no effect"),
+        (lambda: own_steps(codec="int8"), "codec= has no effect with average=False"),
+        (lambda: own_steps(optimizer_state="average"), "optimizer_state= has no effect"),
+        (lambda: own_steps(outer=torch.optim.Adam), "outer must be None or 'muon'"),
         (lambda: la.des_loc(0), "period must be an integer"),
         (lambda: la.des_loc(4, first=0), "first must be an integer"),
         (lambda: la.des_loc(4, second=1.5), "second must be"),  # type: ignore[arg-type]

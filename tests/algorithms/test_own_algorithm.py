@@ -28,17 +28,6 @@ def test_selected_parts_cover_the_model_like_one_round() -> None:
     assert same_bits(simulated(Job(parts, 3, 12)), simulated(Job((whole,), 3, 12)))
 
 
-def test_an_update_of_matrices_changes_nothing_in_every_step() -> None:
-    @dataclass(frozen=True)
-    class Look(Update):
-        scope = "tensors"
-
-        def after_step(self, x: Tensor, state: State, clock: Clock) -> None: ...
-
-    with pytest.raises(ValueError, match="tensor by tensor: leave out `before_step` and"):
-        la.Round(la.every(3), Look(), Mean())
-
-
 def test_a_round_of_its_own_on_the_workers_of_a_node() -> None:
     """`over="replica"`: the ranks of one worker, each for itself."""
     recipe = (la.Round(la.every(1), Average(), Mean(), over="replica"),)

@@ -145,6 +145,7 @@ def only(results: Sequence[dict[str, Any]], key: str) -> Any:
         *(late(r) for r in ("post_local_sgd(6, 4)", "des_loc(3, 6)")),
         "outer_step(laconic.ddp(), 3)",  # in steps that newcomers repeat
         late("outer_step(laconic.local_sgd(3), 6, outer='muon')"),
+        "outer_step(laconic.streaming_diloco(8), 4, outer='muon', average=False)",
     ],
 )
 def test_workers_come_and_go(recipe: str) -> None:

@@ -25,6 +25,7 @@ RECIPES: dict[str, la.Recipe] = {
     "diloco, muon": la.diloco(4, outer="muon"),
     "diloco, unsharded": la.diloco(4, sharded=False),
     "outer_step, muon": la.outer_step(la.ddp(), 3, outer="muon"),
+    "outer_step, own": la.outer_step(la.local_sgd(4), 3, outer="muon", average=False),
 }
 SLOW = ["diloco, unsharded", "outer_step, muon"]
 LOCAL = la.local_sgd(2)

@@ -221,6 +221,51 @@ class OuterStep(Over):
         return self.outer.consensus(workers)
 
 
+@dataclass
+class OwnStep(Over):
+    """every step:  d_i <- d_i + (x_i before the local optimizer's step) - (x_i after it)
+    every H:  treat the local optimizer's state
+              m_i <- mu*m_i + d_i ;  x_i <- x_i + d_i - eta*turn(d_i + mu*m_i) ;  d_i <- 0
+
+    Nothing is sent. The base's rounds of the step follow, and are never skipped."""
+
+    inner: Recipe
+    period: int
+    lr: float
+    momentum: float
+    muon: bool = False
+    optimizer_state: StatePolicy = "keep"
+
+    def start(self, x0: Params, n: int) -> None:
+        self.inner.start(x0, n)
+        self.d = [scale(0.0, x0) for _ in range(n)]
+        self.m = [scale(0.0, x0) for _ in range(n)]
+
+    def rebias(self, workers: list[Worker]) -> None:
+        self.d = [add(d, w.x) for d, w in zip(self.d, workers, strict=True)]
+        self.inner.rebias(workers)
+
+    def each_step(self, t: int, workers: list[Worker], seen: Seen) -> None:
+        self.inner.each_step(t, workers, seen)
+        self.d = [minus(d, w.x) for d, w in zip(self.d, workers, strict=True)]
+
+    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
+        if t % self.period == 0:
+            treat_state(workers, self.optimizer_state)
+            for i, w in enumerate(workers):
+                d = self.d[i]
+                self.m[i] = add(scale(self.momentum, self.m[i]), d)
+                step = add(d, scale(self.momentum, self.m[i]))
+                if self.muon:
+                    step = {name: muon_direction(s) for name, s in step.items()}
+                w.x = minus(add(w.x, d), scale(self.lr, step))
+                self.d[i] = scale(0.0, d)
+        self.inner.after_step(t, workers, lr)
+
+    def consensus(self, workers: list[Worker]) -> Params:
+        return self.inner.consensus(workers)
+
+
 def in_order(names: Sequence[str]) -> list[str]:
     return [name for name in FLAT if name in names]
 

@@ -265,6 +265,20 @@ with warnings.catch_warnings():
     over("sgp(bipartite), 5, muon", *uneven, 5, "gossip irregular variant", outer="muon")
     over("easgd, 6", la.easgd(2, pull=0.2), lambda: p_.EASGD(2, pull=0.2), 6)
 
+    def own_steps(name: str, base: Any, of: Any, tags: str = "", **options: Any) -> None:
+        """A row of outer_step whose steps are each worker's own."""
+        recipe = la.outer_step(base, 4, 0.9, 0.5, average=False, **options)
+        muon, state = options.get("outer") == "muon", options.get("optimizer_state", "keep")
+        reference = lambda: o_.OwnStep(of(), 4, 0.9, 0.5, muon, state)  # noqa: E731
+        row(f"outer_step({name}, own)", recipe, reference, tags, MUON if muon else 1e-10)
+
+    at_once: dict[str, Any] = {"lr": 1.0, "momentum": 0.3, "merge": "loscar"}
+    far = la.streaming_diloco(6, 2, 4, codec=None, by="layers", **at_once)
+    parts = partial(o_.DiLoCo, *(6, 1.0, 0.3, 4), merge="loscar", fragments=LAYERS)
+    own_steps("streaming_diloco(6)", far, parts, "lags", outer="muon")
+    own_steps("local_sgd(5)", la.local_sgd(5), lambda: p_.LocalSGD(5), "")
+    own_steps("sgp()", la.sgp(), g_.SGP, "gossip", outer="muon")
+
     graphs: list[tuple[str, dict[str, Any], str]] = [
         ("directed_exponential", {}, ""),
         ("complete", {}, "variant"),

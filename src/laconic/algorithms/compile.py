@@ -19,7 +19,7 @@ from laconic.algorithms.round import (
     workers_differ,
 )
 from laconic.algorithms.schedules import Every, Schedule, Unless, any_of, every
-from laconic.algorithms.updates import Average, Mix, Replace
+from laconic.algorithms.updates import Average, Mix, OwnStep, Replace
 from laconic.parts import Fragment, is_of_optimizer, module_buffers, optimizer_state
 
 
@@ -45,6 +45,8 @@ def buffer_rounds(recipe: Sequence[AnyRound]) -> list[Round]:
     for r in recipe:
         if not isinstance(r, Round) or is_of_optimizer(r.part) or r.exchange.identical:
             continue  # x may differ then; or workers agree, and nothing is sent
+        if isinstance(r.update, OwnStep):
+            continue  # workers do not meet
         if isinstance(r.part, Fragment):
             kind = r.part.count, r.part.by
             if first.setdefault(kind, r.part) != r.part:

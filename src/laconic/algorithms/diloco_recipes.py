@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import GatheredMean, Mean
+from laconic.algorithms.exchanges import Alone, GatheredMean, Mean
 from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
@@ -27,10 +27,10 @@ from laconic.algorithms.recipe_parts import (
 )
 from laconic.algorithms.round import OptimizerState, Recipe, Round, workers_differ
 from laconic.algorithms.schedules import Every, every
-from laconic.algorithms.updates import Average, DelayedNesterov, OuterStep
+from laconic.algorithms.updates import Average, DelayedNesterov, OuterStep, OwnStep
 from laconic.algorithms.updates.outer_step import Merge
 from laconic.codecs import Int2, TopK, codec_of
-from laconic.errors import check_choice, check_float, check_int
+from laconic.errors import check_bool, check_choice, check_float, check_int
 from laconic.parts import Fragment, Moments, parameters
 
 
@@ -195,6 +195,7 @@ def outer_step(
     momentum: float = 0.6,
     *,
     outer: Outer | None = None,
+    average: bool = True,
     sharded: bool = True,
     codec: CodecOption = None,
     optimizer_state: OptimizerState = "keep",
@@ -206,7 +207,9 @@ def outer_step(
     workers are equal: then nothing is sent, every worker takes the same outer step, and its state
     is stored on every worker. With one worker this is an optimizer around yours (SNOO, Kallusky et
     al. 2025, arXiv 2510.15830). Elsewhere the base's averaging is skipped when an outer step is
-    due, and the outer step averages.
+    due, and the outer step averages. With ``average=False`` it does not: each worker takes its own
+    outer step (`OwnStep`), and the base goes on as ever. That is for bases that rarely
+    communicate, such as ``streaming_diloco(32, delay=8)``.
 
     An outer step changes how far a step goes: with a momentum of mu, and where steps agree, ``lr /
     (1 - mu)`` times as far. Tune the learning rate of the local optimizer again.
@@ -220,6 +223,8 @@ def outer_step(
             tensors: torch.optim.Adam(tensors, lr=1e-3)``, which has an lr and momentum of its
             own. ``"muon"``: the steps of matrices have Muon's direction, see `MuonStep`; every
             worker then stores all outer state. None: Nesterov SGD.
+        average: whether the outer step averages x. False: each worker's outer step is about its own
+            steps, which takes Nesterov SGD or ``"muon"``. Only for a base that lets workers differ.
         sharded: whether each worker stores 1/n of the outer state. False: all of it. Only for a
             base that lets workers differ.
         codec: how pseudo-gradients and outer steps are coded: a name such as ``"int8"`` or
@@ -234,16 +239,24 @@ def outer_step(
     """
     slow = Every(check_int("period", period, 1))
     check_base(base)
+    check_bool("average", average)
     if callable(outer):
         check_effect("with a function as outer=", lr=lr is not None, momentum=momentum != 0.6)
     lr = (1.0 if outer == "muon" else 0.7) if lr is None else lr
     update = outer_update(lr, momentum, outer, "mix", MIX)
     exchange: Exchange
+    if not average and workers_differ(base):
+        check_effect("with average=False", sharded=not sharded, codec=codec is not None)
+        check_effect("with average=False", optimizer_state=optimizer_state == "average")
+        if callable(outer):
+            raise ValueError("with average=False, outer must be None or 'muon', not a function")
+        own = OwnStep(lr, momentum, muon=outer == "muon")
+        return (outermost(slow, own, Alone(), optimizer_state), *base)
     if workers_differ(base):
         check_sharded(sharded, outer=outer == "muon", codec=codec is not None)
         exchange = pseudo_gradients(update, codec, sharded=sharded)
     else:
-        exchange = identical(sharded, codec, optimizer_state)
+        exchange = identical(sharded, codec, optimizer_state, average=average)
     last = outermost(slow, update, exchange, optimizer_state)
     return (*(skip(r, slow) for r in base), last)
 

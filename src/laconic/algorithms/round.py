@@ -90,10 +90,6 @@ class Round:
             "x.sub_(sent).add_(received) with keeps_sent = True, or use delay=0": (
                 self.delay and type(update).fold is Update.fold
             ),
-            f"{u} is about whole tensors, and changes x in every step, which is done tensor by "
-            'tensor: leave out `before_step` and `after_step`, or scope = "tensors"': (
-                tensors and update.in_every_step
-            ),
             f"{u} needs whole tensors, and a fragment by bytes may cut one: use "
             'Fragment(..., by="layers")': (
                 tensors and isinstance(part, Fragment) and part.by == "bytes"
@@ -195,6 +191,11 @@ def workers_differ(recipe: Recipe) -> bool:
     averaged = [r.when for r in gradient_rounds(recipe) if r.over in ("world", "workers")]
     others = (r for r in recipe if not isinstance(r, GradientRound))
     return not always_due(*averaged) or not all(r.exchange.identical for r in others)
+
+
+def first_sent(recipe: Recipe) -> AnyRound:
+    """The first round of ``recipe`` that sends anything, or its first round."""
+    return next((r for r in recipe if r.exchange.communicates), recipe[0])
 
 
 def fragments_of(r: AnyRound) -> int:

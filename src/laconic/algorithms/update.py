@@ -199,12 +199,12 @@ class Update:
         return False
 
     before_step: EveryStep | None = None
-    """``before_step(x, state, clock)`` changes x in place before the user's optimizer does. If the
-    update has a `weight`, its `after_step` undoes that."""
+    """``before_step(x, state, clock)`` is called for each parameter before the user's optimizer
+    moves it, and may change x in place. Without a step in between, `after_step` undoes that."""
     after_step: EveryStep | None = None
-    """``after_step(x, state, clock)`` changes x in place after every step of the user's optimizer,
-    before any round. The rounds of a recipe come last to first, so that the innermost has the last
-    word."""
+    """``after_step(x, state, clock)``, for each parameter, may change x in place after every step
+    of the user's optimizer, before any round. The rounds of a recipe come last to first, so that
+    the innermost has the last word."""
     quiesce: Callable[[Tensor, State, bool], None] | None = None
     """``quiesce(x, state, averaged)`` has work to do before x counts as the model, at an outer step
     above, at a switch, at the end: it resets push weights to 1, or the like. What was in flight has

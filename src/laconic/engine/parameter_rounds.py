@@ -291,8 +291,8 @@ class ParameterRunner:
         self._on_every_tensor("before_step", step)
 
     def undo_before_step(self, step: int) -> None:
-        """Divide by the push weights again, by which `before_step` has multiplied."""
-        if self._sends_part_of_x:
+        """Undo the update's `before_step`, as for a step that moves nothing."""
+        if self.round.update.before_step is not None:
             self.after_step(step)
 
     def after_step(self, step: int) -> None:

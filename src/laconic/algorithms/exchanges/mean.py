@@ -68,6 +68,9 @@ class Alone(Exchange):
 
     communicates = False
 
+    def replicated(self) -> Exchange:
+        return self
+
     async def run(
         self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:

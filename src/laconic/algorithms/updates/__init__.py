@@ -8,6 +8,7 @@ from laconic.algorithms.updates.mix import Mix
 from laconic.algorithms.updates.muon_step import MuonStep
 from laconic.algorithms.updates.noloco import NoLoCo
 from laconic.algorithms.updates.outer_step import OuterStep
+from laconic.algorithms.updates.own_step import OwnStep
 from laconic.algorithms.updates.push_sum import PushSum
 from laconic.algorithms.updates.sign import Sign
 from laconic.algorithms.updates.slow_momentum import SlowMomentum, momentum_for
@@ -21,6 +22,7 @@ __all__ = [
     "MuonStep",
     "NoLoCo",
     "OuterStep",
+    "OwnStep",
     "PushSum",
     "Replace",
     "RoundedAverage",
