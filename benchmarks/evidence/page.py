@@ -57,9 +57,11 @@ def write(page: Path, known: Mapping[Job, Outcome]) -> None:
     for study, (markdown, picture) in PAGES.items():
         if rows := rows_of(study, known):
             _insert(page, study, markdown(rows), picture(rows))
-    sgd = {f"{task}, SGD": rows for task, rows in rows_of("late_sgd", known).items()}
-    tables = {"direction": rows_of("direction", known), "late": rows_of("late", known) | sgd}
-    for study, rows in tables.items():
+    for study in ("direction", "late", "own"):
+        rows = rows_of(study, known)
+        if f"{study}_sgd" in STUDIES:
+            sgd = rows_of(f"{study}_sgd", known)
+            rows |= {f"{task}, SGD": of for task, of in sgd.items()}
         if rows:
             write_page(page, study, by_task(rows))
 

@@ -177,11 +177,48 @@ def late_sgd(runs: Runs, task: str) -> Iterator[Row]:
     return late(runs, task, "sgd") if task in SGD_LR else iter(())
 
 
+# -- outer steps of each worker's own ----
+
+OWN_STEPS = 1024
+OWN_PERIODS = {32: 8, 128: 32}
+"""With the delays of the fragments."""
+OWN = {
+    "Muon": "streaming_diloco({0}, 4, {1}, outer='muon')",
+    "own Muon every 8 steps": "outer_step(streaming_diloco({0}, 4, {1}, "
+    "merge='loscar'), 8, outer='muon', average=False)",
+    "own Muon every 4 steps": "outer_step(streaming_diloco({0}, 4, {1}, "
+    "merge='loscar'), 4, outer='muon', average=False)",
+}
+
+
+def own(runs: Runs, task: str, inner: str = "adamw") -> Iterator[Row]:
+    """Streaming DiLoCo whose workers also take outer steps of their own, with 4 workers; beside
+    outer steps on averages alone, and those of a free network."""
+    cases = [("free network", "outer_step(ddp(), 8, outer='muon')")]
+    cases += [
+        (f"{what}, {period}", text.format(period, delay))
+        for period, delay in OWN_PERIODS.items()
+        for what, text in OWN.items()
+    ]
+    lr = INNER_LR[task] if inner == "adamw" else SGD_LR[task]
+    jobs = {what: Job(task, text, inner, lr, 4, OWN_STEPS, BATCH, 0) for what, text in cases}
+    seeds = FRESH[:3]
+    runs([j for job in jobs.values() for j in seeded(job, seeds)])
+    return (row(runs, what, job, seeds) for what, job in jobs.items())
+
+
+def own_sgd(runs: Runs, task: str) -> Iterator[Row]:
+    """`own` with SGD inside, on the small tasks."""
+    return own(runs, task, "sgd") if task in SGD_LR else iter(())
+
+
 STUDIES: dict[str, Callable[[Runs, str], Iterator[Row]]] = {
     "muloco": muloco,
     "direction": direction,
     "outer": outer,
     "late": late,
     "late_sgd": late_sgd,
+    "own": own,
+    "own_sgd": own_sgd,
 }
 assert set(INNER_LR) == set(NAMES)

@@ -25,6 +25,9 @@ from laconic.policy.facts import Facts, Net
 from laconic.policy.predict import predict
 
 TEXT = Facts(4, ((845, 1024),), 4, 0.15, 100e6, 1e-3)
+OWN_STEPS = (
+    "outer_step(streaming_diloco(12, delay=3, merge='loscar'), 4, outer='muon', average=False)"
+)
 MODEL = facts_from(params=125 * 10**6, step_time=0.9, bandwidth=1e8, one_way=5e-3, workers=8)
 SLOW = replace(TEXT, compute=0.45, rate=20e6, computes=(0.15, 0.15, 0.15, 0.45))
 
@@ -87,11 +90,12 @@ def test_it_is_told_where_steps_are_from() -> None:
     """What was not measured is marked, and what is unknown is not guessed."""
     cases = {
         "ddp(codec='int4')": ("1.02", "measured (benchmarks.factors)"),
+        OWN_STEPS: ("~1.00", "interpolated between measured"),
         "streaming_diloco(12, outer='muon')": ("~0.98", "interpolated between measured"),
         "outer_step(ddp(), 8, outer='muon')": ("~0.75", "a cautious number: 0.56 and 0.60"),
         "outer_step(ddp(), 4, outer='muon')": ("~0.70", "no gain on text in one of 3,072"),
         "outer_step(ddp(), 8)": ("?", ""),
-        "streaming_diloco(256)": ("~1.82", "extrapolated from streaming_diloco(64)"),
+        "streaming_diloco(256)": ("~1.82", "extrapolated from a period of 64"),
         "local_sgd(16)": ("~1.50", "assumed equal to streaming_diloco(16)"),
         "easgd(16)": ("?", ""),
     }

@@ -26,7 +26,7 @@ from tests.support.clock import Clock, controlled
 from tests.support.loops import descend, flat, refusal
 
 TEXT = Facts(workers=4, shapes=((845, 1024),), itemsize=4, compute=0.15, rate=100e6, one_way=1e-3)
-MUON = replace(TEXT, muon=True)
+MUON = replace(TEXT, muon=True, own=True)
 PLAIN = la.auto(outer=False)
 
 
@@ -64,8 +64,8 @@ def test_the_slower_the_network_the_less_is_sent() -> None:
 
 def test_a_period_is_at_most_a_third_longer_than_the_network_needs() -> None:
     slow = replace(MUON, rate=1e6)
-    found = {c: chosen(replace(slow, compute=c)).partition(",")[0] for c in (0.2, 0.28, 0.4)}
-    periods = [int(text.removeprefix("streaming_diloco(")) for text in found.values()]
+    found = [chosen(replace(slow, compute=c)) for c in (0.2, 0.28, 0.4)]
+    periods = [int(text.partition("streaming_diloco(")[2].partition(",")[0]) for text in found]
     assert periods == [40, 28, 20]
 
 
@@ -79,10 +79,10 @@ def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
     # between gradients and parameters it must be clearly better than a prediction is accurate
     fast = replace(MUON, rate=1e10)
     now = next(c for c in candidates(fast) if "(8, " in c.text and "stream" in c.text)
-    near = {kind: 0.15 * fast.compute for kind in ("gradients", "coded gradients")}
+    near = {kind: 0.4 * fast.compute for kind in ("gradients", "coded gradients")}
     assert chosen(fast, measured=near).startswith("outer_step(")
     assert chosen(fast, now=now, measured=near) == now.text
-    far = {now.kind: 0.3 * fast.compute}
+    far = {now.kind: 0.4 * fast.compute}
     assert chosen(fast, now=now, measured=far).startswith("outer_step(")
     # a delay in force stays while it hides the messages
     first = next(c for c in candidates(replace(TEXT, rate=3e6)) if "(8, " in c.text)
@@ -142,7 +142,7 @@ def test_every_rank_makes_the_same_choice_and_says_why(
     (stats, choices, x), *others = found
     assert choices and all(other == choices and torch.equal(x, y) for _, other, y in others)
     assert choices[0].step == 4 and choices[0].facts.rate == pytest.approx(1e6, rel=0.1)
-    assert choices[0].text.startswith(("local_sgd(2, delay=", "streaming_diloco("))
+    assert choices[0].text.startswith(("local_sgd(2, delay=", "outer_step(streaming_diloco("))
     told = [record.message for record in caplog.records]
     assert len(told) == len(choices) and choices[0].reason in told[0]
     assert la.simulate(partial(run, steps=8), workers=1)[0][1] == [], "nothing to choose"

@@ -13,9 +13,8 @@ from laconic.algorithms.exchanges import CodedMean, QuorumMean
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import local_sgd, power_sgd
-from laconic.algorithms.round import GradientRound, Recipe, Round, workers_differ
-from laconic.algorithms.updates import momentum_for
-from laconic.algorithms.updates.muon_step import MuonStep
+from laconic.algorithms.round import GradientRound, Recipe, Round, first_sent, workers_differ
+from laconic.algorithms.updates import OwnStep, momentum_for
 from laconic.codecs import CODECS
 from laconic.policy.candidates import (
     DELAYED,
@@ -24,6 +23,7 @@ from laconic.policy.candidates import (
     candidates,
     local,
     muon,
+    own,
     streaming,
 )
 from laconic.policy.candidates import PERIODS as STEPS
@@ -60,10 +60,9 @@ OWN_PACE = (
 MEASURED, EXACT = "measured (benchmarks.factors)", "the same mathematics"
 KNOWN = (MEASURED, EXACT)
 """Sources of steps that were determined for the recipe itself."""
-LONGEST = 64
-"""The longest period of `laconic.streaming_diloco` that was measured."""
-TIMED = {local: 2, muon: 2, streaming: 1}
-"""The candidates of `laconic.auto` with a delay, and the delay with which each was measured."""
+LONGEST = {local: 2, own: 128, muon: 64, streaming: 64}
+"""The candidates of `laconic.auto` with a delay, and the longest period of each that was
+measured."""
 LOW_RANK = 1.47
 """Steps that gradients of low rank need per step of `laconic.ddp`, measured for rank 4 in Int8."""
 LENGTH = 2**16
@@ -109,7 +108,7 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
     """
     gradients, streams = [], {}
     for candidate in candidates(facts):
-        first = candidate.recipe[0]
+        first = first_sent(candidate.recipe)
         period = None if isinstance(first, GradientRound) else round(1 / often(first))
         choice = _choice(candidate.text, period)
         if period is None or candidate.text.startswith("local_sgd"):
@@ -199,7 +198,10 @@ def rehearsed(workers: int, recipes: Sequence[str] = ()) -> list[Recipe]:
     Their rounds are timed before the other facts are known.
     """
     unequal = (1.0,) * (workers - 1) + (2.0,)
-    facts = [replace(PLAIN, workers=workers, computes=unequal, muon=muon) for muon in (False, True)]
+    facts = [
+        replace(PLAIN, workers=workers, computes=unequal, muon=muon, own=own)
+        for muon, own in ((False, False), (True, False), (True, True))
+    ]
     known = {choice.text: choice.recipe for f in facts for choice in choices(f, recipes)}
     return [*known.values(), local_sgd(1)]
 
@@ -235,29 +237,34 @@ def steps_of(recipe: Recipe) -> Steps:
             return Steps(base.factor, "assumed equal to the base without slow steps")
         nearest = min(OUTER, key=lambda period: abs(math.log2(period * often(outer[-1]))))
         return Steps(OUTER[nearest] * base.factor, OUTER_SOURCE)
-    share = max((often(r) for r in recipe if isinstance(r, Round)), default=0.0)
+    sent = [r for r in recipe if isinstance(r, Round) and r.exchange.communicates]
+    share = max(map(often, sent), default=0.0)
     if not share:
         raise ValueError("advise compares only recipes whose rounds continue through the run")
     period = 1 / share
-    for make, delay in TIMED.items():
-        factor = DELAYED[make].get(round(period))
-        if factor is None or recipe != make(round(period), recipe[0].delay, 1.0).recipe:
+    for make, longest in LONGEST.items():
+        factor = DELAYED[make].get(round(period)) if sent[0].delay else None
+        if factor is None or recipe != make(round(period), sent[0].delay, 1.0).recipe:
             continue
-        if period > LONGEST:
-            return Steps(factor, f"extrapolated from streaming_diloco({LONGEST})")
-        if make is muon and math.log2(period) % 1:
+        if period > longest:
+            return Steps(factor, f"extrapolated from a period of {longest}")
+        if make in (own, muon) and math.log2(period) % 1:
             return Steps(factor, "interpolated between measured periods")
-        return Steps(factor, MEASURED if recipe[0].delay == delay else f"taken from delay={delay}")
-    turned = _turned(recipe)
-    steps = DELAYED[muon] if turned else STEPS
+        delay = {local: 2, own: period / 4, muon: 2, streaming: 1}[make]
+        return Steps(factor, MEASURED if sent[0].delay == delay else f"taken from delay={delay:g}")
+    steps: Mapping[int, float] = STEPS
+    like = "streaming_diloco({0})"
+    if any(isinstance(r.update, OwnStep) for r in recipe):
+        steps, like = DELAYED[own], "outer_step(streaming_diloco({0}, ...), average=False)"
+    elif _turned(recipe):
+        steps, like = DELAYED[muon], "streaming_diloco({0}, outer='muon')"
     nearest = min(steps, key=lambda p: abs(math.log2(p / period)))
-    same = f"{nearest}, outer='muon'" if turned else str(nearest)
-    return Steps(steps[nearest], f"assumed equal to streaming_diloco({same})")
+    return Steps(steps[nearest], f"assumed equal to {like.format(nearest)}")
 
 
 def _turned(recipe: Recipe) -> bool:
     """Whether it has outer steps in Muon's direction."""
-    return any(isinstance(r, Round) and isinstance(r.update, MuonStep) for r in recipe)
+    return any(isinstance(r, Round) and r.update.scope == "tensors" for r in recipe)
 
 
 def _steps_of_gradients(recipe: Recipe) -> Steps:

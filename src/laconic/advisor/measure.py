@@ -25,7 +25,7 @@ from laconic.advisor.rehearse import now, rehearsals, rehearse
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Recipe
 from laconic.device import seconds_between, time_mark
-from laconic.policy.candidates import largest_fragment, takes_muon
+from laconic.policy.candidates import largest_fragment, takes_muon, takes_own
 from laconic.policy.facts import BACKWARD, Facts
 from laconic.policy.probe import BufferWatch, unequal_workers
 from laconic.tensors import itemsize_of
@@ -67,6 +67,7 @@ def measure(
         **network_of(bench),
         overlapping=bench.world.overlapping is not None,
         muon=bool(bench.gather(float(takes_muon(optimizer, [p.shape for p in params]))).min()),
+        own=bool(bench.gather(float(takes_own(optimizer))).min()),
         largest=0.0 if optimizer is None else largest_fragment(model, _groups(optimizer)),
         buffers=buffers,
         changing=int(bench.gather(float(changing)).max()),

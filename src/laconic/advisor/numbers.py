@@ -84,6 +84,7 @@ def facts_from(
         ranks=ranks,
         nets=nets,
         muon=True,
+        own=True,
         buffers=(size,) if size else (),
         changing=size,
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.parse import parse_recipe
-from laconic.algorithms.round import Recipe, Round, fragments_of
+from laconic.algorithms.round import Recipe, Round, first_sent, fragments_of
 from laconic.algorithms.updates.muon_step import operations, orthogonal
 from laconic.device import synchronize
 from laconic.parts import Fragment
@@ -59,6 +59,13 @@ MUON |= {64: 1.55, 128: 1.7, 256: 1.8, 512: 1.9}
 """The same with ``outer="muon"``: measured with a delay of 2 for powers of two up to 64. Those
 between them are interpolated, so that a network too slow for one period does not wait for one half
 as long again; longer ones are extrapolated."""
+OWN = {8: 0.97, 12: 1.0, 16: 1.02, 20: 1.08, 24: 1.12, 28: 1.15, 32: 1.18, 40: 1.21, 48: 1.25}
+OWN |= {64: 1.31, 128: 1.43, 256: 1.57, 512: 1.7}
+"""The same where each worker takes outer steps of its own in Muon's direction, every `OWN_PERIOD`
+steps. With a delay of a quarter of the period, 0.78, 0.82, 0.94, 1.05 and 1.14 were measured for
+periods of 8, 16, 32, 64 and 128. They count 1.25 times as much, as those of `OUTER` do, since
+longer runs gain less."""
+OWN_PERIOD = 4
 SHORTEST = 8
 """The least period to choose. Period 4 takes 4% fewer steps, but loses more than that by a message
 in every step, which `predict` does not include if processors are few: at 10 Mbit/s with 4 emulated
@@ -87,7 +94,7 @@ def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate
             delay, seconds = delay_for(period, facts, make)
             candidate = make(period, delay, steps)
             if now is not None and same_but_delay(now.recipe, candidate.recipe):
-                present = now.recipe[0].delay
+                present = first_sent(now.recipe).delay
                 if seconds <= (present - HALF) * facts.compute and present <= 2 * delay:
                     candidate = make(period, present, steps)
             yield candidate
@@ -120,7 +127,7 @@ def delay_for(period: int, facts: Facts, make: Maker | None = None) -> tuple[int
     `streaming`). The delay is 1.25 times these seconds, plus half a step since the last rank sends
     late, at most the period. The margin is needed: with a message that took 0.6 of its delay of one
     step all ranks waited 13% of the time, at 10 Mbit/s on 4 emulated hosts."""
-    r = (make or streaming)(period, 1, 1.0).recipe[0]
+    r = first_sent((make or streaming)(period, 1, 1.0).recipe)
     uneven = facts.largest * fragments_of(r) if make is muon else 0.0
     seconds = travel(r, facts) * max(1.0, uneven)
     return min(math.ceil(1.25 * seconds / facts.compute + HALF), period), seconds
@@ -149,13 +156,24 @@ def muon(period: int, delay: int, steps: float) -> Candidate:
     return spelled(f"streaming_diloco({period}, delay={delay}, outer='muon')", steps)
 
 
-DELAYED: Mapping[Maker, Mapping[int, float]] = {local: LOCAL, muon: MUON, streaming: PERIODS}
+def own(period: int, delay: int, steps: float) -> Candidate:
+    """`streaming` with outer steps of each worker's own, as `OWN` was measured."""
+    base = f"streaming_diloco({period}, delay={delay}, merge='loscar')"
+    return spelled(f"outer_step({base}, {OWN_PERIOD}, outer='muon', average=False)", steps)
+
+
+DELAYED: Mapping[Maker, Mapping[int, float]] = {
+    local: LOCAL,
+    own: OWN,
+    muon: MUON,
+    streaming: PERIODS,
+}
 """The candidates with a delay: how to make them, and their steps by period."""
 
 
 def delayed(facts: Facts) -> dict[Maker, dict[int, float]]:
     """The candidates of `DELAYED` to choose from, for `laconic.auto` and ``laconic advise``."""
-    make = muon if facts.muon else streaming
+    make = (own if facts.own else muon) if facts.muon else streaming
     return {local: dict(LOCAL), make: {p: s for p, s in DELAYED[make].items() if p >= SHORTEST}}
 
 
@@ -171,6 +189,13 @@ def takes_muon(optimizer: Optimizer | None, shapes: Sequence[Sequence[int]]) -> 
     elements = sum(map(math.prod, shapes))
     matrices = sum(math.prod(s) for s in shapes if len(s) == 2 and min(s) > 1)
     return matrices > elements / 2
+
+
+def takes_own(optimizer: Optimizer | None) -> bool:
+    """Whether each worker may take outer steps of its own where `takes_muon`: with an optimizer of
+    Adam's kind. With SGD, at the learning rates that suit it alone, they raised the loss
+    (``docs/evidence.md``)."""
+    return optimizer is not None and all("betas" in group for group in optimizer.param_groups)
 
 
 def turning(shapes: Sequence[Sequence[int]], device: torch.device) -> float:
@@ -228,6 +253,7 @@ def start(workers: int, facts: Facts | None = None) -> Candidate:
     if seconds <= max(SLOW, 2 * sending):
         return coded
     if facts.muon:
-        return muon(SHORTEST, START_DELAY, MUON[SHORTEST])
+        make = own if facts.own else muon
+        return make(SHORTEST, START_DELAY, DELAYED[make][SHORTEST])
     period = min(LOCAL)
     return local(period, period, LOCAL[period])

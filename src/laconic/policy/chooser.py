@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.auto import Auto
-from laconic.algorithms.round import Recipe, Round, workers_differ
+from laconic.algorithms.round import Recipe, Round, first_sent, workers_differ
 from laconic.engine.session import Choice, Session
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
@@ -34,6 +34,7 @@ from laconic.policy.candidates import (
     spelled,
     start,
     takes_muon,
+    takes_own,
     turning,
 )
 from laconic.policy.choice import (
@@ -181,7 +182,8 @@ class Chooser:
             row = torch.tensor(own, dtype=torch.float64, device=self._device)
             self._announce(PACE)
             self._paces = self._comm.submit(partial(self._world.gather, row), PACE)
-            self._due = self._steps + max(LATER, self.now.recipe[0].delay)  # behind other messages
+            delay = first_sent(self.now.recipe).delay
+            self._due = self._steps + max(LATER, delay)  # behind other messages
         elif self._paces is not None and self._steps == self._due:
             paces, self._paces = self._paces.wait(), None
             self._slow_worker = slow_worker(paces[:, 2])
@@ -297,7 +299,7 @@ class Chooser:
         found = self._probed or self._comm.call(self._probe, MEASURE)
         shapes, itemsize = shapes_of(self._session)
         elements = sum(map(math.prod, shapes))
-        muon = muon_costs(self._session, self._ranks) if self.auto.outer else (0.0, 0.0, 0.0)
+        muon = muon_costs(self._session, self._ranks) if self.auto.outer else (0.0,) * 4
         sizes, changing = ((), 0) if self._buffers is None else self._buffers.sizes()
         slowest = [compute, -found.rate, found.latency, wall, elements, -elements]
         rest = [*muon, itemsize, changing, found.packets, found.again, *used, *found.speeds]
@@ -308,7 +310,7 @@ class Chooser:
         self._before = usage(self._session)
         self._slow_worker = slow_worker(everyone[:, 0])
         alone = self._ranks == 1  # a rank's row is that of a worker
-        self._slow_host = slow_host(everyone[:, 15:]) if alone else ""
+        self._slow_host = slow_host(everyone[:, 16:]) if alone else ""
         ranks = 1 if self._session.sharded else self._ranks  # else each sends a part of a message
         facts, wall = _of_all(everyone, self._workers, ranks, shapes)
         broadcast = self._session.settings.buffers == "broadcast"
@@ -367,20 +369,21 @@ class Chooser:
 
 def cycle_of(recipe: Recipe) -> int:
     """Steps between two rounds of ``recipe`` on parameters, of whatever fragment."""
-    rounds = sum(often(r) for r in recipe if isinstance(r, Round))
+    rounds = sum(often(r) for r in recipe if isinstance(r, Round) and r.exchange.communicates)
     return round(1 / rounds) if rounds else 1
 
 
-def muon_costs(session: Session, ranks: int) -> tuple[float, float, float]:
-    """-1 where outer steps in Muon's direction may be chosen, else 0; and `Facts.turning` and
-    `Facts.largest`. ``ranks``: of a worker."""
+def muon_costs(session: Session, ranks: int) -> tuple[float, ...]:
+    """-1 where outer steps in Muon's direction may be chosen, else 0; the same of each worker's
+    own; and `Facts.turning` and `Facts.largest`. ``ranks``: of a worker."""
     whole = [p.shape for p in session.params()]  # of FSDP's, too
     if not takes_muon(session.optimizer, whole):
-        return 0.0, 0.0, 0.0
+        return (0.0,) * 4
     turns = turning(whole, session.device)
     if session.sharded:  # the ranks of a worker share the matrices
         turns /= ranks
-    return -1.0, turns, largest_fragment(session.model, session.groups())
+    own = -float(takes_own(session.optimizer))
+    return -1.0, own, turns, largest_fragment(session.model, session.groups())
 
 
 def _busiest(rows: Tensor) -> tuple[float, float]:
@@ -395,13 +398,13 @@ def _of_all(
 ) -> tuple[Facts, float]:
     """The facts and the seconds of a step, from what each rank has measured. ``ranks``: how many of
     a worker share its messages."""
-    compute, rate, latency, wall, most, least, muon, turns, largest, itemsize, changing = (
-        rows[:, :11].amax(0).tolist()
+    compute, rate, latency, wall, most, least, muon, own, turns, largest, itemsize, changing = (
+        rows[:, :12].amax(0).tolist()
     )
     if most != -least:  # shards of different sizes: all ranks use the largest
         shapes = ((int(most),),)
-    packets, again = rows[:, 11:13].sum(0).tolist()
-    carry, contention = _busiest(rows[:, 13:15])
+    packets, again = rows[:, 12:14].sum(0).tolist()
+    carry, contention = _busiest(rows[:, 14:16])
     known = workers, shapes, int(itemsize), compute, -rate, latency
     facts = Facts(
         *known,
@@ -411,6 +414,7 @@ def _of_all(
         contention=contention,
         carry=carry,
         muon=bool(muon),  # -1 where all ranks take it
+        own=bool(own),
         turning=turns,
         largest=largest,
         changing=int(changing),

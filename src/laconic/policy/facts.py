@@ -53,12 +53,12 @@ class Facts:
     ``compute`` and ``rate`` are then those of the slowest, for which the others wait. ``receives``
     are the bit/s at which each one receives; empty if as it sends. ``overlapping`` is whether
     buckets overlap (`Link.overlapping`); None: where the latency says so. ``muon``: whether outer
-    steps in Muon's direction may be chosen (`laconic.policy.candidates.takes_muon`); ``turning``:
-    the seconds for which training stops to turn the steps of all matrices once; ``largest``: the
-    share of the model in the largest fragment by layers, 0 if unknown. ``buffers``: the bytes of
-    each of the module's buffers that rounds average, and ``changing``, of those that training
-    changes: others are not sent. ``broadcast``: these are all buffers, which every step shares
-    instead.
+    steps in Muon's direction may be chosen (`laconic.policy.candidates.takes_muon`), and ``own``
+    whether each worker may take its own (`laconic.policy.candidates.takes_own`); ``turning``: the
+    seconds for which training stops to turn the steps of all matrices once; ``largest``: the share
+    of the model in the largest fragment by layers, 0 if unknown. ``buffers``: the bytes of each of
+    the module's buffers that rounds average, and ``changing``, of those that training changes:
+    others are not sent. ``broadcast``: these are all buffers, which every step shares instead.
     """
 
     workers: int
@@ -80,6 +80,7 @@ class Facts:
     receives: tuple[float, ...] = ()
     overlapping: bool | None = None
     muon: bool = False
+    own: bool = False
     turning: float = 0.0
     largest: float = 0.0
     shared: tuple[Shared, ...] = ()

@@ -167,7 +167,7 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
         exposed += share * (load.exposed + load.stretch)
         if r.over != "replica":
             meets = r.part is module_buffers if isinstance(r, Round) else False
-            meets |= r.exchange.out_degree is None
+            meets |= r.exchange.communicates and r.exchange.out_degree is None
             synchronous += share if meets and not r.delay else 0.0
             network += share * load.network
             waited += share * min(load.exposed, load.network)
