@@ -89,8 +89,8 @@ class Wrong(Wrapped):
         super().mean(x, *rest)
         self.spoil(x)
 
-    def all_gather(self, mine: Tensor, out: Tensor, *rest: Any) -> None:
-        super().all_gather(mine, out, *rest)
+    def all_gather(self, mine: Tensor, out: Tensor, parts: Any = None) -> None:
+        super().all_gather(mine, out, parts)
         self.spoil(out)
 
     def spoil(self, x: Tensor) -> None:
