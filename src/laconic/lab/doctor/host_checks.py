@@ -226,12 +226,8 @@ ALLOW_NAMESPACES = (
 
 def lab() -> list[Finding]:
     """Check what ``laconic compare`` needs, by building an emulated host and removing it."""
-    missing = [
-        name
-        for name in ("rich", "sklearn", "pyroute2")
-        if importlib.util.find_spec(name) is None
-        and not (name == "pyroute2" and sys.platform != "linux")
-    ]
+    needed = ("rich", "sklearn", *(["pyroute2"] if sys.platform == "linux" else []))
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     remedy = install("lab")
     found = [Finding("warning", "lab", f"not installed: {', '.join(missing)}", remedy)]
     found = found if missing else []
