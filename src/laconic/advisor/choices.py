@@ -60,9 +60,11 @@ OWN_PACE = (
 MEASURED, EXACT = "measured (benchmarks.factors)", "the same mathematics"
 KNOWN = (MEASURED, EXACT)
 """Sources of steps that were determined for the recipe itself."""
-LONGEST = {local: 2, own: 128, muon: 64, streaming: 64}
-"""The candidates of `laconic.auto` with a delay, and the longest period of each that was
-measured."""
+LONGEST = 64
+"""The longest period of `laconic.streaming_diloco` that was measured."""
+TIMED = {local: 2, own: 0, muon: 2, streaming: 1}
+"""The candidates of `laconic.auto` with a delay, and the delay with which each was measured; those
+of `own` had several."""
 LOW_RANK = 1.47
 """Steps that gradients of low rank need per step of `laconic.ddp`, measured for rank 4 in Int8."""
 LENGTH = 2**16
@@ -72,6 +74,7 @@ OUTER_SOURCE = (
     "a cautious number: 0.56 and 0.60 of the steps were measured in runs of 480, and no gain on "
     "text in one of 3,072"
 )
+OWN_SOURCE = "a cautious number: 1.25 times what was measured in runs of 480 steps"
 UNKNOWN = "unknown: counted as 1"
 """The source of the steps of a recipe about which nothing is known."""
 UNMEASURED = "a recipe with these options was not measured"
@@ -242,16 +245,17 @@ def steps_of(recipe: Recipe) -> Steps:
     if not share:
         raise ValueError("advise compares only recipes whose rounds continue through the run")
     period = 1 / share
-    for make, longest in LONGEST.items():
+    for make, delay in TIMED.items():
         factor = DELAYED[make].get(round(period)) if sent[0].delay else None
         if factor is None or recipe != make(round(period), sent[0].delay, 1.0).recipe:
             continue
-        if period > longest:
-            return Steps(factor, f"extrapolated from a period of {longest}")
-        if make in (own, muon) and math.log2(period) % 1:
+        if make is own:
+            return Steps(factor, OWN_SOURCE)
+        if period > LONGEST:
+            return Steps(factor, f"extrapolated from a period of {LONGEST}")
+        if make is muon and math.log2(period) % 1:
             return Steps(factor, "interpolated between measured periods")
-        delay = {local: 2, own: period / 4, muon: 2, streaming: 1}[make]
-        return Steps(factor, MEASURED if sent[0].delay == delay else f"taken from delay={delay:g}")
+        return Steps(factor, MEASURED if sent[0].delay == delay else f"taken from delay={delay}")
     steps: Mapping[int, float] = STEPS
     like = "streaming_diloco({0})"
     if any(isinstance(r.update, OwnStep) for r in recipe):
