@@ -136,6 +136,45 @@ def own_steps(**options: Any) -> la.Recipe:
     return la.outer_step(la.local_sgd(4), 2, average=False, **options)
 
 
+def disturbed(what: Callable[[la.Synchronizer], None], first: str) -> Tensor:
+    """The model of a worker with two optimizers, after six steps with own outer steps; between the
+    optimizers of the third step, ``what``."""
+
+    def run(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+        one, two = (torch.optim.SGD(layer.parameters(), 0.1) for layer in model)
+        sync = la.attach(model, [one, two], first)
+        for step in range(6):
+            x = torch.ones(2, 3, dtype=torch.float64) * (step + 1 + rank)
+            model(x).square().mean().backward()
+            one.step()
+            if step == 2:
+                what(sync)
+            two.step()
+            model.zero_grad()
+        sync.detach()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    return torch.cat(la.simulate(run, 2))
+
+
+OWN_TEXT = "outer_step(local_sgd(4), 2, outer='muon', average=False)"
+
+
+def test_own_steps_count_a_step_that_is_begun_once() -> None:
+    """Its beginning is known where the consensus is looked at, or a recipe begins, in between."""
+
+    def look(sync: la.Synchronizer) -> None:
+        with sync.consensus():
+            pass
+
+    undisturbed = disturbed(lambda sync: None, OWN_TEXT)
+    assert torch.equal(disturbed(look, OWN_TEXT), undisturbed)
+    begun = disturbed(lambda sync: sync.switch(OWN_TEXT), "local_sgd(4)")
+    assert begun.abs().max() < 1.5 * undisturbed.abs().max()
+
+
 # -- what is refused ----
 
 
@@ -150,6 +189,7 @@ def own_steps(**options: Any) -> la.Recipe:
         (lambda: own_steps(codec="int8"), "codec= has no effect with average=False"),
         (lambda: own_steps(optimizer_state="average"), "optimizer_state= has no effect"),
         (lambda: own_steps(outer=torch.optim.Adam), "outer must be None or 'muon'"),
+        (lambda: la.outer_step(la.diloco(8, quorum=1), 4, average=False), "without quorum="),
         (lambda: la.des_loc(0), "period must be an integer"),
         (lambda: la.des_loc(4, first=0), "first must be an integer"),
         (lambda: la.des_loc(4, second=1.5), "second must be"),  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Alone, GatheredMean, Mean
+from laconic.algorithms.exchanges import Alone, GatheredMean, Mean, QuorumMean
 from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
@@ -248,6 +248,8 @@ def outer_step(
     if not average and workers_differ(base):
         check_effect("with average=False", sharded=not sharded, codec=codec is not None)
         check_effect("with average=False", optimizer_state=optimizer_state == "average")
+        if any(isinstance(r.exchange, QuorumMean) for r in base):
+            raise ValueError("average=False needs a base without quorum= and pace='own'")
         if callable(outer):
             raise ValueError("with average=False, outer must be None or 'muon', not a function")
         own = OwnStep(lr, momentum, muon=outer == "muon")

@@ -200,7 +200,8 @@ class Update:
 
     before_step: EveryStep | None = None
     """``before_step(x, state, clock)`` is called for each parameter before the user's optimizer
-    moves it, and may change x in place. Without a step in between, `after_step` undoes that."""
+    moves it, and may change x in place. If the update has a `weight`, its `after_step` undoes
+    that."""
     after_step: EveryStep | None = None
     """``after_step(x, state, clock)``, for each parameter, may change x in place after every step
     of the user's optimizer, before any round. The rounds of a recipe come last to first, so that

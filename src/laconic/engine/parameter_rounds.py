@@ -286,13 +286,15 @@ class ParameterRunner:
 
     # -- every step ----
 
-    def before_step(self, step: int) -> None:
-        """The update's `before_step` on every parameter. ``step``: the one about to be taken."""
-        self._on_every_tensor("before_step", step)
+    def before_step(self, step: int, since: int = 0) -> None:
+        """The update's `before_step` on every parameter. ``step``: the one about to be taken.
+        ``since``: only in the channels from that number on."""
+        self._on_every_tensor("before_step", step, since)
 
     def undo_before_step(self, step: int) -> None:
-        """Undo the update's `before_step`, as for a step that moves nothing."""
-        if self.round.update.before_step is not None:
+        """Divide by the push weights again, by which `before_step` has multiplied. The state stays
+        as the step that has begun needs it."""
+        if self._sends_part_of_x:
             self.after_step(step)
 
     def after_step(self, step: int) -> None:
@@ -300,12 +302,12 @@ class ParameterRunner:
         if self.round.update.in_every_step:
             self._on_every_tensor("after_step", step)
 
-    def _on_every_tensor(self, name: str, step: int) -> None:
+    def _on_every_tensor(self, name: str, step: int, since: int = 0) -> None:
         update = self.round.update
         method = getattr(update, name)
         if method is None:
             return
-        for channel in self.channels:
+        for channel in self.channels[since:]:
             clock = self.clock(channel.bucket, step)
             for x, state in by_tensor(channel, update):
                 method(x, *seen_by(update, name, state, clock))

@@ -109,7 +109,10 @@ class RecipeRun:
     def _add(self, params: list[Tensor]) -> None:
         self.joined.append(params)
         for running in self.rounds:
+            known = len(running.channels)
             running.set.add(params)
+            if self.session.in_step:  # between the steps of two optimizers
+                running.before_step(self.session.step + 1, known)
 
     def detach(self) -> None:
         """Remove the gradient rounds' hooks."""

@@ -51,11 +51,10 @@ class OwnStep(Update):
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
         d = state["d"]
-        x.add_(d.to(x.dtype))
         m = state["m"].mul_(self.momentum).add_(d)  # m <- mu*m + d
-        step = d.add_(m, alpha=self.momentum)
+        step = torch.add(d, m, alpha=self.momentum)
         if self.muon:
             clock.tensors.map(step, turned, lambda shape: operations(shape) > 0)
-        x.sub_(step.to(x.dtype), alpha=self.lr)
+        x.add_(d.sub_(step, alpha=self.lr).to(x.dtype))  # x is rounded once
         d.zero_()
         return x
