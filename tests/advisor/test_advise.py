@@ -90,7 +90,7 @@ def test_it_is_told_where_steps_are_from() -> None:
     """What was not measured is marked, and what is unknown is not guessed."""
     cases = {
         "ddp(codec='int4')": ("1.02", "measured (benchmarks.factors)"),
-        OWN_STEPS: ("~1.00", "a cautious number: 1.25 times"),
+        OWN_STEPS: ("~1.00", "interpolated between measured"),
         "streaming_diloco(12, outer='muon')": ("~0.98", "interpolated between measured"),
         "outer_step(ddp(), 8, outer='muon')": ("~0.75", "a cautious number: 0.56 and 0.60"),
         "outer_step(ddp(), 4, outer='muon')": ("~0.70", "no gain on text in one of 3,072"),

@@ -57,11 +57,16 @@ OWN_PACE = (
     "as equal workers of the same speed together, on digits (docs/quorum.md); workers take "
     "different numbers of steps: end the loop by time or by data"
 )
+OWN_STEPS = (
+    "outer steps of each worker's own: fewer steps on text and images with AdamW, more with SGD "
+    "(docs/evidence.md)"
+)
 MEASURED, EXACT = "measured (benchmarks.factors)", "the same mathematics"
 KNOWN = (MEASURED, EXACT)
 """Sources of steps that were determined for the recipe itself."""
 LONGEST = 64
-"""The longest period of `laconic.streaming_diloco` that was measured."""
+"""The longest period of `laconic.streaming_diloco` that was measured; with own outer steps, twice
+as long."""
 TIMED = {local: 2, own: 0, muon: 2, streaming: 1}
 """The candidates of `laconic.auto` with a delay, and the delay with which each was measured; those
 of `own` had several."""
@@ -177,6 +182,8 @@ def _quality(text: str, recipe: Recipe) -> str:
     name = text.strip().removeprefix("laconic.").partition("(")[0].strip()
     if name not in FAMILIES and not (name == "outer_step" and _turned(recipe)):
         return OWN
+    if any(isinstance(r.update, OwnStep) for r in recipe):
+        return OWN_STEPS
     if any(isinstance(r.exchange, QuorumMean) and r.exchange.pace == "own" for r in recipe):
         return OWN_PACE
     return QUALITY.get(text) or QUALITY.get(name, UNMEASURED)
@@ -249,16 +256,17 @@ def steps_of(recipe: Recipe) -> Steps:
         factor = DELAYED[make].get(round(period)) if sent[0].delay else None
         if factor is None or recipe != make(round(period), sent[0].delay, 1.0).recipe:
             continue
+        longest = 2 * LONGEST if make is own else LONGEST
+        if period > longest:
+            return Steps(factor, f"extrapolated from a period of {longest}")
+        if make in (own, muon) and math.log2(period) % 1:
+            return Steps(factor, "interpolated between measured periods")
         if make is own:
             return Steps(factor, OWN_SOURCE)
-        if period > LONGEST:
-            return Steps(factor, f"extrapolated from a period of {LONGEST}")
-        if make is muon and math.log2(period) % 1:
-            return Steps(factor, "interpolated between measured periods")
         return Steps(factor, MEASURED if sent[0].delay == delay else f"taken from delay={delay}")
     steps: Mapping[int, float] = STEPS
     like = "streaming_diloco({0})"
-    if any(isinstance(r.update, OwnStep) for r in recipe):
+    if any(isinstance(r.update, OwnStep) and r.update.muon for r in recipe):
         steps, like = DELAYED[own], "outer_step(streaming_diloco({0}, ...), average=False)"
     elif _turned(recipe):
         steps, like = DELAYED[muon], "streaming_diloco({0}, outer='muon')"
