@@ -169,3 +169,37 @@ def test_a_trace_repeats_processes_bit_for_bit(how: Any, tmp_path: Path) -> None
 
     for id, digest in zip(trace.ids, laconic.simulate(repeat, faults=trace), strict=True):
         assert digest == (done[id]["digest"] if id in done else None)
+
+
+def moved(recipe: laconic.Recipe, dtype: torch.dtype, workers: int = 4) -> float:
+    """A weight that each worker moves by about one unit in bfloat16's last place in every step,
+    after 12 steps, with unequal workers."""
+
+    def run(number: int) -> float:
+        model = torch.nn.Linear(3, 1, bias=False).to(dtype)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = laconic.attach(model, optimizer, recipe, elastic=laconic.Elastic("simulated"))
+        x = torch.tensor([-0.0079, 0.0, float(number)], dtype=dtype)
+        while sync.step < 12:
+            model.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        sync.finish(mean=False)
+        return float(model.weight.detach()[0, 0])
+
+    seconds, faults = [1.0, 1.1, 1.3, 1.7][:workers], laconic.Faults(workers)
+    return float(laconic.simulate(run, faults=faults, step_seconds=seconds)[0])
+
+
+@pytest.mark.fault("workers that were late pulled a bfloat16 model back to where it began")
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_late_workers_keep_small_steps_of_a_bfloat16_model(codec: str | None) -> None:
+    recipe = laconic.diloco(1, 1.0, 0.0, quorum=1, codec=codec)
+    assert moved(recipe, torch.bfloat16) > 1.06
+
+
+@pytest.mark.fault("a fragment without parameters ended all workers")
+def test_fragments_may_be_empty() -> None:
+    recipe = laconic.streaming_diloco(4, 4, delay=0, quorum=1)
+    assert moved(recipe, torch.float32, 3) > 1.0

@@ -198,7 +198,7 @@ class ElasticPort:
             link.units.note(event)
         rest = range(1, len(self._kinds[decision.kind].channels))
         results = [first, *(link.run(partial(self._exchange, decision, at)) for at in rest)]
-        return self._close(decision, results)
+        return self._close(decision, results if self._kinds[decision.kind].channels else [])
 
     def _standing(self, waits: _Waits) -> Standing:
         expected = tuple(kind.base + 1 for kind in self._kinds)
@@ -228,12 +228,13 @@ class ElasticPort:
         late = kind.base != decision.number - 1
         base = self.bases[decision.kind][at] if late else None
         anchor = None if update.anchor is None else channel.state[update.anchor]
-        message = exchange.contribution(x, contributes, base, anchor)
         n, rank = running.link.size, running.link.rank
+        arrived = min(len(decision.roster), n)
+        message = exchange.contribution(x, contributes, base, anchor, all_arrive=arrived == n)
         clock = Clock(
             *(decision.step, decision.rates[at], decision.number - 1, 0, n, rank),
             seed=self._session.settings.seed,
-            arrived=min(len(decision.roster), n),
+            arrived=arrived,
         )
         names = owned_names(update, channel.state)
         combine = partial(combined, update, state=channel.state, names=names, clock=clock)

@@ -314,19 +314,27 @@ class ReplicatedQuorumMean(QuorumMean):
         return result
 
     def contribution(
-        self, x: Tensor, arrived: bool, base: Tensor | None, anchor: Tensor | None
+        self,
+        x: Tensor,
+        arrived: bool,
+        base: Tensor | None,
+        anchor: Tensor | None,
+        *,
+        all_arrive: bool = False,
     ) -> Tensor:
         """The message of a worker that has ``arrived`` with x, or has not: x is then any tensor
-        like it. ``base``: b_i, None if it is a. ``anchor``: a."""
+        like it. ``base``: b_i, None if it is a. ``anchor``: a. Unless ``all_arrive``, messages are
+        as wide as a: in x's dtype, those of the others would pull a back to it."""
         if anchor is None:
             wide = x.to(state_dtype(x.dtype))
             wide = torch.cat([wide, wide.new_ones(1)])
             return wide if arrived else torch.zeros_like(wide)
+        dtype = x.dtype if all_arrive else anchor.dtype
         if not arrived:
-            return anchor.to(x.dtype, copy=True)
+            return anchor.to(dtype, copy=True)
         if base is None:
-            return x.clone()
-        return (anchor - (base - x.to(anchor.dtype))).to(x.dtype)
+            return x.to(dtype, copy=True)
+        return (anchor - (base - x.to(anchor.dtype))).to(dtype)
 
     async def run(
         self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 from laconic.errors import LinkError
 from laconic.links.calls import Call, CallPosition
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.health import shown
-from laconic.links.quorum.polls import POLL, Decision, Polls, Standing
+from laconic.links.quorum.polls import CALLS, POLL, Decision, Polls, Standing
 from laconic.links.quorum.tcp import Clock
 
 
@@ -30,6 +32,8 @@ class Polling:
             link.admit(POLL)
         decision = self.decide(own, polls, admit)
         members.is_at(CallPosition(units.serial, shown(POLL)))
+        if decision is not None and decision.kind != CALLS:  # silence is judged by rounds
+            members.signs.begins(time.monotonic())
         units.collectives = 0 if decision is None else max(units.collectives, 1)
         if decision is not None and link.relays:
             units.outputs = [decision.pack()]
