@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import Any
@@ -203,3 +205,34 @@ def test_late_workers_keep_small_steps_of_a_bfloat16_model(codec: str | None) ->
 def test_fragments_may_be_empty() -> None:
     recipe = laconic.streaming_diloco(4, 4, delay=0, quorum=1)
     assert moved(recipe, torch.float32, 3) > 1.0
+
+
+def test_states_of_different_moments_are_refused() -> None:
+    """Else each worker's outer state would be another one for good."""
+    states: dict[int, tuple[Any, Any]] = {}
+
+    def go_on(number: int, load: bool) -> str:
+        steps = 2 if number == 2 else 6
+        model = torch.nn.Linear(3, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recipe = laconic.diloco(2, quorum=1)
+        sync = laconic.attach(model, optimizer, recipe, elastic=laconic.Elastic("simulated"))
+        if load:
+            model.load_state_dict(states[number][1])
+            with pytest.raises(ValueError, match="continue from different rounds: load states"):
+                sync.load_state_dict(states[number][0])
+            return "refused"
+        while sync.step < 8:
+            if sync.step == steps and number not in states:
+                states[number] = sync.state_dict(), copy.deepcopy(model.state_dict())
+            model.zero_grad()
+            model(torch.full((3,), 1.0 + number)).sum().backward()
+            optimizer.step()
+        sync.finish()
+        return str(model.weight.tolist())
+
+    for load in (False, True):
+        faults, seconds = laconic.Faults(3), [1.0, 1.0, 3.0]
+        run = partial(go_on, load=load)
+        found = laconic.simulate(run, faults=faults, step_seconds=seconds)
+        assert len(set(found)) == 1

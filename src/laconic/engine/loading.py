@@ -100,12 +100,14 @@ class Loading:
 
     ``problem``: what is wrong, None if nothing is; it is not raised, since the other ranks must
     learn of it. ``mark``: numbers on which the ranks must agree: whether they regroup, from which
-    states, and from which model. ``run``, ``step``, ``in_step``: what to go on with.
+    states, and from which model. ``rounds``: how many rounds with a quorum each worker of an
+    elastic run has seen close, by kind. ``run``, ``step``, ``in_step``: what to go on with.
     """
 
     run: RecipeRun
     problem: str | None = None
     mark: tuple[int, int, int] = (0, 0, 0)
+    rounds: Sequence[int] = ()
     step: int = 0
     in_step: bool = False
     _load: list[Callable[[], None]] = field(default_factory=list)
@@ -176,6 +178,8 @@ class Loading:
         self.step, self.in_step = int(first["step"]), bool(first["in_step"])
         if run.quorum is not None:
             self._load.append(partial(run.quorum.load, first["quorum"], self.step))
+            if run.session.elastic is not None:
+                self.rounds = first["quorum"]["syncer"]["rounds"]
 
     def agree(self, session: Session) -> None:
         """Raise ``ValueError`` on every rank, with nothing changed, if any rank has a problem or
@@ -185,6 +189,14 @@ class Loading:
             problem = _disagreement(session, session.gather(torch.tensor(self.mark)))
             if problem is not None:
                 raise ValueError(problem)
+            if self.rounds:
+                seen = session.gather(torch.tensor(self.rounds))
+                if bool((seen != seen[0]).any()):
+                    raise ValueError(
+                        "the workers continue from different rounds: load states that all ranks "
+                        "saved in one call of laconic.save, or while no rank was in "
+                        "optimizer.step()"
+                    )
         except BaseException:
             self.cancel()
             raise

@@ -422,13 +422,3 @@ class Synchronizer:
     def _rates(self) -> list[object]:
         optimizer = self._session.optimizer
         return [] if optimizer is None else [group.get("lr") for group in optimizer.param_groups]
-
-    def observe_waiting(self, observer: Callable[[float, float], None]) -> None:
-        """Have ``observer(start, end)`` (`time.perf_counter`) called after every time that training
-        waited for a round: the parts of ``stats().seconds_waiting``."""
-        self._session.comm.observer = observer
-
-    def observe_collectives(self, observer: Callable[[float, float], None]) -> None:
-        """Have ``observer(start, end)`` (`time.perf_counter`) called after every collective of the
-        rounds, in the thread that makes it."""
-        self._session.ledger.observer = observer

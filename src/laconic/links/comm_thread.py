@@ -165,7 +165,6 @@ class CommThread:
         self.seconds_waiting = 0.0
         self.processor_seconds = 0.0
         """What the jobs have used of a processor."""
-        self.observer: Callable[[float, float], None] | None = None
         self.device = device
         self._threaded = threaded
         self._accelerator = accelerator(device)
@@ -214,11 +213,8 @@ class CommThread:
             self.record_wait(start)
 
     def record_wait(self, start: float) -> None:
-        """Count the time since ``start`` as waiting, and report it to the observer."""
-        end = time.perf_counter()
-        self.seconds_waiting += end - start
-        if self.observer is not None:
-            self.observer(start, end)
+        """Count the time since ``start`` as waiting."""
+        self.seconds_waiting += time.perf_counter() - start
 
     def current_stream(self) -> Stream | None:
         """The stream that this thread's work on the device goes to; None on the CPU."""

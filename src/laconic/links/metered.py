@@ -36,7 +36,7 @@ class Ledger:
 
     Not counted: packet headers and acknowledgements of the network (below 5% for large messages).
     ``failed`` is called with a link's error, in the thread that raises it. ``measures``: see
-    `measuring`. ``observer(start, end)`` (`time.perf_counter`) is called after every collective.
+    `measuring`.
     """
 
     bytes_sent: int = 0
@@ -45,7 +45,6 @@ class Ledger:
     by_set: dict[str, int] = field(default_factory=dict)
     by_call: dict[str, CallTotals] = field(default_factory=dict)
     failed: Callable[[LinkError], None] | None = None
-    observer: Callable[[float, float], None] | None = None
     call: str = "setting up"
     measures: bool = False
 
@@ -88,8 +87,6 @@ class Ledger:
     def add(self, collective: str, ranks: str, amount: Cost, received: int, start: float) -> None:
         """Book a collective that began at ``start`` (`time.perf_counter`), and has completed."""
         end, totals = time.perf_counter(), self.by_call.setdefault(self.call, CallTotals())
-        if self.observer is not None:
-            self.observer(start, end)
         totals.seconds += end - start
         totals.bytes += amount.bytes
         self.bytes_sent += amount.bytes
