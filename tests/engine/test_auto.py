@@ -17,7 +17,7 @@ import laconic as la
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Round
 from laconic.links import Link, Throttled
-from laconic.policy.candidates import Candidate, candidates
+from laconic.policy.candidates import Candidate, candidates, takes_muon, takes_own
 from laconic.policy.choice import choose
 from laconic.policy.facts import Facts
 from laconic.policy.predict import predict
@@ -161,6 +161,17 @@ def test_outer_steps_in_muons_direction_can_be_declined(clock: Clock) -> None:
         assert la.simulate(partial(first, recipe=recipe), 2) == [text, text]
         over_slow = la.simulate(partial(first, recipe=recipe), 2, link=slow)
         assert ("outer='muon'" in over_slow[0]) == recipe.outer
+
+
+def test_own_steps_are_for_optimizers_of_adams_kind() -> None:
+    """With SGD inside they raised the loss: it keeps outer steps on averages."""
+    parameters = [torch.nn.Parameter(torch.ones(4, 4))]
+    sgd, adamw = torch.optim.SGD(parameters, 0.1), torch.optim.AdamW(parameters)
+    assert takes_own(adamw) and not takes_own(sgd) and not takes_own(None)
+    assert takes_muon(adamw, [(4, 4)]) and takes_muon(sgd, [(4, 4)])
+    slow = replace(MUON, rate=1e7)
+    assert "average=False" in chosen(slow)
+    assert chosen(replace(slow, own=False)).startswith("streaming_diloco(8, delay=2, outer='muon'")
 
 
 def test_a_choice_is_saved_and_loaded(clock: Clock) -> None:
