@@ -66,8 +66,8 @@ def check_plannable(recipe: Recipe, text: str, cluster: Cluster) -> None:
     fails = cluster.failures
     if has_quorum(recipe) and fails.happen and fails.policy == "elastic":
         raise ValueError(
-            f"{text} has rounds with a quorum, and plan does not simulate these in runs that go on "
-            "without lost workers: use policy static with a checkpoint"
+            f"{text} has rounds with a quorum, which plan does not simulate in elastic runs: use "
+            "policy static with a checkpoint"
         )
     Rounds(recipe, cluster)
 
