@@ -13,5 +13,5 @@ phases, and each begins after all ranks have completed the one before:
 So while any manifest names s, all files of s exist. While any names an older save, the files of
 that save still exist. However a save ends, the newest manifest that a rank can see belongs to a
 complete checkpoint, and `laconic.load` takes it. The next save has a higher serial than any file
-present, and deletes what an interrupted save has left.
+present, and deletes what an interrupted save has left, and what ranks have received in a load.
 """

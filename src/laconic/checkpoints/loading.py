@@ -139,6 +139,7 @@ def _load_consensus(
         for name, holder in holders.items():
             holder.load_state_dict(state["objects"][name])
 
-    training.sync.load_parts([file["sync"] for _, file in sorted(averaged.items())], load_model)
+    parts = [file["sync"] for _, file in sorted(averaged.items())]
+    training.sync.driver.load_on_all(parts, load_model)
     if training.front is not None:
         training.front.copy_masters()

@@ -327,7 +327,9 @@ class Driver:
 
     @torch.no_grad()
     def load_on_all(self, parts: Sequence[Saved], load_model: LoadModel | None = None) -> None:
-        """Load ``parts`` on every rank, or raise on every rank; see `Loading.prepare`."""
+        """Load ``parts`` on every rank, or raise on every rank; see `Loading.prepare`. With
+        ``load_model`` the run goes on from the consensus of other ranks: what `finish` averages is
+        replaced by it, and the rest is what ``load_model(None)`` loads."""
         session = self.session
         session.call("load_state_dict()", 0)  # the ranks' present steps may differ
         loaded = Loading.prepare(self.run, parts, load_model)

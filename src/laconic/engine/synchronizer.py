@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from laconic.algorithms.round import Recipe
 from laconic.engine import consensus
 from laconic.engine.driver import Driver
-from laconic.engine.loading import LoadModel
 from laconic.engine.recorder import Stats
-from laconic.engine.saved_state import Saved
 from laconic.engine.session import Choice
 from laconic.errors import WorkersChangedError
 from laconic.links.metered import CallTotals
@@ -190,12 +188,6 @@ class Synchronizer:
         Raises ``ValueError`` on every rank where any of them cannot load its state.
         """
         self.driver.load_on_all([state])
-
-    def load_parts(self, parts: Sequence[Saved], load_model: LoadModel) -> None:
-        """Go on from the consensus of another run's ranks: ``parts`` are the saved states of those
-        that have this rank's shard of the model. Only what `finish` averages is replaced by the
-        consensus; the rest is what ``load_model(None)`` loads."""
-        self.driver.load_on_all(parts, load_model)
 
     @contextmanager
     def gathering(
