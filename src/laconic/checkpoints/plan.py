@@ -127,5 +127,11 @@ def _send(file: Path, sender: int, receives: bool, sync: Synchronizer, all_ranks
             if whole is not None:
                 chunk.copy_(whole[start : start + length])
             sync.share_bytes(chunk, sender)
-            all_ranks.do(partial(sink.write, chunk.numpy().tobytes()) if sink else lambda: None)
+
+            def write(chunk: torch.Tensor = chunk) -> None:
+                if sink is not None:
+                    sink.write(chunk.numpy().tobytes())
+                    sink.flush()  # closing then raises nothing, on one rank alone
+
+            all_ranks.do(write)
     all_ranks.do(partial(os.replace, part, file) if receives else lambda: None)

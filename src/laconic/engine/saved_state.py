@@ -75,8 +75,8 @@ def check(saved: Saved, here: Saved, *, own: bool) -> None:
             for each in (here, saved)
         )
         raise ValueError(
-            f"this is {ours}, and the state is that of {theirs}: each rank loads its own. Use "
-            "laconic.save and laconic.load to go on with other ranks"
+            f"this is {ours}, and the state is that of {theirs}: each rank saves and loads its "
+            "own. Use laconic.save and laconic.load to go on with other ranks"
         )
     if saved["parameters"] != here["parameters"]:
         raise ValueError(
