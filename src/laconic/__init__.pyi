@@ -13,11 +13,11 @@ from laconic.algorithms import (
 from laconic.algorithms.exchange import Arrival as Arrival, Exchange as Exchange
 from laconic.algorithms.diloco_recipes import (
     des_loc as des_loc, diloco as diloco, outer_step as outer_step,
-    sparse_loco as sparse_loco, streaming_diloco as streaming_diloco,
+    streaming_diloco as streaming_diloco,
 )
 from laconic.algorithms.recipes import (
-    d_psgd as d_psgd, ddp as ddp, demo as demo, easgd as easgd,
-    hierarchical as hierarchical, local_sgd as local_sgd, lsgd as lsgd, noloco as noloco,
+    d_psgd as d_psgd, ddp as ddp, easgd as easgd,
+    hierarchical as hierarchical, local_sgd as local_sgd, lsgd as lsgd,
     post_local_sgd as post_local_sgd, power_sgd as power_sgd, sgp as sgp, slowmo as slowmo,
 )
 from laconic.algorithms.round import (

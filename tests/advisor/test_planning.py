@@ -49,8 +49,8 @@ def failing(workers: int = 8, **known: Any) -> Cluster:
 
 
 CERTAIN = [
-    *("ddp()", "power_sgd(2)", "demo()", "local_sgd(3)", "local_sgd(6, delay=3)", "sgp()"),
-    *("slowmo(local_sgd(3), 12)", "streaming_diloco(12, 4, 2)", "easgd(4)", "noloco(6)"),
+    *("ddp()", "power_sgd(2)", "local_sgd(3)", "local_sgd(6, delay=3)", "sgp()"),
+    *("slowmo(local_sgd(3), 12)", "streaming_diloco(12, 4, 2)", "easgd(4)"),
 ]
 
 

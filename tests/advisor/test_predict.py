@@ -85,9 +85,9 @@ def test_what_a_round_sends_by_hand() -> None:
     assert seconds(la.local_sgd(1), one_way=0.1) == pytest.approx(0.5 + WHOLE + 2 * 0.1)
     streaming = la.streaming_diloco(4, 4, 0, codec=None)  # a quarter is one bucket
     assert seconds(streaming, one_way=0.1) == pytest.approx(0.5 + WHOLE / 4 + 2 * 0.1)
-    # x and its partner's model; of 7 workers one sits still, another one each time
-    assert predict(la.noloco(1), FACTS).bytes == 64e6
-    assert predict(la.noloco(1), replace(FACTS, workers=7)).bytes == pytest.approx(64e6)
+    # of 7 workers one sits still, another one each time
+    assert predict(la.sgp("random"), FACTS).bytes == 32e6
+    assert predict(la.sgp("random"), replace(FACTS, workers=7)).bytes == pytest.approx(32e6)
 
 
 def test_sums_travel_where_nothing_is_coded() -> None:
@@ -156,7 +156,6 @@ def test_what_rounds_keep_in_models() -> None:
         "slowmo(local_sgd(4), 48, sharded=False)": 2.0,
         "diloco(8, codec='int4')": 2 / 4 + 2 + 1 / 4,
         "local_sgd(8, delay=4)": 0.5 * 2,
-        "sparse_loco(16)": 3.0,  # anchor, reference, residual; nothing is an owner's
     }
     rows = {row.recipe: row for row in advice_on(FACTS, list(models)).rows}
     for text, count in models.items():

@@ -20,7 +20,6 @@ from laconic.algorithms.compile import has_quorum
 from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.round import describe
 from laconic.algorithms.schedules import Schedule
-from laconic.algorithms.topology import Graph
 
 from tests.support.loops import descend
 
@@ -252,18 +251,11 @@ def test_recipes_with_different_schedules_differ() -> None:
     assert text(2) == text(2) != text(3) and " at 0x" not in text(2)
 
 
-@pytest.mark.fault("a delayed round with RoundedAverage or NoLoCo lost the steps since it was sent")
+@pytest.mark.fault("a delayed round with RoundedAverage lost the steps since it was sent")
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(
-    "update, exchange",
-    [
-        (la.updates.RoundedAverage(torch.bfloat16), la.exchanges.Mean()),
-        (la.updates.NoLoCo(1.0, 0.0, 0.5), la.exchanges.Push(Graph("random"))),
-    ],
-)
-def test_a_delayed_round_keeps_every_step(
-    update: la.Update, exchange: la.Exchange, workers: int
-) -> None:
+def test_a_delayed_round_keeps_every_step(workers: int) -> None:
+    update, exchange = la.updates.RoundedAverage(torch.bfloat16), la.exchanges.Mean()
+
     def run(rank: int) -> Tensor:
         model = nn.ParameterList([torch.zeros(3)])
         optimizer = torch.optim.SGD(model.parameters(), 1.0)

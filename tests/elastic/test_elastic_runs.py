@@ -26,8 +26,8 @@ def late(text: str) -> Any:
     [
         *("streaming_diloco(8)", late("ddp(codec='int4')"), late("post_local_sgd(60, 4)")),
         *(late("local_sgd(4, delay=2, codec='int8')"), late("diloco(8, delay=3)")),
-        *(late("slowmo(laconic.local_sgd(3), period=6)"), late("sparse_loco(6)"), late("auto()")),
-        *(late("sgp(delay=1)"), late("noloco(4)")),
+        *(late("slowmo(laconic.local_sgd(3), period=6)"), late("auto()")),
+        late("sgp(delay=1)"),
     ],
 )
 def test_a_killed_worker_and_its_replacement(recipe: str) -> None:

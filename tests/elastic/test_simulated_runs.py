@@ -139,7 +139,7 @@ def only(results: Sequence[dict[str, Any]], key: str) -> Any:
     "recipe",
     [
         *("ddp(codec='int4')", "local_sgd(4, delay=2, codec='int8')", "streaming_diloco(8)"),
-        *("sgp(delay=2)", "noloco(4)", late("sparse_loco(6)"), late("easgd(3)"), late("d_psgd()")),
+        *("sgp(delay=2)", late("easgd(3)"), late("d_psgd()")),
         late("slowmo(laconic.local_sgd(3), period=6)"),
         late("diloco(8, delay=3)"),
         *(late(r) for r in ("post_local_sgd(6, 4)", "des_loc(3, 6)")),

@@ -38,9 +38,6 @@ MOST_ALTERNATIVES = 5
 """The number of other recipes shown beside the recommended one."""
 LEAST_SHARE = 1 / 3
 """The least progress of an alternative, as a share of that of the recommended recipe."""
-FLATTERED = ("sparse_loco",)
-"""Recipes that are not offered as alternatives, because they need more steps than assumed: the one
-setting that was measured needs more than twice those of DDP."""
 
 
 def advice_on(
@@ -154,7 +151,7 @@ def alternatives(rows: Sequence[Row], best: Row) -> list[Row]:
     kinds: dict[str, Row] = {}
     for row in sorted(rows[1:], key=lambda row: -row.progress):
         enough = row.progress >= LEAST_SHARE * best.progress
-        if enough and not row.own and _kind(row) not in (_kind(best), *FLATTERED):
+        if enough and not row.own and _kind(row) != _kind(best):
             kinds.setdefault(_kind(row), row)
     others = sorted(
         kinds.values(),

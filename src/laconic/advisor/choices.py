@@ -48,8 +48,6 @@ QUALITY = {
     "slowmo": "recovers what local SGD loses in runs of many slow steps (Wang et al., ICLR 2020)",
     "diloco": "as good as synchronous training in long runs, with 100 and more rounds "
     "(Douillard et al. 2023); the steps here are those of short runs",
-    "sparse_loco": "ahead of DiLoCo in long runs (Sarfi et al. 2025); sparse_loco(16) needed more "
-    "than 2 steps for one of ddp(), on text (docs/coded.md)",
     "streaming_diloco": "like DiLoCo in long runs (Douillard et al. 2025)",
 }
 """What the literature, or this repository, says about a recipe, by its text or name."""
@@ -83,10 +81,7 @@ OWN_SOURCE = "a cautious number: 1.25 times what was measured in runs of 480 ste
 UNKNOWN = "unknown: counted as 1"
 """The source of the steps of a recipe about which nothing is known."""
 UNMEASURED = "a recipe with these options was not measured"
-FAMILIES = (
-    *("ddp", "power_sgd", "sgp", "local_sgd", "slowmo", "diloco", "sparse_loco"),
-    "streaming_diloco",
-)
+FAMILIES = (*("ddp", "power_sgd", "sgp", "local_sgd", "slowmo", "diloco", "streaming_diloco"),)
 """The recipes whose steps are assumed from others. Nothing is assumed of the rest."""
 MEASURED_ELEMENTS, MEASURED_WORKERS, MEASURED_STEPS = 865_280, 4, 480
 """What all steps were measured with, by ``python -m benchmarks.factors``: the text model's
@@ -129,7 +124,7 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
     for period in sorted({*PERIODS, *streams}):
         others = _with_period(period, facts) if period in PERIODS else []
         stream = [streams[period]] if period in streams else []
-        found += [*others[:-1], *stream, *others[-1:]]  # `sparse_loco` gives up more
+        found += others + stream
         if facts.computes or facts.rates:
             found += _at_own_pace(period, facts) if period in PERIODS else []
     table = {choice.text: choice for choice in gradients + found}
@@ -147,7 +142,6 @@ def _with_period(period: int, facts: Facts) -> list[Choice]:
         f"local_sgd({period})",
         *([slow] if momentum else []),  # below four workers it does not help
         f"diloco({period})",
-        f"sparse_loco({period})",
     ]
     return [_choice(text, period) for text in texts]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Alone, GatheredMean, Mean, QuorumMean
+from laconic.algorithms.exchanges import Alone, Mean, QuorumMean
 from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
@@ -29,8 +29,7 @@ from laconic.algorithms.round import OptimizerState, Recipe, Round, workers_diff
 from laconic.algorithms.schedules import Every, every
 from laconic.algorithms.updates import Average, DelayedNesterov, OuterStep, OwnStep
 from laconic.algorithms.updates.outer_step import Merge
-from laconic.codecs import Int2, TopK, codec_of
-from laconic.errors import check_bool, check_choice, check_float, check_int
+from laconic.errors import check_bool, check_choice, check_int
 from laconic.parts import Fragment, Moments, parameters
 
 
@@ -124,8 +123,8 @@ def streaming_diloco(
 
     Douillard et al. 2025, arXiv 2501.18512, Algorithm 2; ``mix`` is its alpha. The defaults are
     those of `auto`, and follow measurements in this repository (``docs/coded.md``). The paper's
-    settings, for long runs, are ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4,
-    momentum=0.9)``. Fragment k of K is sent after steps ``(k+1)*period/K, ... + period, ...``
+    settings, for long runs, are ``streaming_diloco(100, delay=1, lr=0.4, momentum=0.9)``, with four
+    bits of another kind. Fragment k of K is sent after steps ``(k+1)*period/K, ... + period, ...``
     (rounded down). With one fragment, no delay, and no codec this is DiLoCo.
 
     Args:
@@ -298,40 +297,3 @@ def des_loc(
         Round(every(period), Average(), mean_over_workers(codec)),
         *(Round(every(p), Average(), Mean(), part) for part, p in moments.items()),
     )
-
-
-@named
-def sparse_loco(
-    period: int = 30,
-    k: int = 64,
-    chunk: int = 4096,
-    *,
-    decay: float = 0.95,
-    lr: float = 1.0,
-    values: CodecOption = None,
-) -> Recipe:
-    """`diloco` without outer momentum that sends only the ``k`` largest elements of each ``chunk``.
-
-    The rest is kept for the next round. Sarfi et al. 2025, arXiv 2508.15706, Algorithm 1: ``e <-
-    decay*e + (a - x) ; q = Q(e) ; e <- e - q ; a <- a - lr*mean(q) ; x <- a``. Indices take 12
-    bits. Chunks are consecutive elements and may span tensors. Every worker sends its message to
-    every other.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        k: how many elements of a chunk are sent, at least 1.
-        chunk: elements of a chunk, at most 4096.
-        decay: what remains of e from round to round, in [0, 1].
-        lr: the outer learning rate, above 0.
-        values: how the k values are coded: a name or a codec of `laconic.codecs`. None: two bits
-            each, with one scale per chunk.
-
-    Examples:
-        >>> sync = laconic.attach(model, optimizer, laconic.sparse_loco(30))
-    """
-    values = Int2(block=k) if values is None else codec_of(values)
-    sparse = TopK(check_int("k", k, 1), check_int("chunk", chunk, 1), values)
-    feedback = check_float("decay", decay, 0.0, most=1.0)
-    exchange = GatheredMean(sparse, relative=True, feedback=feedback)
-    check_float("lr", lr, 0.0, strict=True)
-    return (Round(every(period), OuterStep(lr, 0.0), exchange),)

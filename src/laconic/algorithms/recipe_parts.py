@@ -8,12 +8,12 @@ from typing import Literal, get_args
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import (
+    CodedMean,
     CodedQuorumMean,
     Identical,
     Mean,
     QuorumMean,
     ShardedMean,
-    coded,
 )
 from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.round import (
@@ -48,7 +48,7 @@ def mean_over_workers(
 ) -> Exchange:
     """Return the average over workers, coded or not."""
     if codec is not None:
-        return coded(codec, relative=relative)
+        return CodedMean(codec_of(codec), relative)
     return ShardedMean() if sharded else Mean()
 
 

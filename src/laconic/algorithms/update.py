@@ -133,9 +133,8 @@ class Update:
     ``anchor``: the state tensor with the last common model. ``uses_lr``: the formula contains
     ``clock.lr``. ``replaces``: without a delay, what arrives is the new x, and `fold` is called for
     delayed rounds only. ``sends``: ``"model"``, or ``"change"`` where messages are changes, such as
-    a - x. ``weight``: a state tensor, a number, that travels with each message. ``models``: how
-    many times as long as x the message is. ``scope``: ``"elements"``, or ``"tensors"`` where x
-    consists of whole tensors.
+    a - x. ``weight``: a state tensor, a number, that travels with each message. ``scope``:
+    ``"elements"``, or ``"tensors"`` where x consists of whole tensors.
 
     Examples:
         >>> class HalfWay(laconic.Update):  # x <- (x + mean(x)) / 2
@@ -157,8 +156,6 @@ class Update:
     only, and no second copy of x is made."""
     weight: ClassVar[str | None] = None
     """The state tensor, a number, that travels with every message; None if there is none."""
-    models: ClassVar[int] = 1
-    """How many times as long as x the message is."""
     scope: ClassVar[Scope] = "elements"
     """``"tensors"``: the mathematics is about whole tensors, such as matrices: see
     ``clock.tensors``. `combine` may still get a slice, so it belongs in `send` and `fold`, and its

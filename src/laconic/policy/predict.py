@@ -476,7 +476,7 @@ def elements(r: AnyRound, facts: Facts, n: int, carriers: int = 1) -> int:
     """
     share = fragments_of(r)
     multiple = r.exchange.multiple(n) * carriers
-    return -(-facts.elements * r.update.models // share // multiple) * multiple
+    return -(-facts.elements // share // multiple) * multiple
 
 
 def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
