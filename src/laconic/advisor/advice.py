@@ -23,6 +23,7 @@ from laconic.advisor.choices import (
     more_steps,
     steps_of,
 )
+from laconic.advisor.network import unequal_hosts, unequal_workers
 from laconic.advisor.show import Advice, Row, Slow
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import with_replicas
@@ -31,7 +32,6 @@ from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fra
 from laconic.policy.choice import TIE, choose
 from laconic.policy.facts import Facts
 from laconic.policy.predict import often, predict
-from laconic.policy.probe import unequal_hosts, unequal_workers
 from laconic.units import three_digits
 
 MOST_ALTERNATIVES = 5

@@ -12,7 +12,10 @@ from laconic.advisor.bench import MOST_FIGURES, Bench
 from laconic.links.link import Link
 from laconic.policy.choice import lost_share, nets_of
 from laconic.policy.facts import Net
-from laconic.policy.probe import own_rates, probe, unequal_hosts
+from laconic.policy.probe import probe
+
+UNEQUAL_WORKERS, UNEQUAL_HOSTS = 1.25, 2.5
+"""The slowest worker or host is reported if it is slower than the median by this factor."""
 
 
 def network_of(bench: Bench) -> dict[str, Any]:
@@ -47,3 +50,23 @@ def _probed(bench: Bench, link: Link) -> tuple[Net, dict[str, Any], Tensor]:
     ]
     carry = used / sent if sent else 0.0
     return Net(rate, latency), {"loss": loss, "carry": carry}, torch.cat(speeds, 1)
+
+
+def unequal_workers(computes: Tensor) -> bool:
+    """Whether the slowest rank's steps take so much longer than the median rank's."""
+    usual = float(computes.median())
+    return usual > 0 and float(computes.max()) >= UNEQUAL_WORKERS * usual
+
+
+def own_rates(speeds: Tensor) -> Tensor:
+    """How fast each rank's network is, relative to the others, from the speeds at which each rank
+    (rows) sends to each (columns): as fast as its fastest connection, in the slower of the two
+    directions."""
+    return torch.minimum(speeds.amax(0), speeds.amax(1))
+
+
+def unequal_hosts(rates: Tensor) -> bool:
+    """Whether the slowest network is so much slower than the median one. Which of two is slow,
+    nobody can tell."""
+    slowest = float(rates.min())
+    return len(rates) > 2 and slowest > 0 and float(rates.median()) >= UNEQUAL_HOSTS * slowest

@@ -11,7 +11,7 @@ from laconic.errors import check_int
 
 REQUIRED = ("--params", "--step-time", "--bandwidth", "--workers")
 """Options required for advice from numbers."""
-NUMBERS = "--params --step-time --ranks --local-bandwidth --backward-share --dtype --buffers"
+NUMBERS = "--params --step-time --ranks --local-bandwidth --backward-share --dtype"
 MEASURED = "--data --slow-host --steps --seed"
 LATENCY = 0.001
 """The round trip that is assumed where none is given, in seconds: that of a local network."""
@@ -84,7 +84,6 @@ def _numbers(arguments: argparse.Namespace, form: str) -> str:
         dtype=arguments.dtype,
         local_bandwidth=arguments.local_bandwidth,
         loss=arguments.loss or 0.0,
-        buffers=arguments.buffers or 0,
     )
     return show.text(advice_on(facts, arguments.recipes), form)
 

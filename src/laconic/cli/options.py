@@ -41,7 +41,6 @@ VOCABULARY = """
 --loss SHARE  share of packets lost in each direction, such as 0.1% or 0.001
 
 --params COUNT  number of parameters of the model, such as 1.3B
---buffers COUNT  numbers in the model's buffers that training changes, as BatchNorm's
 --dtype DTYPE  dtype of parameters and gradients
 --step-time TIME  compute time of an optimizer step with all batches that it accumulates
 --backward-share SHARE  share of the step time spent in the backward pass

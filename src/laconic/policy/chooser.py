@@ -45,12 +45,11 @@ from laconic.policy.choice import (
     expected,
     lost_share,
     nets_of,
-    slow_worker,
     usual,
 )
 from laconic.policy.facts import Facts
 from laconic.policy.predict import often, travel, undisturbed
-from laconic.policy.probe import BufferWatch, Probed, probe, shapes_of, slow_host, traffic, usage
+from laconic.policy.probe import Probed, probe, shapes_of, traffic, usage
 from laconic.processor import Usage
 
 log = logging.getLogger("laconic")
@@ -76,7 +75,7 @@ LEAST_TRAFFIC = 2**16
 PACE, MEASURE = "comparing the pace", "measuring the network"
 """The names of the calls of a policy."""
 
-_PLACE = ("steps", "due", "baseline", "extra", "workers", "facts_loaded", "told", "slow_host")
+_PLACE = ("steps", "due", "baseline", "extra", "workers", "facts_loaded")
 """The attributes of a `Chooser` between two reviews that are equal on all workers."""
 
 
@@ -106,14 +105,8 @@ class Chooser:
         """Up to where measured steps begin."""
         self._work = (0.0, 0.0)
         """What messages took of the processors when it was last measured: see `_used`."""
-        self._slow_worker = self._slow_host = ""
-        """What the latest measurements say about unequal workers and networks."""
-        self._told = False
-        """Whether the latest choice has told of unequal workers or networks."""
         self._first = FIRST_WARMUP, FIRST_WINDOW
         """Steps before the first choice, if they send gradients."""
-        self._buffers: BufferWatch | None = None
-        """Which of the module's buffers training changes; None: not known yet, or they stay."""
         self._probed: Probed | None = None
         """The network as `start` has measured it, until the next choice."""
 
@@ -151,9 +144,6 @@ class Chooser:
             return False
         now = self._now()
         self._steps += 1
-        kind = self._session.settings.buffers
-        if self._buffers is None and kind != "keep":
-            self._buffers = BufferWatch(self._session.model, every=kind == "broadcast")
         warmup = WARMUP if self.choices else self._first[0]
         if self._steps > warmup:
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
@@ -186,7 +176,6 @@ class Chooser:
             self._due = self._steps + max(LATER, delay)  # behind other messages
         elif self._paces is not None and self._steps == self._due:
             paces, self._paces = self._paces.wait(), None
-            self._slow_worker = slow_worker(paces[:, 2])
             wall, each, compute = paces[:, :3].amax(0).tolist()
             carry, contention = _busiest(paces[:, 3:])
             if paces.shape[0] // self._ranks != self._workers:
@@ -265,15 +254,12 @@ class Chooser:
         by_text = {c.text: c for c in candidates(facts, before)}
         stay = change_seconds(facts) / step if self.choices and differ else 0.0
         text, reason = choose(self.auto, facts, before, self._extra, stay)
-        uneven = self._slow_worker + self._slow_host
         self._facts, self._facts_loaded = facts, False
         changed = not self.choices or text != self.now.text
-        if changed or (uneven and not self._told):
-            self.choices.append(Choice(step, text, facts, reason + uneven))
-            if self._world.rank == 0:
-                log.info("after step %d: %s. %s", step, text, reason + uneven)
-        self._told = bool(uneven)
         if changed:
+            self.choices.append(Choice(step, text, facts, reason))
+            if self._world.rank == 0:
+                log.info("after step %d: %s. %s", step, text, reason)
             self._steps, self._baseline, self._spans = 0, [], []
         self.now = by_text.get(text, self.now)
 
@@ -300,22 +286,16 @@ class Chooser:
         shapes, itemsize = shapes_of(self._session)
         elements = sum(map(math.prod, shapes))
         muon = muon_costs(self._session, self._ranks) if self.auto.outer else (0.0,) * 4
-        sizes, changing = ((), 0) if self._buffers is None else self._buffers.sizes()
         slowest = [compute, -found.rate, found.latency, wall, elements, -elements]
-        rest = [*muon, itemsize, changing, found.packets, found.again, *used, *found.speeds]
+        rest = [*muon, itemsize, found.packets, found.again, *used]
         own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
         self._traffic = traffic(self._session)  # without the probes, which wait for nothing else
         self._before = usage(self._session)
-        self._slow_worker = slow_worker(everyone[:, 0])
-        alone = self._ranks == 1  # a rank's row is that of a worker
-        self._slow_host = slow_host(everyone[:, 16:]) if alone else ""
         ranks = 1 if self._session.sharded else self._ranks  # else each sends a part of a message
         facts, wall = _of_all(everyone, self._workers, ranks, shapes)
-        broadcast = self._session.settings.buffers == "broadcast"
-        overlapping = self._world.overlapping is not None
-        facts = replace(facts, overlapping=overlapping, buffers=sizes, broadcast=broadcast)
+        facts = replace(facts, overlapping=self._world.overlapping is not None)
         return undisturbed(self.now.recipe, facts), wall
 
     def _probe(self) -> Probed:
@@ -398,13 +378,13 @@ def _of_all(
 ) -> tuple[Facts, float]:
     """The facts and the seconds of a step, from what each rank has measured. ``ranks``: how many of
     a worker share its messages."""
-    compute, rate, latency, wall, most, least, muon, own, turns, largest, itemsize, changing = (
-        rows[:, :12].amax(0).tolist()
+    compute, rate, latency, wall, most, least, muon, own, turns, largest, itemsize = (
+        rows[:, :11].amax(0).tolist()
     )
     if most != -least:  # shards of different sizes: all ranks use the largest
         shapes = ((int(most),),)
-    packets, again = rows[:, 12:14].sum(0).tolist()
-    carry, contention = _busiest(rows[:, 14:16])
+    packets, again = rows[:, 11:13].sum(0).tolist()
+    carry, contention = _busiest(rows[:, 13:15])
     known = workers, shapes, int(itemsize), compute, -rate, latency
     facts = Facts(
         *known,
@@ -417,7 +397,6 @@ def _of_all(
         own=bool(own),
         turning=turns,
         largest=largest,
-        changing=int(changing),
     )
     return facts, wall
 

@@ -54,10 +54,6 @@ T_ri is the time of what rank 0 receives from all and then sends to all (`Quorum
 longer if worker i's own network needs more for its message or for the result. Rank 0's own message
 does not travel, so T_r0 = 0.
 
-Rounds average the module's buffers, too (`buffer_rounds`), as far as training changes them: with
-b such buffers of v bytes, messages of 8 and of 16*b bytes compare digests among all ranks, and a
-message like those of the exchange has v bytes. They travel behind the round's own.
-
 The second term of the maximum is the network's capacity. A collective starts only when its last
 rank has reached it, so collectives with a delay can keep the network busy for at most the share U
 of the time that latency leaves. U_r = 1 for all other rounds and for gossip. A step never takes
@@ -68,7 +64,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -76,9 +72,9 @@ from typing import cast
 
 import torch
 
-from laconic.algorithms.compile import buffer_rounds, with_replicas
+from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Mean, QuorumMean
+from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import (
     AnyRound,
     GradientRound,
@@ -88,13 +84,12 @@ from laconic.algorithms.round import (
     fragments_of,
 )
 from laconic.algorithms.schedules import After, Every, Schedule, every, own_pace
-from laconic.algorithms.updates import Replace
 from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_channels import bucket_bytes
 from laconic.engine.overlap import AHEAD, turns_at_once
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.parts import Fragment, module_buffers
+from laconic.parts import Fragment
 from laconic.policy.facts import Facts
 
 UTILIZATION = 0.7
@@ -162,12 +157,14 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
         return _predict_quorum(recipe, facts)
     rounds = with_replicas(recipe) if facts.ranks > 1 else recipe
     exposed = network = waited = least = serial = sent = synchronous = 0.0
-    for r, load in (*_loads(rounds, facts), *_buffer_loads(recipe, facts)):
+    for r in rounds:
         share = often(r)
+        if not share or not takes_time(r):
+            continue
+        load = load_of(r, facts)
         exposed += share * (load.exposed + load.stretch)
         if r.over != "replica":
-            meets = r.part is module_buffers if isinstance(r, Round) else False
-            meets |= r.exchange.communicates and r.exchange.out_degree is None
+            meets = r.exchange.communicates and r.exchange.out_degree is None
             synchronous += share if meets and not r.delay else 0.0
             network += share * load.network
             waited += share * min(load.exposed, load.network)
@@ -182,45 +179,10 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     return Prediction(total, sent, hidden)
 
 
-def _loads(rounds: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
-    for r in rounds:
-        if takes_time(r) and often(r):
-            yield r, load_of(r, facts)
-
-
 def takes_time(r: AnyRound) -> bool:
     """Whether ``r`` counts: it sends something between workers, or computes Muon's direction."""
     computes = isinstance(r, Round) and r.update.scope == "tensors"
     return r.over != "group" and (r.exchange.communicates or computes)
-
-
-def _buffer_loads(recipe: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
-    """Yield the rounds about the module's buffers that ``recipe`` implies, and what each costs. The
-    ranks compare digests, and send what differs, behind the messages that are under way."""
-    shared = Round(every(1), Replace(), Mean(), module_buffers, over="world")
-    rounds = (shared,) if facts.broadcast else buffer_rounds(recipe)
-    travels = [(r.delay, load.network) for r, load in _loads(recipe, facts) if r.delay]
-    for r in filter(takes_time, rounds if facts.buffers else ()):
-        n = facts.workers * (facts.ranks if r.over == "world" else 1)
-        load, amount = Load(0.0, 0.0, 0.0, 0.0, 0.0), cost.gather(8, n)
-        if facts.changing:
-            amount += cost.gather(16 * len(facts.buffers), n)
-            if facts.broadcast:
-                amount += cost.broadcast(facts.changing, n)
-            else:
-                load = _parameters(r, of_buffers(facts, facts.changing))
-        names = (r.over, "workers")
-        seconds = facts.travel(names, amount, n, 1) + load.network
-        sending = amount.seconds(facts.net(*names).rate, 0.0) + load.sending
-        before = max((t for delay, t in travels if delay == r.delay), default=0.0)
-        exposed = max(seconds - max(r.delay * facts.compute - before, 0.0), 0.0)
-        sent = _external_share(r, facts) * (amount.bytes + load.sent)
-        yield r, Load(seconds, sending, exposed, load.stretch, sent)
-
-
-def of_buffers(facts: Facts, size: int) -> Facts:
-    """Return ``facts`` about ``size`` bytes of buffers in place of the model."""
-    return replace(facts, shapes=((-(-size // 4),),), itemsize=4, work={}, turning=0.0)
 
 
 def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
@@ -234,16 +196,12 @@ def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
     network, sent = [0.0] * n, 0.0
     other = facts.skew * math.sqrt(period)
     sendings = [0.0] * n
-    about = [(r, facts) for r in recipe]
-    if facts.buffers:  # all of them travel, since the workers do not meet
-        buffers = of_buffers(facts, sum(facts.buffers))
-        about += [(r, buffers) for r in buffer_rounds(recipe)]
-    for r, known in about:
-        there, back = quorum_travel(r, known)
+    for r in recipe:
+        there, back = quorum_travel(r, facts)
         sendings = [a + b for a, b in zip(sendings, there, strict=True)]
         network = [a + b + c for a, b, c in zip(network, there, back, strict=True)]
-        sent += r.exchange.cost(elements(r, known, n), known.itemsize, n).bytes
-        other += known.work.get(work_key(r), 0.0)
+        sent += r.exchange.cost(elements(r, facts, n), facts.itemsize, n).bytes
+        other += facts.work.get(work_key(r), 0.0)
     steps = [period] * n
     if exchange.pace == "own":
         skip = (exchange.workers or n) < n
