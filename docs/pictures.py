@@ -294,28 +294,6 @@ def streaming_diloco() -> str:
     return t.drawn(fragments="a fragment of a − x travels, in codes of 4 bits")
 
 
-def des_loc() -> str:
-    t = Timeline(*workers())
-    at = 0.0
-    for k in range(1, 7):
-        at = t.steps(at, 3, 12)
-        for due, kind, name in (
-            (1, "parameters", "x"),
-            (2, "gradients", "u"),
-            (4, "messages", "v"),
-        ):
-            if k % due == 0:
-                t.computes(at, 16, "wait")
-                t.sends(at, 16, kind, name)
-                at += 16
-        t.fold(at, "x ← mean(x)" if k == 1 else "means of x, u and v" if k == 4 else "")
-    return t.drawn(
-        parameters="x: parameters, in every round",
-        gradients="u: first moments, in every second",
-        messages="v: second moments, in every fourth",
-    )
-
-
 def power_sgd() -> str:
     t = Timeline(*workers())
     for k in range(2):
@@ -373,7 +351,6 @@ PICTURES: tuple[Callable[[], str], ...] = (
     lsgd,
     diloco,
     streaming_diloco,
-    des_loc,
     power_sgd,
     auto,
 )

@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.study import Journal, checked, key
 from benchmarks.validate.rows import Network
+from laconic.advisor.quorum import predict
 from laconic.algorithms.parse import parse_recipe
 from laconic.policy.facts import Facts, Net
-from laconic.policy.predict import predict
 
 
 def facts_of(plain: dict[str, Any]) -> Facts:

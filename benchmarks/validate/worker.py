@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 import laconic
+from laconic.advisor.quorum import predict
 from laconic.advisor.worker import Spec, Training, link_of
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.lab.race.worker import run
 from laconic.links.link import Link
 from laconic.policy.facts import Facts
-from laconic.policy.predict import often, predict
+from laconic.policy.predict import often
 
 STEPS = 24
 """Steps per timing of the advisor's measurement."""

@@ -12,7 +12,7 @@ from laconic.algorithms import (
 )
 from laconic.algorithms.exchange import Arrival as Arrival, Exchange as Exchange
 from laconic.algorithms.diloco_recipes import (
-    des_loc as des_loc, diloco as diloco, outer_step as outer_step,
+    diloco as diloco, outer_step as outer_step,
     streaming_diloco as streaming_diloco,
 )
 from laconic.algorithms.recipes import (

@@ -19,10 +19,11 @@ from laconic.advisor.plan.quorum import Quorum
 from laconic.advisor.plan.report import plan
 from laconic.advisor.plan.rounds import Rounds
 from laconic.advisor.plan.simulate import simulate_plan
+from laconic.advisor.quorum import predict
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.cli import main
-from laconic.policy.predict import LATER, predict
+from laconic.policy.predict import LATER
 
 Capture = pytest.CaptureFixture[str]
 CALM = Cluster(8_000_000, uniform(4, 1, rate=80e6, latency=0.0), step=0.5, spread=0.0)

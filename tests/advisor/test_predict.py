@@ -13,11 +13,12 @@ import pytest
 import laconic as la
 from laconic.advisor import advice_on
 from laconic.advisor.numbers import facts_from
+from laconic.advisor.quorum import predict
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.policy.candidates import candidates
 from laconic.policy.facts import Facts, Net
-from laconic.policy.predict import predict, work_key
+from laconic.policy.predict import work_key
 
 FACTS = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
 WHOLE = 4.8

@@ -144,7 +144,6 @@ def test_local_sgd_at_every_step_of_adam_is_not_ddp() -> None:
 slowmo, diloco = partial(la.slowmo, la.local_sgd(2), 6, 0.5), partial(la.diloco, 4)
 EQUALS: dict[str, tuple[la.Recipe, la.Recipe, int, float]] = {
     # a recipe, another one, workers, the largest difference
-    "des_loc": (la.des_loc(3, 3, 3), la.local_sgd(3, optimizer_state="average"), 3, 0.0),
     "streaming_diloco of one fragment": (
         la.streaming_diloco(4, 1, 2, codec="int4"),
         la.diloco(4, momentum=0.6, delay=2, codec="int4"),

@@ -178,7 +178,6 @@ def test_bad_values_are_refused_when_the_recipe_is_made(name: str) -> None:
 
 NEVER = {
     "base": (lambda: la.slowmo(la.local_sgd(8), 4), "replaced by a slow step"),
-    "moments": (lambda: la.slowmo(la.des_loc(4), 12, codec="int8"), "replaced by a slow step"),
     "groups": (lambda: la.hierarchical(8, 4), "is a multiple of period=4"),
     "unknown": (lambda: la.diloco(8, quorum=1, merge="bogus"), "merge must be one of"),  # type: ignore[arg-type]
     "complete": (lambda: la.sgp("complete", 2), "peers= has no effect with graph='complete'"),

@@ -190,9 +190,6 @@ def test_own_steps_count_a_step_that_is_begun_once() -> None:
         (lambda: own_steps(optimizer_state="average"), "optimizer_state= has no effect"),
         (lambda: own_steps(outer=torch.optim.Adam), "outer must be None or 'muon'"),
         (lambda: la.outer_step(la.diloco(8, quorum=1), 4, average=False), "without quorum="),
-        (lambda: la.des_loc(0), "period must be an integer"),
-        (lambda: la.des_loc(4, first=0), "first must be an integer"),
-        (lambda: la.des_loc(4, second=1.5), "second must be"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_is_said_when_the_recipe_is_made(make: Callable[[], Any], said: str) -> None:

@@ -29,7 +29,6 @@ SPELLINGS: dict[str, Callable[[], la.Recipe]] = {
     "diloco(24, sharded=False, delay=4)": lambda: la.diloco(24, sharded=False, delay=4),
     "power_sgd(rank=2, start=100)": lambda: la.power_sgd(2, start=100),
     "streaming_diloco(24, 4, 2, codec='int4')": lambda: la.streaming_diloco(24, 4, 2, codec="int4"),
-    "des_loc(8, second=32)": lambda: la.des_loc(8, second=32),
     "hierarchical(3, period=12)": lambda: la.hierarchical(3, 12),
     "sgp('ring', peers=2)": lambda: la.sgp("ring", 2),
     "d_psgd('bipartite_linear')": lambda: la.d_psgd("bipartite_linear"),

@@ -106,8 +106,6 @@ LAWS: list[tuple[laconic.Recipe, str, str, Callable[[int], float]]] = [
     (laconic.ddp(), "ddp", "2(n-1)/n B", mean),
     (laconic.local_sgd(8), "local_sgd", "2(n-1)/n B / H", lambda n: mean(n) / 8),
     (laconic.diloco(8), "diloco", "2(n-1)/n B / H", lambda n: mean(n) / 8),
-    (laconic.des_loc(8), "des_loc", "2(n-1)/n B (1/H + 1/H_u + 1/H_v)",
-     lambda n: mean(n) * (1 / 8 + 1 / 24 + 1 / 48)),
     (laconic.streaming_diloco(8), "streaming_diloco", "2(n-1)/n of about B/8 per period",
      lambda n: mean(n) / 8 / 8),
     (laconic.power_sgd(4), "power_sgd", "1/128 of what DDP", lambda n: mean(n) / 128),

@@ -142,7 +142,7 @@ def only(results: Sequence[dict[str, Any]], key: str) -> Any:
         *("sgp(delay=2)", late("easgd(3)"), late("d_psgd()")),
         late("slowmo(laconic.local_sgd(3), period=6)"),
         late("diloco(8, delay=3)"),
-        *(late(r) for r in ("post_local_sgd(6, 4)", "des_loc(3, 6)")),
+        late("post_local_sgd(6, 4)"),
         "outer_step(laconic.ddp(), 3)",  # in steps that newcomers repeat
         late("outer_step(laconic.local_sgd(3), 6, outer='muon')"),
         "outer_step(laconic.streaming_diloco(8), 4, outer='muon', average=False)",

@@ -188,7 +188,6 @@ late = la.diloco(5, momentum=0.6, outer="muon", delay=4)
 row("diloco, muon, late", late, lambda: o_.DiLoCo(5, 0.7, 0.6, 4, muon=True), "golden lags", MUON)
 coded_muon = la.diloco(5, momentum=0.6, outer="muon", codec="int2")
 row("diloco, muon, coded", coded_muon, None, "golden lags")
-row("des_loc", la.des_loc(2, 4, 6), lambda: p_.DesLoc(2, 4, 6), "golden moments conserves")
 
 # ---------------------------------------------------------------- other settings
 with warnings.catch_warnings():
@@ -322,7 +321,6 @@ with warnings.catch_warnings():
     row("streaming_diloco(3, 1, muon)", recipe, muon, "lags", MUON)
     muon = partial(o_.DiLoCo, 4, 0.7, 0.6, muon=True)
     row("diloco(4, muon)", la.diloco(4, 0.7, 0.6, outer="muon"), muon, "lags variant", MUON)
-    row("des_loc(2)", la.des_loc(2, codec="int8"), lambda: p_.DesLoc(2, 6, 12, BYTE[1]), "moments")
 
 
 # ---------------------------------------------------------------- of a user's own

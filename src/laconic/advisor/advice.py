@@ -24,6 +24,7 @@ from laconic.advisor.choices import (
     steps_of,
 )
 from laconic.advisor.network import unequal_hosts, unequal_workers
+from laconic.advisor.quorum import predict
 from laconic.advisor.show import Advice, Row, Slow
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import with_replicas
@@ -31,7 +32,7 @@ from laconic.algorithms.parse import qualified
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fragments_of
 from laconic.policy.choice import TIE, choose
 from laconic.policy.facts import Facts
-from laconic.policy.predict import often, predict
+from laconic.policy.predict import often
 from laconic.units import three_digits
 
 MOST_ALTERNATIVES = 5

@@ -183,7 +183,7 @@ def replicated(recipe: Recipe) -> Recipe:
 
 ELASTIC = (
     "ddp, local_sgd, post_local_sgd, slowmo, diloco, streaming_diloco, outer_step, "
-    "des_loc, easgd, sgp, d_psgd, auto"
+    "easgd, sgp, d_psgd, auto"
 )
 """The recipes for workers that come and go."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Alone, Mean, QuorumMean
+from laconic.algorithms.exchanges import Alone, QuorumMean
 from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
@@ -18,19 +18,19 @@ from laconic.algorithms.recipe_parts import (
     check_merge,
     check_sharded,
     identical,
-    mean_over_workers,
     outer_update,
     outermost,
     pseudo_gradients,
     quorum_mean,
     skip,
+    with_quorum,
 )
 from laconic.algorithms.round import OptimizerState, Recipe, Round, workers_differ
 from laconic.algorithms.schedules import Every, every
-from laconic.algorithms.updates import Average, DelayedNesterov, OuterStep, OwnStep
+from laconic.algorithms.updates import OwnStep
 from laconic.algorithms.updates.outer_step import Merge
 from laconic.errors import check_bool, check_choice, check_int
-from laconic.parts import Fragment, Moments, parameters
+from laconic.parts import Fragment, parameters
 
 
 @named
@@ -89,12 +89,8 @@ def diloco(
     decided = {"codec": codec is not None, "quorum": some is not None}
     check_sharded(sharded, outer=outer == "muon", **decided)
     check_merge(merge, mix, delay)
-    if callable(outer):
-        check_effect("with a function as outer=", lr=lr != 0.7, momentum=momentum != 0.9)
-    update: OuterStep | DelayedNesterov = outer_update(lr, momentum, outer, merge, mix)
-    if some is not None and outer is None:
-        update = DelayedNesterov(lr, momentum)
-    exchange = some or pseudo_gradients(update, codec, sharded=sharded)
+    step = outer_update(outer, lr, momentum, (0.7, 0.9), merge, mix)
+    update, exchange = with_quorum(step, codec, some, sharded=sharded)
     check_delay(delay, period)
     return (Round(every(period), update, exchange, delay=delay),)
 
@@ -157,23 +153,18 @@ def streaming_diloco(
     """
     muon = outer == "muon"
     check_merge("mix" if merge is None else merge, MIX if mix is None else mix, delay)
-    if callable(outer):
-        check_effect("with a function as outer=", lr=lr is not None, momentum=momentum != 0.6)
     check_effect("with fragments=1", by=by is not None and fragments == 1)
-    lr = (1.0 if muon else 0.7) if lr is None else lr
     merge = ("loscar" if muon and mix is None else "mix") if merge is None else merge
     mix = MIX if mix is None else mix
     by = ("layers" if muon else "bytes") if by is None else by
-    update: OuterStep | DelayedNesterov = outer_update(lr, momentum, outer, merge, mix)
+    step = outer_update(outer, lr, momentum, (None, 0.6), merge, mix)
     check_int("period", period, 1)
     if check_int("fragments", fragments, 1) > period:
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
     check_choice("by", by, ("bytes", "layers"))
     check_delay(delay, period)
     some = quorum_mean(quorum, grace, pace, codec, delay, outer)
-    if some is not None and outer is None:
-        update = DelayedNesterov(lr, momentum)
-    exchange = some or pseudo_gradients(update, codec, sharded=True)
+    update, exchange = with_quorum(step, codec, some, sharded=True)
     return tuple(
         Round(
             every(period, offset=(k + 1) * period // fragments),
@@ -239,10 +230,7 @@ def outer_step(
     slow = Every(check_int("period", period, 1))
     check_base(base)
     check_bool("average", average)
-    if callable(outer):
-        check_effect("with a function as outer=", lr=lr is not None, momentum=momentum != 0.6)
-    lr = (1.0 if outer == "muon" else 0.7) if lr is None else lr
-    update = outer_update(lr, momentum, outer, "mix", MIX)
+    update = outer_update(outer, lr, momentum, (None, 0.6))
     exchange: Exchange
     if not average and workers_differ(base):
         check_effect("with average=False", sharded=not sharded, codec=codec is not None)
@@ -251,7 +239,7 @@ def outer_step(
             raise ValueError("average=False needs a base without quorum= and pace='own'")
         if callable(outer):
             raise ValueError("with average=False, outer must be None or 'muon', not a function")
-        own = OwnStep(lr, momentum, muon=outer == "muon")
+        own = OwnStep(update.lr, momentum, muon=outer == "muon")
         return (outermost(slow, own, Alone(), optimizer_state), *base)
     if workers_differ(base):
         check_sharded(sharded, outer=outer == "muon", codec=codec is not None)
@@ -260,40 +248,3 @@ def outer_step(
         exchange = identical(sharded, codec, optimizer_state, average=average)
     last = outermost(slow, update, exchange, optimizer_state)
     return (*(skip(r, slow) for r in base), last)
-
-
-@named
-def des_loc(
-    period: int = 16,
-    first: int | None = None,
-    second: int | None = None,
-    *,
-    codec: CodecOption = None,
-) -> Recipe:
-    """`local_sgd` that also averages the optimizer's moments, less often.
-
-    Iacob et al. 2025, arXiv 2505.22549, Algorithm 1. After every ``period`` steps ``x <- mean(x)``.
-    With equal periods this is local Adam, ``local_sgd(period, optimizer_state="average")``, bit for
-    bit.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        first: steps between two averages of first moments, such as momenta. None: 3 times
-            ``period``, as the paper recommends.
-        second: steps between two averages of second moments, which follow the squares of gradients
-            and change slowly. None: 6 times ``period``.
-        codec: how the changes in x are coded: a name such as ``"int8"`` or ``"int4"``, or a codec
-            of `laconic.codecs`. None: not coded. Moments are sent as they are.
-
-    Examples:
-        >>> sync = laconic.attach(model, optimizer, laconic.des_loc(16))
-    """
-    check_int("period", period, 1)
-    moments = {
-        Moments(second=False): check_int("first", 3 * period if first is None else first, 1),
-        Moments(second=True): check_int("second", 6 * period if second is None else second, 1),
-    }
-    return (
-        Round(every(period), Average(), mean_over_workers(codec)),
-        *(Round(every(p), Average(), Mean(), part) for part, p in moments.items()),
-    )

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from laconic.algorithms.diloco_recipes import (
-    des_loc,
     diloco,
     outer_step,
     streaming_diloco,
@@ -377,7 +376,6 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
         diloco,
         streaming_diloco,
         outer_step,
-        des_loc,
         power_sgd,
     )
 }
