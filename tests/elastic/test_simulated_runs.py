@@ -319,7 +319,7 @@ def slow_then_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(self: Chooser) -> Probed:
         self._world.gather(torch.tensor([1.0]))
         rate = (3e5, 1e12)[len(self.choices) % 2]
-        return Probed(rate, 1e-4, 0, 0, [0.0] * self._link.size)
+        return Probed(rate, 1e-4, 0, 0)
 
     monkeypatch.setattr(Chooser, "_probe", found)
     for name, value in {"REVIEW": 10, "LATER": 4, "WARMUP": 1, "WINDOW": 3}.items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic.advisor.bench import MOST_FIGURES, Bench
-from laconic.links.link import Link
+from laconic.links.link import Link, Sent
 from laconic.policy.choice import lost_share, nets_of
 from laconic.policy.facts import Net
 from laconic.policy.probe import probe
@@ -40,16 +41,24 @@ def _probed(bench: Bench, link: Link) -> tuple[Net, dict[str, Any], Tensor]:
     before, start = link.sent(), time.process_time()
     found = probe(link, bench.device)
     used = time.process_time() - start
-    sent = sum(s.bytes for s in link.sent().values()) - sum(s.bytes for s in before.values())
+    after, ranks = link.sent(), range(link.size)
+    sent = sum(s.bytes for s in after.values()) - sum(s.bytes for s in before.values())
     figures = bench.gather(found.rate, found.latency, found.packets, found.again, used, sent)
     rate, latency = float(figures[:, 0].min()), float(figures[:, 1].max())
     packets, again, used, sent = figures[:, 2:].sum(0).tolist()
     loss = lost_share(packets, again, latency, len(figures))
-    speeds = [
-        bench.gather(*found.speeds[k : k + MOST_FIGURES]) for k in range(0, link.size, MOST_FIGURES)
-    ]
+    own = [_speed(before, after, rank) for rank in ranks]
+    speeds = [bench.gather(*own[k : k + MOST_FIGURES]) for k in ranks[::MOST_FIGURES]]
     carry = used / sent if sent else 0.0
     return Net(rate, latency), {"loss": loss, "carry": carry}, torch.cat(speeds, 1)
+
+
+def _speed(before: Mapping[int, Sent], after: Mapping[int, Sent], rank: int) -> float:
+    """The bit/s at which this rank's bytes have arrived at ``rank``; 0 if that is not known."""
+    if rank not in before or rank not in after:
+        return 0.0
+    seconds = after[rank].seconds - before[rank].seconds
+    return 8 * (after[rank].bytes - before[rank].bytes) / seconds if seconds > 0 else 0.0
 
 
 def unequal_workers(computes: Tensor) -> bool:

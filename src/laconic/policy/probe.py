@@ -40,14 +40,12 @@ ENOUGH = 1000
 
 class Probed(NamedTuple):
     """What one rank measures: ``rate`` in bit/s; ``latency`` in seconds per message; ``packets``,
-    the number that it has sent; ``again``, how many of them were sent again; ``speeds``, the rate
-    in bit/s at which its bytes reached each rank."""
+    the number that it has sent, and ``again``, how many of them were sent again."""
 
     rate: float
     latency: float
     packets: int
     again: int
-    speeds: list[float]
 
 
 def probe(link: Link, device: torch.device) -> Probed:
@@ -62,7 +60,7 @@ def probe(link: Link, device: torch.device) -> Probed:
     """
     n = link.size
     if n == 1:  # in an elastic run
-        return Probed(0.0, 0.0, 0, 0, [0.0])
+        return Probed(0.0, 0.0, 0, 0)
     earlier = link.sent()
     link.gather(torch.zeros(1, device=device))  # all ranks begin together
     latency = sorted(timed(link, device, n) for _ in range(SMALL))[1]  # lost packets delay some
@@ -87,15 +85,14 @@ def probe(link: Link, device: torch.device) -> Probed:
         burst = again > CLEARLY * seconds
         seconds = again if burst else min(seconds, again)
     sent = cost.all_to_all(size, n).bytes - cost.all_to_all(before[0], n).bytes
-    later = link.sent()
-    packets, again = _packets(later)
+    packets, again = _packets(link.sent())
     if packets - _packets(earlier)[0] >= ENOUGH:  # else too few to tell: all that were ever sent
         packets, again = packets - _packets(earlier)[0], again - _packets(earlier)[1]
     longer = seconds - before[1]
     if far or burst or longer < seconds / 4:  # the one before was fast, or delayed: this one's rate
         sent, longer = cost.all_to_all(size, n).bytes, seconds - (latency if far else 0.0)
     rate = 8 * sent / max(longer, 1e-9)
-    return Probed(rate, latency, packets, again, speeds(earlier, later, n))
+    return Probed(rate, latency, packets, again)
 
 
 def _steady(taken: Sequence[tuple[int, float]]) -> bool:
@@ -130,18 +127,6 @@ def _now(device: torch.device) -> float:
     """The time in seconds, after the GPU has finished its work."""
     synchronize(device)
     return time.perf_counter()
-
-
-def speeds(earlier: Mapping[int, Sent], later: Mapping[int, Sent], n: int) -> list[float]:
-    """The bit/s at which this rank's bytes have arrived at each of ``n`` ranks; 0 if not known."""
-    return [_speed(earlier, later, rank) for rank in range(n)]
-
-
-def _speed(earlier: Mapping[int, Sent], later: Mapping[int, Sent], rank: int) -> float:
-    if rank not in earlier or rank not in later:
-        return 0.0
-    seconds = later[rank].seconds - earlier[rank].seconds
-    return 8 * (later[rank].bytes - earlier[rank].bytes) / seconds if seconds > 0 else 0.0
 
 
 def shapes_of(session: Session) -> tuple[tuple[tuple[int, ...], ...], int]:
