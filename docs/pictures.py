@@ -126,11 +126,6 @@ class Timeline:
         self.marks.append(f'<line class="arrow" {x} y1="{y1 + 5 * down}" y2="{y2 - 5 * down}"/>')
         self.kinds.setdefault("arrow", "")
 
-    def pair(self, one: int, other: int, at: float) -> None:
-        """The same both ways."""
-        self.arrow(one, other, at)
-        self.arrow(other, one, at)
-
     def drawn(self, **legend: str) -> str:
         """The SVG; ``legend`` says what a kind of block means here, where it is special."""
         entries = {**self.kinds, **legend}

@@ -32,14 +32,12 @@ def heavy_ball(tensors: list[Tensor]) -> torch.optim.Optimizer:
 
 VALUES: dict[str, tuple[Any, ...]] = {
     **{"average": (False,), "base": (None,), "beta": (0.5,), "by": ("layers", "bytes")},
-    **{"chunk": (4,), "codec": ("int8",), "decay": (0.5,), "delay": (1,), "drift": (0.4,)},
-    **{"first": (3,), "fragments": (2,), "gamma": (0.2,), "grace": (0.9,), "graph": ("complete",)},
-    **{"group_period": (1,), "k": (3,), "local_drift": (0.4,), "local_period": (2,)},
+    **{"codec": ("int8",), "delay": (1,), "drift": (0.4,), "fragments": (2,), "grace": (0.9,)},
+    **{"graph": ("complete",), "group_period": (1,), "local_drift": (0.4,), "local_period": (2,)},
     **{"local_pull": (0.4,), "lr": (0.4,), "merge": ("loscar",), "mix": (0.2,)},
     **{"momentum": (0.3,), "optimizer_state": ("average", "reset"), "outer": ("muon", heavy_ball)},
     **{"pace": ("own",), "peers": (2,), "period": (3,), "pull": (0.3,), "quorum": (2,)},
-    **{"rank": (1,), "second": (5,), "sharded": (False,), "start": (5,), "values": ("int8",)},
-    "window": (1,),
+    **{"rank": (1,), "sharded": (False,), "start": (5,), "window": (1,)},
 }
 """Of every option of a recipe, values other than its default. A recipe need not take all of them:
 some are for others that have an option of that name."""
