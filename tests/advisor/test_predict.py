@@ -87,8 +87,8 @@ def test_what_a_round_sends_by_hand() -> None:
     streaming = la.streaming_diloco(4, 4, 0, codec=None)  # a quarter is one bucket
     assert seconds(streaming, one_way=0.1) == pytest.approx(0.5 + WHOLE / 4 + 2 * 0.1)
     # of 7 workers one sits still, another one each time
-    assert predict(la.sgp("random"), FACTS).bytes == 32e6
-    assert predict(la.sgp("random"), replace(FACTS, workers=7)).bytes == pytest.approx(32e6)
+    assert predict(la.d_psgd("random"), FACTS).bytes == 32e6
+    assert predict(la.d_psgd("random"), replace(FACTS, workers=7)).bytes == pytest.approx(32e6)
 
 
 def test_sums_travel_where_nothing_is_coded() -> None:

@@ -16,7 +16,8 @@ Symbols are those of the papers:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -239,13 +240,15 @@ class _WithoutRate(Clock):
         return repr(vars(self)["given"])
 
 
-class NotOwned(MutableMapping[str, Tensor]):
+class NotOwned(UserDict[str, Tensor]):
     """``state`` for a ``method`` of ``update`` that does not run where the owners' slices are."""
 
     def __init__(self, state: State, update: Update, method: str) -> None:
-        self._state, self._update, self._method = state, update, method
+        self.data: State = state  # type: ignore[assignment]
+        self._update, self._method = update, method
 
-    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.data[name]
         if tensor.dim() and self._update.slots.get(name) == "owner":
             raise ValueError(
                 f"{type(self._update).__name__}.{self._method} uses state[{name!r}], of which each "
@@ -253,21 +256,6 @@ class NotOwned(MutableMapping[str, Tensor]):
                 'other methods give it the slot "everywhere"'
             )
         return tensor
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._checked(name, self._state[name])
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        self._state[name] = self._checked(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        del self._state[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
 
 
 def rated(update: Update, clock: Clock) -> Clock:
