@@ -80,8 +80,6 @@ def choose(
     network = (
         f"{format_rate(facts.rate)}{each} and takes {facts.one_way * 1e3:.2g} ms per message{lost}"
     )
-    work = facts.contention * facts.carry
-    slowed = f"; messages slow training by {work * 1e9:.2g} ns per byte" if work else ""
     second = ""
     if "outer='muon'" in best:
         second = (
@@ -93,7 +91,7 @@ def choose(
         f"{network}: {best} "
         f"takes {seconds[best] * 1e3:.3g} ms per step, {facts.compute / seconds[best]:.0%} of the "
         f"speed without communication, and {counted(steps[best])} for the work of one step of "
-        f"ddp(){slowed}{second}"
+        f"ddp(){second}"
     )
     return best, reason
 

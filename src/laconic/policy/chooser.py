@@ -47,7 +47,7 @@ from laconic.policy.choice import (
     nets_of,
     usual,
 )
-from laconic.policy.facts import Facts
+from laconic.policy.facts import Facts, Net
 from laconic.policy.predict import often, travel, undisturbed
 from laconic.policy.probe import Probed, probe, shapes_of, traffic, usage
 from laconic.processor import Usage
@@ -75,7 +75,7 @@ LEAST_TRAFFIC = 2**16
 PACE, MEASURE = "comparing the pace", "measuring the network"
 """The names of the calls of a policy."""
 
-_PLACE = ("steps", "due", "baseline", "extra", "workers", "facts_loaded")
+_PLACE = ("steps", "due", "baseline", "extra", "workers")
 """The attributes of a `Chooser` between two reviews that are equal on all workers."""
 
 
@@ -92,8 +92,7 @@ class Chooser:
         """The pace in the first review of the current recipe."""
         self._paces: Pending[Tensor] | None = None
         self._facts: Facts | None = None
-        self._facts_loaded = False
-        """Whether the facts were loaded: they may be of another network."""
+        """None after loading: those before may be of another network."""
         self._workers = workers
         """The number of workers in the latest measurement."""
         self._steps, self._due = 0, 0
@@ -219,13 +218,16 @@ class Chooser:
 
     def _compare(self, pace: list[float], measured: tuple[float, float, float]) -> None:
         """Choose again if a step's time is not as predicted, or not as before."""
-        assert self._facts is not None, "measured before the first choice"
+        if self._facts is None:
+            self._baseline = pace
+            self._choose_anew(pace[0])
+            return
         if not self._baseline:
             compute, carry, contention = measured
             facts = replace(self._facts, compute=compute, carry=carry, contention=contention)
             self._baseline, facts = pace, undisturbed(self.now.recipe, facts)
             ratio = pace[0] / expected(self.now.recipe, facts)
-            if self._facts_loaded or not 1 / CHANGE < ratio < CHANGE:
+            if not 1 / CHANGE < ratio < CHANGE:
                 facts, _ = self._measure()  # the network may have changed since the choice
                 if self._rests(facts):
                     return
@@ -254,7 +256,7 @@ class Chooser:
         by_text = {c.text: c for c in candidates(facts, before)}
         stay = change_seconds(facts) / step if self.choices and differ else 0.0
         text, reason = choose(self.auto, facts, before, self._extra, stay)
-        self._facts, self._facts_loaded = facts, False
+        self._facts = facts
         changed = not self.choices or text != self.now.text
         if changed:
             self.choices.append(Choice(step, text, facts, reason))
@@ -306,9 +308,7 @@ class Chooser:
 
     def state_dict(self) -> dict[str, Any]:
         """The choices so far and the facts behind them, as plain data."""
-        choices = [{**asdict(c), "facts": _saved(c.facts)} for c in self.choices]
-        facts = None if self._facts is None else _saved(self._facts)
-        return {"choices": choices, "text": self.now.text, "facts": facts}
+        return {"choices": [asdict(c) for c in self.choices], "text": self.now.text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict`, with its `recipe`. Step times are measured again, because the
@@ -316,9 +316,8 @@ class Chooser:
         choices = [Choice(**{**c, "facts": _facts(c["facts"])}) for c in state["choices"]]
         if choices or self._link.size > 1:
             self.now = spelled(state["text"], 1.0)
-        self._facts = None if state["facts"] is None else _facts(state["facts"])
         self.choices, self._steps, self._baseline, self._extra = choices, 0, [], {}
-        self._paces, self._spans, self._facts_loaded = None, [], True
+        self._paces, self._spans, self._facts = None, [], None
         self._probed = None if choices else self._probed
         self._last = self._now()
 
@@ -328,6 +327,7 @@ class Chooser:
         return {
             **self.state_dict(),
             **{name: getattr(self, f"_{name}") for name in _PLACE},
+            "facts": None if self._facts is None else asdict(self._facts),
             "comparing": paces is not None,
             "outputs": {PACE: paces.wait()} if paces is not None and paces.done() else {},
         }
@@ -337,6 +337,7 @@ class Chooser:
         self.load_state_dict(state)
         for name in _PLACE:
             setattr(self, f"_{name}", state[name])
+        self._facts = None if state["facts"] is None else _facts(state["facts"])
         self._traffic, self._before = traffic(self._session), usage(self._session)
         if state["comparing"]:
             raw = outputs[PACE].contiguous().view(-1).view(torch.uint8)  # or it is bytes already
@@ -401,11 +402,6 @@ def _of_all(
     return facts, wall
 
 
-def _saved(facts: Facts) -> dict[str, Any]:
-    """``facts`` as plain data, without the networks, which `_facts` computes again."""
-    return {name: value for name, value in asdict(facts).items() if name != "nets"}
-
-
 def _facts(saved: Mapping[str, Any]) -> Facts:
-    facts = Facts(**saved)
-    return replace(facts, nets=nets_of(facts.workers, facts.ranks, facts.rate, facts.one_way))
+    """The facts that became these plain data."""
+    return Facts(**{**saved, "nets": {name: Net(**net) for name, net in saved["nets"].items()}})
