@@ -77,9 +77,6 @@ def choose(
         best = now.text if score[now.text] <= enough else best
     lost = f", and {format_share(facts.loss)} of its packets are lost" if facts.loss else ""
     each = " per rank" if facts.ranks > 1 else ""
-    network = (
-        f"{format_rate(facts.rate)}{each} and takes {facts.one_way * 1e3:.2g} ms per message{lost}"
-    )
     second = ""
     if "outer='muon'" in best:
         second = (
@@ -88,10 +85,10 @@ def choose(
         )
     reason = (
         f"a step computes for {facts.compute * 1e3:.3g} ms; the network sends "
-        f"{network}: {best} "
-        f"takes {seconds[best] * 1e3:.3g} ms per step, {facts.compute / seconds[best]:.0%} of the "
-        f"speed without communication, and {counted(steps[best])} for the work of one step of "
-        f"ddp(){second}"
+        f"{format_rate(facts.rate)}{each} and takes {facts.one_way * 1e3:.2g} ms per message{lost}"
+        f": {best} takes {seconds[best] * 1e3:.3g} ms per step, "
+        f"{facts.compute / seconds[best]:.0%} of the speed without communication, and "
+        f"{counted(steps[best])} for the work of one step of ddp(){second}"
     )
     return best, reason
 
