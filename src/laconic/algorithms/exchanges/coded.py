@@ -1,7 +1,7 @@
 """The mean over all workers of coded messages, with error feedback in both directions.
 
-Symbols: r is the last result, which all workers have in common (0 for gradients,
-whose mean does not depend on earlier means); Q is the codec. Worker j owns slice j of every bucket:
+Symbols: r is the last result, which all workers have in common (0 for gradients, whose mean does
+not depend on earlier means); Q is the codec. Worker j owns slice j of every bucket:
 
     worker i:          v = m_i - r + e_i ;  q_i = Q(v) ;  e_i <- v - q_i
     owner, its slice:  mean = r + o + (1/n) sum_i q_i ;  c = combine(mean)
