@@ -63,7 +63,7 @@ COMPARE --peer nobody : choose from accelerate, fairscale, torch-ddp, torch-post
 lab : no program given
 lab -- no-such : program not found
 lab --latency 5ms --jitter 6ms true : jitter must be
-lab --seed 7 true : is the seed of --jitter, --loss and --kill-every
+lab --seed 7 true : is the seed of --jitter and --loss
 lab -- PYTHON -m torch.distributed.run --nnodes 2 t.py : in place of torchrun's --nnodes
 lab --kill 4@1s true : choose from 0 to 3
 advise : --params, --step-time, --bandwidth, --workers

@@ -67,7 +67,6 @@ VOCABULARY = """
 --from-metrics FILE  records of a real run, to use its step times and network
 
 --kill HOST@TIME  kill a host's program; repeatable
---kill-every TIME  kill a random host's program again and again, with this mean time in between
 --hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
 --cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
 
