@@ -81,8 +81,6 @@ plan --cluster rate.yaml : rate.yaml: sites[0].uplink: not a rate
 plan --cluster field.yaml : unknown field sites[0].rat (did you mean 'rate'?)
 plan --cluster syntax.yaml : syntax.yaml, line
 plan --cluster bytes.yaml : is not a text file in UTF-8
-PLAN --from-metrics no.jsonl --spread 9% : --spread is measured with --from-metrics
-PLAN --from-metrics no.jsonl : no.jsonl, line 1: not a record of laconic.attach
 doctor --master h:1 --rank 0 : belong together
 watch missing --once : no metrics in missing: check that the run writes there
 watch no.jsonl --once : no metrics in no.jsonl

@@ -64,7 +64,6 @@ VOCABULARY = """
 --checkpoint STEPS  steps between checkpoints, from which a run starts again (else it is elastic)
 --cluster FILE  the cluster in YAML or JSON; see --example
 --example  print such a file, and nothing else
---from-metrics FILE  records of a real run, to use its step times and network
 
 --kill HOST@TIME  kill a host's program; repeatable
 --hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
