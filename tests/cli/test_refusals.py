@@ -30,8 +30,6 @@ FILES: dict[str, str | bytes] = {
     "field.yaml": CLUSTER.replace("    rate: 1gbit", "    rat: 1gbit", 1),
     "syntax.yaml": CLUSTER.replace("sites:", "sites: ["),
     "bytes.yaml": b"step: 1\xff",
-    # metrics
-    "no.jsonl": "hello\n",
 }
 BASE = {
     "COMPARE": "compare --workload digits",
@@ -82,8 +80,6 @@ plan --cluster field.yaml : unknown field sites[0].rat (did you mean 'rate'?)
 plan --cluster syntax.yaml : syntax.yaml, line
 plan --cluster bytes.yaml : is not a text file in UTF-8
 doctor --master h:1 --rank 0 : belong together
-watch missing --once : no metrics in missing: check that the run writes there
-watch no.jsonl --once : no metrics in no.jsonl
 coordinator --address 192.0.2.1:29400 : cannot listen at 192.0.2.1:29400
 keys new --days 0 : --days: not a count: '0'
 report nowhere : cannot read a result from nowhere

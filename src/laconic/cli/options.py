@@ -75,7 +75,6 @@ VOCABULARY = """
 --timeout TIME  how long to wait for the other hosts
 
 --all  also print a table of all recipes, and how they compare
---once  show the current state and exit
 --json  print JSON
 --out DIR  directory for the results
 
