@@ -157,8 +157,8 @@ def attach(
             elastic run, the longest that a worker may be silent. A `Link` as ``link`` has its own.
         seed: for a recipe's random choices, such as pairs: at least 0, the same on all ranks.
         metrics: where the run's metrics go: a file, as lines of JSON; a directory, for one file per
-            rank; a `laconic.Metrics` of your own; or a list of these. ``laconic watch`` shows
-            files. None: nowhere.
+            rank; a `laconic.Metrics` of your own; or a list of these. None:
+            nowhere.
         elastic: workers come and go; see `Elastic`. Workers of one rank need no process group
             then. None: LACONIC_COORDINATOR in the environment, if it is set, makes the run elastic.
         offload: keep what parameter rounds store between rounds (anchors, outer momenta, residuals)

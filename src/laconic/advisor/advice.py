@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -23,9 +22,8 @@ from laconic.advisor.choices import (
     more_steps,
     steps_of,
 )
-from laconic.advisor.network import unequal_hosts, unequal_workers
 from laconic.advisor.quorum import predict
-from laconic.advisor.show import Advice, Row, Slow
+from laconic.advisor.show import Advice, Row
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.parse import qualified
@@ -52,37 +50,35 @@ def advice_on(
     rows = rows_of(compared, facts)
     text, _ = choose(Auto(), facts, None, {})
     best = next(row for row in rows if row.recipe == text)
-    slow = slow_ranks(facts, computes or facts.computes, compared[0].recipe)
+    slow = slow_ranks(facts, computes or facts.computes)
     node = f", nprocs_per_node={facts.ranks}" if facts.ranks > 1 else ""
     return Advice(
         facts=facts,
         rows=tuple(rows),
         recommendation=text,
         code=f"sync = laconic.attach(model, optimizer, {qualified(text)}{node})",
-        reason=" ".join([*reason(rows[0], best), *map(str, slow)]),
+        reason=" ".join([*reason(rows[0], best), *slow]),
         computes=computes,
         slow=slow,
         alternatives=tuple(row.recipe for row in alternatives(rows, best)),
     )
 
 
-def slow_ranks(facts: Facts, computes: Sequence[float], ddp: Recipe) -> tuple[Slow, ...]:
-    """Return the rank whose steps take much longer than the median rank's, from each rank's
-    seconds, and that whose network is much slower, by `Facts.rates`."""
+def slow_ranks(facts: Facts, computes: Sequence[float]) -> tuple[str, ...]:
+    """Return a sentence on the rank whose steps take much longer than the median rank's, from each
+    rank's seconds, and on that whose network is much slower, by `Facts.rates`."""
     found, each = [], torch.tensor(computes, dtype=torch.float64)
-    now = predict(ddp, facts).seconds
+    wait = "the median rank, and the others wait for it."
     if len(each) and unequal_workers(each):
-        factor = float(each.max() / each.median())
-        without = predict(ddp, replace(facts, compute=facts.compute / factor)).seconds
-        gain = float((each.max() / each).mean())
-        found.append(Slow(int(each.argmax()), "steps", factor, now, without, gain))
+        factor, gain = float(each.max() / each.median()), float((each.max() / each).mean())
+        found.append(
+            f"Rank {int(each.argmax())} computes {factor:.2g} times as long as {wait} If none "
+            f"waited, all together would take {gain:.2g} times as many steps per second."
+        )
     rates = torch.tensor(facts.rates, dtype=torch.float64)
     if len(rates) and unequal_hosts(rates):
         factor = float(rates.median() / rates.min())
-        nets = {k: replace(net, rate=net.rate * factor) for k, net in facts.nets.items()}
-        faster = replace(facts, rate=facts.rate * factor, nets=nets)
-        without = predict(ddp, faster).seconds
-        found.append(Slow(int(rates.argmin()), "network", factor, now, without, None))
+        found.append(f"Rank {int(rates.argmin())} sends {factor:.2g} times as slowly as {wait}")
     return tuple(found)
 
 

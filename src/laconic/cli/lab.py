@@ -29,10 +29,6 @@ COLORS = (36, 32, 33, 35, 34)
 """Of the hosts' names on a terminal: ANSI's cyan, green, yellow, magenta and blue."""
 CLEAR = b"\r\x1b[K"
 """What erases the line of a terminal."""
-RESTART_SECONDS = 5.0
-"""After which a program that was killed at random starts again."""
-HORIZON_SECONDS = 24 * 3600.0
-"""How far random kills are planned."""
 
 
 def add(parser: Any) -> None:
@@ -49,11 +45,10 @@ def add(parser: Any) -> None:
     faults = parser.add_argument_group(
         "faults",
         "With any of them the lab runs a coordinator, and LACONIC_COORDINATOR names it to the "
-        "program. The summary shows how many steps of an elastic program counted, and who was "
-        "present. TIME counts from the start; HOST may be coordinator. Without --repair, killed "
-        "programs do not come back, except after 5s with --kill-every.",
+        "program. TIME counts from the start; HOST may be coordinator. Without --repair, killed "
+        "programs do not come back.",
     )
-    declare(faults, "--kill --kill-every --hang --cut --repair")
+    declare(faults, "--kill --hang --cut --repair")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -67,20 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     network = network_of(arguments)
     network.check()
-    if given(arguments, "--seed") and not given(arguments, "--jitter --loss --kill-every"):
-        raise ValueError(
-            "--seed is the seed of --jitter, --loss and --kill-every: give one of them"
-        )
-    restart = arguments.repair
-    if restart is None and arguments.kill_every is not None:
-        restart = RESTART_SECONDS
+    if given(arguments, "--seed") and not given(arguments, "--jitter --loss"):
+        raise ValueError("--seed is the seed of --jitter and --loss: give one of them")
     settings = program.Settings(
         tuple(command),
         network,
         arguments.per_host,
         arguments.out,
         faults_of(arguments, network.hosts),
-        restart,
+        arguments.repair,
     )
     with terminate_as_exit(), Display(settings) as display:
         ended = program.run(settings, display)
@@ -91,20 +81,17 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
     """Return the faults that the options describe, or None without such options."""
     from laconic.lab.emulation import faults
 
-    found: list[faults.Fault] = [
+    found = [
         *(faults.parse("kill", text) for text in arguments.kill),
         *(faults.parse("hang", text) for text in arguments.hang),
         *(faults.parse("cut", text) for text in arguments.cut),
     ]
-    plan = faults.Plan(tuple(found))
-    if arguments.kill_every is not None:
-        kills = faults.random_kills(arguments.kill_every, hosts, arguments.seed, HORIZON_SECONDS)
-        plan = faults.Plan((*found, *kills.faults))
-    plan.check(hosts)
-    if arguments.kill_every is None and not found:
+    if not found:
         if arguments.repair is not None:
-            raise ValueError("--repair needs --kill, --kill-every, --hang or --cut")
+            raise ValueError("--repair needs --kill, --hang or --cut")
         return None
+    plan = faults.Plan(tuple(found))
+    plan.check(hosts)
     return plan
 
 
@@ -161,8 +148,6 @@ class Display:
 
     def ended(self, ended: Ended) -> None:
         """Print a summary."""
-        from laconic.lab.emulation.goodput import report
-
         if ended.sent is not None:
             log("sent, with all headers, and the mean rate:")
             for host, sent in enumerate(ended.sent):
@@ -172,9 +157,6 @@ class Display:
             log("faults:")
             for happened in ended.happened:
                 log(f"  {happened}")
-        if ended.goodput is not None:
-            for line in report(ended.goodput):
-                log(line)
         if ended.first is not None:
             name = ended.first.process.name
             log(f"{name} failed first: {ended.first.outcome.how}; its last lines:")

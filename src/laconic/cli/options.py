@@ -63,10 +63,8 @@ VOCABULARY = """
 --checkpoint STEPS  steps between checkpoints, from which a run starts again (else it is elastic)
 --cluster FILE  the cluster in YAML or JSON; see --example
 --example  print such a file, and nothing else
---from-metrics FILE  records of a real run, to use its step times and network
 
 --kill HOST@TIME  kill a host's program; repeatable
---kill-every TIME  kill a random host's program again and again, with this mean time in between
 --hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
 --cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
 
@@ -76,7 +74,6 @@ VOCABULARY = """
 --timeout TIME  how long to wait for the other hosts
 
 --all  also print a table of all recipes, and how they compare
---once  show the current state and exit
 --json  print JSON
 --out DIR  directory for the results
 

@@ -70,7 +70,6 @@ class Donor:
         driver.events.on("finish", self._after_finish)
         driver.events.on("switch", self._send_state)
         link.reception.open()
-        self._reports.begin()
 
     def _leave(self, *_: object) -> None:
         # a forked child has this handler, too

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from laconic.codecs import kernels
 from laconic.device import ACCELERATORS
 from laconic.errors import install
-from laconic.lab.doctor.connections import connections
 from laconic.lab.doctor.finding import Finding, check
 from laconic.lab.emulation.cluster import (
     Cluster,
@@ -28,7 +27,7 @@ from laconic.lab.emulation.cluster import (
     NamespacesUnavailable,
     Network,
 )
-from laconic.links import frames
+from laconic.links import congestion, frames, job_secret, tls
 from laconic.links.addresses import address_of, address_toward
 from laconic.version import __version__
 
@@ -158,8 +157,6 @@ def network(
             remedy = f"set it to one of {', '.join(usable) or 'none'}, or unset it"
             found.append(Finding("problem", group, f"GLOO_SOCKET_IFNAME={name} {what}", remedy))
     master = environ.get("MASTER_ADDR", "")
-    if master:
-        found.append(_route(master, usable, named))
     if not named:
         found += _hostname(master, others, hostname_addresses)
     return found
@@ -167,26 +164,6 @@ def network(
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
-
-
-def _route(master: str, usable: Mapping[str, Sequence[str]], named: Sequence[str]) -> Finding:
-    """Check which interface leads to the host of rank 0."""
-    address = address_toward(master)
-    if address is None:
-        remedy = "set it to the address of rank 0's host, or add the name to /etc/hosts"
-        text = f"MASTER_ADDR={master} does not resolve, or there is no route to it"
-        return Finding("problem", "network", text, remedy)
-    names = [name for name, addresses in usable.items() if address in addresses]
-    interface = ", ".join(names) or "an unknown interface"
-    text = f"MASTER_ADDR={master} is reached from {address}, {interface}"
-    if named and names and not set(named) & set(names):
-        return Finding(
-            "warning",
-            "network",
-            f"{text}; but GLOO_SOCKET_IFNAME={','.join(named)}",
-            f"set GLOO_SOCKET_IFNAME={names[0]}, unless you mean to use the other network",
-        )
-    return Finding("ok", "network", text)
 
 
 def _hostname(master: str, others: Sequence[str], resolved: Sequence[str] | None) -> list[Finding]:
@@ -213,6 +190,35 @@ def _hostname(master: str, others: Sequence[str], resolved: Sequence[str] | None
     remote = bool(master) and not _is_loopback(address_toward(master) or "127.0.0.1")
     text = what if remote else f"{what} (a single host works)"
     return [Finding("problem" if remote else "warning", "network", text, remedy)]
+
+
+# -- laconic's own connections ----
+
+
+def connections() -> list[Finding]:
+    """Check how connections are secured, and how they control congestion."""
+    found = []
+    for describe in (_security, _congestion_control):
+        try:
+            found.append(Finding("ok", "connections", describe()))
+        except ValueError as error:
+            remedy = "correct the variable or the file"
+            found.append(Finding("problem", "connections", str(error), remedy))
+    return found
+
+
+def _security() -> str:
+    """Return whether TLS is on, and the secret is shared over the network."""
+    found, secret = tls.contexts(), job_secret.read()
+    if found is not None:
+        return "TLS is on: what workers send can be neither read nor changed on the way"
+    if secret is not None:
+        return "TLS is off, and workers prove that they have the secret: packets can be read"
+    return "TLS is off: who reads packets can read the model, and can take a worker's place"
+
+
+def _congestion_control() -> str:
+    return f"congestion control: {congestion.chosen() or 'by the round trip of each connection'}"
 
 
 # -- lab ----

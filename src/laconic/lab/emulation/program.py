@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from laconic.elastic import COORDINATOR_VARIABLE, TRACE_VARIABLE
+from laconic.elastic import COORDINATOR_VARIABLE
 from laconic.errors import check_int
 from laconic.lab.emulation.cluster import (
     Cluster,
@@ -24,7 +24,6 @@ from laconic.lab.emulation.cluster import (
     rank_variables,
 )
 from laconic.lab.emulation.faults import Plan
-from laconic.lab.emulation.goodput import Goodput, read, summary, trace_directory
 from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injection
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
 from laconic.lab.emulation.network import QUANTITIES, Network
@@ -98,15 +97,13 @@ class Ended:
     """How a run ended.
 
     ``first`` is the first failure. ``sent`` is the bytes on the wire per host, or None if the hosts
-    share this machine's interface. ``happened`` is what the lab did to the hosts. ``goodput`` is
-    what the workers of an elastic program have recorded, where there were faults.
+    share this machine's interface. ``happened`` is what the lab did to the hosts.
     """
 
     first: Failure | None
     seconds: float
     sent: Sequence[int] | None
     happened: Sequence[Happened] = ()
-    goodput: Goodput | None = None
 
 
 class Watch(Protocol):
@@ -167,10 +164,8 @@ class _Run:
         self._settings, self._cluster, self._watch = settings, cluster, watch
         self._ranks = list(_processes(settings, cluster))
         coordinator = []
-        self._trace: Path | None = None
         if settings.faults is not None:
-            self._trace = trace_directory(settings.out, stack)
-            coordinator = [_add_coordinator(self._ranks, cluster, self._trace)]
+            coordinator = [_add_coordinator(self._ranks, cluster)]
         self._processes = [*self._ranks, *coordinator]
         self._job = Job(cluster._processes, [process.host for process in self._ranks])
         self._happened: list[Happened] = []
@@ -193,7 +188,7 @@ class _Run:
                 self._selector.register(stream.read_end, selectors.EVENT_READ, origin)
         self._writable = True  # whether the watch accepts output
         self._first: Failure | None = None
-        self._begin, self._begin_time = time.monotonic(), time.time()
+        self._begin = time.monotonic()
         self._due = SAMPLE_SECONDS
         self._before = self._sent()
         self._samples = [] if self._before is None else [(0.0, [0] * len(self._before))]
@@ -311,10 +306,7 @@ class _Run:
             for error, stream in enumerate(streams):
                 self._print(process, bool(error), stream.drain(self._seconds()))
         sent = self._samples[-1][1] if self._samples else None
-        goodput = None
-        if self._trace is not None:
-            goodput = summary(read(self._trace), self._happened, self._begin_time, seconds)
-        ended = Ended(self._first, seconds, sent, self._happened, goodput)
+        ended = Ended(self._first, seconds, sent, self._happened)
         if self._settings.out is not None:
             path = self._settings.out / "rates.json"
             _write_rates(path, self._settings, self._cluster, self._samples, ended)
@@ -345,15 +337,13 @@ def _is_torchrun(argv: Sequence[str]) -> bool:
     return Path(argv[0]).name == "torchrun" or "torch.distributed.run" in argv
 
 
-def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback, trace: Path) -> Process:
-    """Return the coordinator's process, and have elastic workers find it, and the directory for
-    their ``trace``, by their environment."""
+def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback) -> Process:
+    """Return the coordinator's process, and have elastic workers find it by their environment."""
     host = len(cluster.addresses) - 1
     address = cluster.addresses[host]
     port = str(COORDINATOR_PORT if cluster.emulated else cluster.free_port())
     for rank, process in enumerate(ranks):
-        found = {COORDINATOR_VARIABLE: f"{address}:{port}", TRACE_VARIABLE: str(trace)}
-        env = {**process.env, **found}
+        env = {**process.env, COORDINATOR_VARIABLE: f"{address}:{port}"}
         ranks[rank] = replace(process, env=env)
     command = [sys.executable, "-m", "laconic", "coordinator", "--address", f"{address}:{port}"]
     return Process("coordinator", host, command, job_environment(cluster, {}))
@@ -389,8 +379,6 @@ def _write_rates(
     }
     if settings.faults is not None:
         document["faults"] = [vars(happened) for happened in ended.happened]
-    if ended.goodput is not None:
-        document["elastic"] = ended.goodput.document()
     try:
         path.write_text(json.dumps(document, indent=1) + "\n")
     except OSError as error:

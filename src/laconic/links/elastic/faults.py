@@ -179,10 +179,9 @@ class Trace(Plan):
 
 
 def _events(file: Path) -> list[dict[str, Any]]:
-    """What a worker has recorded, but for its presence, which is for `laconic lab`."""
+    """What a worker has recorded."""
     lines = file.read_text().splitlines(keepends=True)
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]  # else killed as it wrote
-    return [event for event in whole if "presence" not in event]
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # else killed as it wrote
 
 
 @dataclass(frozen=True)
