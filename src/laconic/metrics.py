@@ -13,10 +13,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from laconic.errors import check_float, error_text
-from laconic.links.agreement import agree
+from laconic.errors import check_float
+from laconic.links.agreement import on_all_ranks
 from laconic.links.link import Link
 from laconic.units import finite
 
@@ -62,8 +60,8 @@ class JsonLines(Metrics):
     """Append one line of JSON per record to a file.
 
     Args:
-        path: a file: rank 0 writes it. With ``{rank}`` in it: every rank writes its own. A
-            directory: every rank writes ``rank{rank}.jsonl`` in it, on its own host.
+        path: a file: rank 0 writes it. With ``{rank}`` in it, such as ``runs/{rank}.jsonl``: every
+            rank writes its own, on its own host.
         every: the least number of seconds between two records. 0: one per step.
 
     Examples:
@@ -75,15 +73,16 @@ class JsonLines(Metrics):
         super().__init__(every)
         text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
         if not isinstance(text, str) or not text or "\0" in text:
-            raise ValueError(f"metrics must be the path of a file or directory, not {path!r}")
+            raise ValueError(f"metrics must be the path of a file, not {path!r}")
         self._path = text
         self._file = -1
 
     def prepare(self, rank: int) -> bool:
-        if os.path.isdir(self._rank_path(rank)):
-            self._path = os.path.join(self._path, "rank{rank}.jsonl")
-        writes = rank == 0 or "{rank}" in self._path
-        if writes and not os.path.isdir(os.path.dirname(self._rank_path(rank)) or "."):
+        writes, path = rank == 0 or "{rank}" in self._path, self._rank_path(rank)
+        if writes and os.path.isdir(path):
+            each = os.path.join(self._path, "{rank}.jsonl")
+            raise ValueError(f"metrics={self._path!r} is a directory: give a file, such as {each}")
+        if writes and not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"metrics={self._path!r}: no such directory: create it first")
         return writes
 
@@ -146,22 +145,8 @@ def agree_on_metrics(
     """Return the ``sinks`` that this rank writes. Call it on every rank, also without sinks.
     ``number``: of this rank's files, if it is not the rank.
 
-    Raises ``ValueError`` on every rank if `Metrics.prepare` raises on any, or if only some of them
-    have the directory to write in. Any later problem is a warning on the affected rank only.
+    Raises ``ValueError`` on every rank if `Metrics.prepare` raises on any. Any later problem is a
+    warning on the affected rank only.
     """
-    own: list[Metrics] = []
-    problem: str | None = None
-    try:
-        own = [sink for sink in sinks if sink.prepare(link.rank if number is None else number)]
-    except Exception as error:  # of a user's own sink
-        problem = error_text(error)
-    by_rank = sum("{rank}" in str(sink) for sink in sinks)
-    everyone = link.gather(torch.tensor([problem is not None, len(sinks), by_rank])).cpu()
-    agree(link.gather, problem, everyone[:, 0])
-    most = int(everyone[:, 2].max())
-    lacking = [r for r, (_, given, n) in enumerate(everyone.tolist()) if given and n < most]
-    if lacking:
-        raise ValueError(
-            f"metrics: ranks {lacking} have no such directory, and others have: create it first"
-        )
-    return own
+    with on_all_ranks(link.gather):
+        return [sink for sink in sinks if sink.prepare(link.rank if number is None else number)]

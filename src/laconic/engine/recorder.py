@@ -13,13 +13,12 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from laconic.errors import LinkError
-from laconic.links.metered import CallTotals, Ledger
+from laconic.links.metered import CallTotals
 from laconic.metrics import Metrics, Record
 from laconic.version import __version__
 
@@ -117,27 +116,24 @@ class Recorder:
     """Creates the records of one synchronizer and passes them to the writers. Does nothing before
     `start`."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self) -> None:
         self._steps = self._skipped = 0
         self._failure: BaseException | None = None
         self._writers: list[_Writer] = []
-        self._lock = threading.Lock()  # a link's error is recorded by the thread that meets it
 
     def start(
         self,
         sinks: Sequence[Metrics],
         stats: Callable[[], Stats],
+        calls: Callable[[], dict[str, CallTotals]],
         rates: Callable[[], Sequence[Any]],
         about: Record,
     ) -> None:
-        """Write to ``sinks`` from now on. ``stats()`` returns the totals so far. ``about`` goes
-        into the first record."""
+        """Write to ``sinks`` from now on. ``stats()`` and ``calls()`` return the totals so far.
+        ``about`` goes into the first record."""
         if not sinks:
             return
-        self._stats, self._rates = stats, rates
-        self._steps = self._skipped = 0
-        self._ledger.failed = self._link_failed
+        self._stats, self._calls, self._rates = stats, calls, rates
         about = {
             **about,
             "host": socket.gethostname(),
@@ -147,7 +143,7 @@ class Recorder:
             "python": platform.python_version(),
         }
         for sink in sinks:
-            writer = _Writer(sink, about["rank"], stats(), self._calls())
+            writer = _Writer(sink, about["rank"], stats(), calls())
             weakref.finalize(self, writer.put, None).atexit = False
             self._writers.append(writer)
             writer.put({**_timestamped("start"), **about, "every": sink.every})
@@ -161,16 +157,13 @@ class Recorder:
         due = [w for w in self._writers if now >= w.time + w.sink.every]
         if due:
             self._warn_of_problems()
-            with self._lock:
-                for writer in due:
-                    self._write(writer, "steps")
+            for writer in due:
+                self._write(writer, "steps")
 
     def event(self, event: str, **more: Any) -> None:
         """Write a record immediately."""
-        if self._writers:
-            with self._lock:
-                for writer in self._writers:
-                    self._write(writer, event, **more)
+        for writer in self._writers:
+            self._write(writer, event, **more)
 
     def failed(self, error: BaseException) -> None:
         """Record an error, unless it is the one recorded last."""
@@ -186,10 +179,6 @@ class Recorder:
         self._warn_of_problems()
         self._writers = []
         _open.discard(self)
-
-    def _link_failed(self, error: LinkError) -> None:
-        self._failure = error
-        self.event("error", error=f"LinkError: {self._ledger.call}: {error}")
 
     def _warn_of_problems(self) -> None:
         """Warn once about each sink that accepts no more records, and remove it."""
@@ -213,7 +202,6 @@ class Recorder:
             "seconds_waiting": round(stats.seconds_waiting, 6),
             "seconds": round(seconds, 6),
             "steps": steps,
-            "seconds_per_step": round(seconds / steps, 6) if steps else None,
             "sent": stats.bytes_sent - before.bytes_sent,
             "received": stats.bytes_received - before.bytes_received,
             "waiting": round(min(waited / seconds, 1.0), 4) if seconds > 0 else 0.0,
@@ -223,10 +211,6 @@ class Recorder:
         }
         writer.put(record)
         writer.time, writer.steps, writer.stats, writer.calls = now, self._steps, stats, calls
-
-    def _calls(self) -> dict[str, CallTotals]:
-        # The communication thread adds calls meanwhile. dict() copies in one go.
-        return {name: replace(call) for name, call in dict(self._ledger.by_call).items()}
 
 
 _open: weakref.WeakSet[Recorder] = weakref.WeakSet()

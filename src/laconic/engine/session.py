@@ -161,7 +161,7 @@ class Session:
             self.comm = CommThread(*at, interrupt=self.elastic.interrupt)
             self.elastic.wake = self.comm.poke
         self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
-        self.recorder = Recorder(self.ledger)
+        self.recorder = Recorder()
         self.scratch: defaultdict[int, Scratch] = defaultdict(Scratch)
         """Memory for the messages of parameter rounds, by number: see `memory`."""
         self._first_gradients: Tensor | None = None

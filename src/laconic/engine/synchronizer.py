@@ -389,7 +389,7 @@ class Synchronizer:
             "recipe": run.text(),
             "schedule": [f"{r.name}, {r.when}" for r in run.recipe if r.over != "replica"],
         }
-        session.recorder.start(places, self.stats, self._rates, about)
+        session.recorder.start(places, self.stats, self.calls, self._rates, about)
         if places and session.elastic is not None:
             self.on_change(self._record_view)
 
@@ -401,6 +401,7 @@ class Synchronizer:
 
     def calls(self) -> dict[str, CallTotals]:
         """What went over the links so far, by round and call."""
+        # the communication thread adds calls meanwhile: dict() copies in one go
         return {name: copy(call) for name, call in dict(self._session.ledger.by_call).items()}
 
     def stats(self) -> Stats:
