@@ -248,7 +248,7 @@ def _check(
     if any(p.device.type == "meta" for p in params):
         raise ValueError("the model's parameters are on the meta device: materialize them first")
     attached.check_free(one, params)
-    check_devices(model, params, cpu_buffers=True if given is not None else None)
+    check_devices(model, params)
     check_tensors(model, params)
     if check_bool("offload", offload) and all(p.device.type == "cpu" for p in params):
         raise ValueError(
