@@ -26,7 +26,6 @@ from laconic.engine.messages import Difference
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.links.link import Link
-from laconic.tensors import is_sharded, local
 
 PART, PARTS = 2**14, 256
 """The least number of elements in a part, and the most parts. Gradients carry the digest of one
@@ -37,14 +36,14 @@ OF_ROUND = 16
 def parts_of(tensors: Sequence[Tensor], first: int, count: int = 1) -> Iterator[Tensor]:
     """``count`` parts of the concatenated ``tensors``, beginning with the part ``first`` and
     wrapping around."""
-    sizes = [(local(t) if is_sharded(t) else t).numel() for t in tensors]
+    sizes = [t.numel() for t in tensors]
     each = max(PART, -(-sum(sizes) // PARTS))
     parts = max(-(-sum(sizes) // each), 1)
     for number in range(first, first + min(count, parts)):
         start = number % parts * each
         for t, size in zip(tensors, sizes, strict=True):
             if start < size and start + each > 0:
-                yield local(t).reshape(-1)[max(start, 0) : start + each]
+                yield t.detach().reshape(-1)[max(start, 0) : start + each]
             start -= size
 
 

@@ -208,7 +208,7 @@ class GradientRunner:
         """Send the next bucket, in order."""
         channel = self.channels[len(self._pending)]
         self._follow_stream()
-        channel.flat.gather()
+        channel.gather()
         if not self._pending:
             self._label, step, link = self._announce(), self._session.step, self._link
             # in an elastic run a unit looks who takes part when it begins
@@ -220,7 +220,7 @@ class GradientRunner:
         exchange = channel.exchange
         if "residual" in channel.exchange_state and ends(self.round.when, now.step):
             exchange = LastMean(exchange, channel.owned)
-        average = partial(self._average, exchange, channel.flat.whole, channel.exchange_state, now)
+        average = partial(self._average, exchange, channel.flat, channel.exchange_state, now)
         turns = turns_at_once(self.set.largest)
         self._pending.append(self._overlap.begin(average, self._label, turns=turns))
         if len(self._pending) == len(self.channels):
@@ -290,7 +290,7 @@ class GradientRunner:
         self._averaged = self.withheld = False
         if not self.round.when(self._session.step + 1):
             for channel in self.channels:
-                channel.memory = None
+                channel.free()
 
     @torch.no_grad()
     def _write(self) -> None:
@@ -298,13 +298,13 @@ class GradientRunner:
         that the optimizer skips it, as it would in one process."""
         unused = self._unused()
         for channel in self.channels:
-            channel.flat.scatter(unused)
+            channel.scatter(unused)
 
     def _unused(self) -> set[int]:
         """The ids of parameters without a gradient on any rank. All ranks see the same means, so
         they agree which are all zeros. Only for these, which are rare, do they exchange who had a
         gradient, and for frozen ones, which may have a residual."""
-        found = set[int]().union(*(channel.nonzero() for channel in self.channels))
+        found = self.set.nonzero()
         doubtful = [p for p in self._params if id(p) not in found or not p.requires_grad]
         if not self._session.inside.any(bool(doubtful))[0]:
             return set()
