@@ -116,53 +116,53 @@ class GradientChannel(Channel):
         _copy(pieces, gradients)
 
 
+@dataclass
 class GradientChannels:
     """The channels of ``exchange`` over ``link`` for the gradients of ``params``, in the reverse
     order of these. ``elastic``: nothing may depend on the number of workers. ``scale``: the loss
     scale of the gradients not sent yet, which ``unsent`` has, as `left_over` returns them."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        link: Link,
-        elastic: bool,
-        params: Sequence[Tensor] = (),
-        unsent: Mapping[tuple[str, int], Tensor] | None = None,
-        scale: float = 1.0,
-    ) -> None:
-        self._exchange, self._link, self.scale = exchange, link, scale
-        total = sum(local(p).numel() * p.element_size() for p in params)
-        first, each = bucket_bytes(exchange, total)
+    exchange: Exchange
+    link: Link
+    elastic: bool
+    params: Sequence[Tensor] = ()
+    unsent: Mapping[tuple[str, int], Tensor] = field(default_factory=dict)
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        total = sum(local(p).numel() * p.element_size() for p in self.params)
+        first, each = bucket_bytes(self.exchange, total)
         buckets = bucketize(
-            [params[::-1]],
-            exchange.multiple(1 if elastic else link.size),
+            [self.params[::-1]],
+            self.exchange.multiple(1 if self.elastic else self.link.size),
             most_bytes=each,
             first_bytes=first,
-            whole=exchange.scope == "tensors",
+            whole=self.exchange.scope == "tensors",
         )
-        self.all = [self._open(bucket, unsent or {}) for bucket in buckets]
+        self.all = [self._open(bucket) for bucket in buckets]
+        self.unsent = {}
         self.of_param: dict[int, list[GradientChannel]] = {}
         """By the id of a parameter."""
         for channel in self.all:
             for key in channel.params:
                 self.of_param.setdefault(key, []).append(channel)
-        far = self.all if link.overlapping is not None else []
-        sizes = [(c.bucket.length, c.bucket.dtype.itemsize, link.size) for c in far]
+        far = self.all if self.link.overlapping is not None else []
+        sizes = [(c.bucket.length, c.bucket.dtype.itemsize, self.link.size) for c in far]
         costs = [c.exchange.cost(*size) for c, size in zip(far, sizes, strict=True)]
         self.largest = max((c.bytes / max(c.messages, 1) for c in costs), default=0.0)
         """The most bytes that a bucket sends at once; 0 where buckets do not overlap."""
 
-    def _open(self, bucket: Bucket, unsent: Mapping[tuple[str, int], Tensor]) -> GradientChannel:
-        exchange = self._exchange.shaped(bucket.shapes)
-        region = exchange.region(self._link, bucket.length)
+    def _open(self, bucket: Bucket) -> GradientChannel:
+        exchange = self.exchange.shaped(bucket.shapes)
+        region = exchange.region(self.link, bucket.length)
         channel = GradientChannel(bucket, exchange, slice(0, bucket.length), region)
         if not exchange.slots:
             return channel
         zeros = torch.zeros(bucket.length, dtype=state_dtype(bucket.dtype), device=bucket.device)
         channel.exchange_state = state = exchange.init(zeros, channel.owned)
         for name, segment, values in _by_segment(bucket, state):
-            if (name, id(segment.tensor)) in unsent:
-                whole = unsent[name, id(segment.tensor)]
+            whole = self.unsent.get((name, id(segment.tensor)))
+            if whole is not None:
                 values.copy_(whole[segment.start : segment.stop])
         return channel
 
@@ -171,8 +171,8 @@ class GradientChannels:
         found: dict[tuple[str, int], Tensor] = {}
         for channel in self.all:
             state = channel.exchange_state
-            if self._exchange.collect is not None:
-                self._exchange.collect(state, channel.region, self._link.size)
+            if self.exchange.collect is not None:
+                self.exchange.collect(state, channel.region, self.link.size)
             for name, segment, values in _by_segment(channel.bucket, state):
                 key = name, id(segment.tensor)
                 if key not in found:
@@ -198,7 +198,7 @@ class GradientChannels:
         if scale != self.scale:
             for channel in self.all:
                 for name, values in channel.exchange_state.items():
-                    if self._exchange.slots[name] != "everywhere":
+                    if self.exchange.slots[name] != "everywhere":
                         values.mul_(scale / self.scale)
             self.scale = scale
 

@@ -22,22 +22,13 @@ def check_unwrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {model!r}")
     for name, module in model.named_modules():
-        where = f"the model's {name!r} is" if name else "the model is"
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, (DistributedDataParallel, nn.DataParallel)) or _is_fsdp1(module):
+            where = f"the model's {name!r} is" if name else "the model is"
             raise ValueError(
-                f"{where} wrapped in DistributedDataParallel, which averages all gradients at "
-                "every step beside laconic: pass the plain module (model.module); for several "
-                "ranks per worker pass nprocs_per_node="
-            )
-        if isinstance(module, nn.DataParallel):
-            raise ValueError(
-                f"{where} wrapped in nn.DataParallel: pass the plain module (model.module), and "
-                "start one process for each GPU; for several ranks per worker pass nprocs_per_node="
-            )
-        if _is_fsdp1(module):
-            raise ValueError(
-                f"{where} wrapped in FullyShardedDataParallel (FSDP1): shard the plain module over "
-                "the ranks of one worker with torch.distributed.fsdp.fully_shard, and pass mesh="
+                f"{where} wrapped in {type(module).__name__}, which communicates by itself: pass "
+                "the plain module (model.module), with one process for each GPU; for several ranks "
+                "per worker pass nprocs_per_node=, or shard the plain module over them with "
+                "torch.distributed.fsdp.fully_shard, and pass mesh="
             )
 
 
