@@ -35,9 +35,9 @@ def steps(step: int, **more: Any) -> str:
     call = {"name": "Average round", "step": step - step % 4, "count": 2, "bytes": 2_000_000}
     record = {
         "event": "steps", "time": 1000.0 + step / 10, "step": step, "rounds": step // 4,
-        "skipped": 0, "bytes_sent": step * 200_000, "bytes_received": step * 200_000,
+        "bytes_sent": step * 200_000, "bytes_received": step * 200_000,
         "seconds_waiting": step / 40, "seconds": 1.0, "steps": 10,
-        "sent": 2_000_000, "received": 2_000_000, "waiting": 0.25, "lr": [0.1],
+        "sent": 2_000_000, "waiting": 0.25,
         "calls": [{**call, "seconds": 0.25}],
     }  # fmt: skip
     return line(record, **more)

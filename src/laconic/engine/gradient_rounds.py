@@ -201,11 +201,9 @@ class GradientRunner:
         self._follow_stream()
         channel.gather()
         if not self._pending:
-            self._label, step, link = self._announce(), self._session.step, self._link
-            # in an elastic run a unit looks who takes part when it begins
-            present = (1, 0) if self._elastic else (link.size, link.rank)
-            seed = self._session.settings.seed
-            self._now = Clock(step + 1, math.nan, step, 0, *present, seed=seed)
+            self._label, step = self._announce(), self._session.step
+            # `_average` looks who takes part
+            self._now = Clock(step + 1, math.nan, step, 0, 1, 0, seed=self._session.settings.seed)
             self._overlap.use(len(self.channels))
         now = self._now
         exchange = channel.exchange
@@ -222,11 +220,9 @@ class GradientRunner:
     ) -> None:
         """``flat`` <- combine(mean over the ranks of ``flat``). It becomes NaN if it is not finite
         on some rank."""
-        message = flat
-        if self._elastic:
-            clock = replace(clock, workers=self._link.size, worker=self._link.rank)
-            if exchange.slots:
-                message = flat.clone()
+        clock = replace(clock, workers=self._link.size, worker=self._link.rank)
+        # another attempt of an elastic run needs the message again
+        message = flat.clone() if self._elastic and exchange.slots else flat
         try:
             arrival = await exchange.run(
                 link,

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._file: JsonLines | None = None
-        self._steps = self._skipped = 0
+        self._steps = 0
         self._failure: BaseException | None = None
 
     def start(
@@ -74,12 +74,11 @@ class Recorder:
         file: JsonLines,
         stats: Callable[[], Stats],
         calls: Callable[[], dict[str, CallTotals]],
-        rates: Callable[[], Sequence[Any]],
         about: Mapping[str, Any],
     ) -> None:
         """Write to ``file`` from now on. ``stats()`` and ``calls()`` return the totals so far.
         ``about`` goes into the first record."""
-        self._file, self._stats, self._calls, self._rates = file, stats, calls, rates
+        self._file, self._stats, self._calls = file, stats, calls
         self._remember(stats(), calls())
         self._append(
             "start",
@@ -93,10 +92,9 @@ class Recorder:
         )
         _open.add(self)
 
-    def after_step(self, *, skipped: bool = False) -> None:
+    def after_step(self) -> None:
         """Count a step that was taken, or that a GradScaler skipped."""
         self._steps += 1
-        self._skipped += skipped
         if self._file is not None and time.perf_counter() >= self._time + self._file.every:
             self.event("steps")
 
@@ -123,16 +121,13 @@ class Recorder:
             event,
             step=stats.steps,
             rounds=stats.rounds,
-            skipped=self._skipped,
             bytes_sent=stats.bytes_sent,
             bytes_received=stats.bytes_received,
             seconds_waiting=round(stats.seconds_waiting, 6),
             seconds=round(seconds, 6),
             steps=steps - self._steps_before,
             sent=stats.bytes_sent - before.bytes_sent,
-            received=stats.bytes_received - before.bytes_received,
             waiting=round(min(waited / seconds, 1.0), 4) if seconds > 0 else 0.0,
-            lr=[None if rate is None else float(rate) for rate in self._rates()],
             calls=_differences(calls, self._calls_before),
             **more,
         )

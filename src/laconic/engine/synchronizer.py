@@ -389,7 +389,7 @@ class Synchronizer:
             "recipe": run.text(),
             "schedule": [f"{r.name}, {r.when}" for r in run.recipe if r.over != "replica"],
         }
-        session.recorder.start(file, self.stats, self.calls, self._rates, about)
+        session.recorder.start(file, self.stats, self.calls, about)
         if session.elastic is not None:
             self.on_change(self._record_view)
 
@@ -419,7 +419,3 @@ class Synchronizer:
             *lost,
             self.driver.run.drift.found,
         )
-
-    def _rates(self) -> list[object]:
-        optimizer = self._session.optimizer
-        return [] if optimizer is None else [group.get("lr") for group in optimizer.param_groups]
