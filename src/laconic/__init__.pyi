@@ -50,7 +50,7 @@ from laconic.errors import LinkError as LinkError
 from laconic.links import simulate as simulate
 from laconic.links.elastic.faults import Faults as Faults, Trace as Trace
 from laconic.links.quorum.port import Closing as Closing
-from laconic.metrics import JsonLines as JsonLines, Metrics as Metrics
+from laconic.metrics import JsonLines as JsonLines
 from laconic.muon import muon as muon
 from laconic.sampler import ElasticSampler as ElasticSampler
 

@@ -156,8 +156,8 @@ def attach(
         timeout: seconds after which a rank that does not answer is an error on all others; in an
             elastic run, the longest that a worker may be silent. A `Link` as ``link`` has its own.
         seed: for a recipe's random choices, such as pairs: at least 0, the same on all ranks.
-        metrics: where the run's metrics go: a file, as lines of JSON; a directory, for one file per
-            rank; a `laconic.Metrics` of your own; or a list of these. None:
+        metrics: the file that gets the run's metrics, as lines of JSON, or a `laconic.JsonLines`.
+            With ``{rank}`` in its path, one file per rank. None:
             nowhere.
         elastic: workers come and go; see `Elastic`. Workers of one rank need no process group
             then. None: LACONIC_COORDINATOR in the environment, if it is set, makes the run elastic.
@@ -201,7 +201,7 @@ def attach(
             elastic_runs.check(elastic, recipe, ranks)
         check_buffers(rounds, buffers, elastic=elastic is not None)
         check_offload(rounds, offload and not isinstance(recipe, Auto))  # which may choose others
-        places = check_metrics(metrics)
+        records = check_metrics(metrics)
         attached.check_free_link(given)
     joined = number = elastic_link = None
     if elastic is not None:
@@ -210,7 +210,7 @@ def attach(
     with ExitStack() as on_error:
         at = joined, given, choice, timeout
         sets = _meet(model, params, *at, nprocs_per_node, mesh, group_size, on_error)
-        places = agree_on_metrics(places, sets["world"], number)
+        records = agree_on_metrics(records, sets["world"], number)
         arrange = partial(_arrange, sets, params, buffers, joined is not None)
         at_work = scaler if scaler is not None and scaler.is_enabled() else None
         inside = Inside() if joined is None else joined.inside
@@ -221,7 +221,8 @@ def attach(
     if joined is not None:
         joined.take_part(driver)
     sync = Synchronizer(driver)
-    sync.record(places, number)
+    if records is not None:
+        sync.record(records, number)
     attached.claim(optimizer, sync)
     if scaler is not None:
         attached.watch(scaler)
@@ -248,7 +249,7 @@ def _check(
     if any(p.device.type == "meta" for p in params):
         raise ValueError("the model's parameters are on the meta device: materialize them first")
     attached.check_free(one, params)
-    check_devices(model, params, cpu_buffers=True if given is not None else None)
+    check_devices(model, params)
     check_tensors(model, params)
     if check_bool("offload", offload) and all(p.device.type == "cpu" for p in params):
         raise ValueError(

@@ -328,9 +328,9 @@ def in_fsdp1(module: nn.Module) -> nn.Module:
 
 
 WRAPS: list[tuple[Callable[[nn.Module], nn.Module], str, str]] = [
-    (nn.DataParallel, "the model is wrapped in nn.DataParallel", "model.module"),
-    (in_fsdp1, "the model is wrapped in FullyShardedDataParallel (FSDP1)", "fully_shard"),
-    (lambda m: nn.Sequential(nn.Linear(3, 3), Own(m)), "'1' is wrapped in D", "model.module"),
+    (nn.DataParallel, "the model is wrapped in DataParallel", "model.module"),
+    (in_fsdp1, "the model is wrapped in FullyShardedDataParallel,", "fully_shard"),
+    (lambda m: nn.Sequential(nn.Linear(3, 3), Own(m)), "'1' is wrapped in Own", "model.module"),
 ]
 
 

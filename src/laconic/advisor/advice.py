@@ -22,6 +22,7 @@ from laconic.advisor.choices import (
     more_steps,
     steps_of,
 )
+from laconic.advisor.network import unequal_hosts, unequal_workers
 from laconic.advisor.quorum import predict
 from laconic.advisor.show import Advice, Row
 from laconic.algorithms.auto import Auto

@@ -171,7 +171,7 @@ class Driver:
         run.before_step(session.step + 1)
 
     @torch.no_grad()
-    def _after_step(self, *_: object, skipped: bool = False) -> None:
+    def _after_step(self, *_: object) -> None:
         session, run = self.session, self.run
         if run.quorum is None:  # a quorum is waited for again
             session.interrupted = f"the rounds after step {session.step + 1}"
@@ -186,7 +186,7 @@ class Driver:
             session.share_buffers()
         session.interrupted = None
         run.drift.after_step()
-        session.recorder.after_step(skipped=skipped)
+        session.recorder.after_step()
         policy, elastic = session.policy, session.elastic
         follows = elastic is not None and elastic.replaying  # its donor decides
         if policy is not None and not follows and policy.after_step():
@@ -197,11 +197,10 @@ class Driver:
         """Do what follows an optimizer step, for a front end without hooks. Skipped steps count,
         too. After an overflow, a GradScaler skips a step, perhaps on this rank alone. If ranks
         disagreed on the step number, they would wait for messages that never come."""
-        skipped = not self.session.in_step
-        if skipped:
+        if not self.session.in_step:
             self.begin_step(closure=False)
             self.run.scores.skip_step()
-        self._after_step(skipped=skipped)
+        self._after_step()
 
     def skip(self, optimizer: Optimizer) -> None:
         """A GradScaler has called ``optimizer``, perhaps one of several, and no step was counted:

@@ -58,8 +58,6 @@ class ParameterRunner:
         """Whether what is in flight is missing from x."""
         self.executed = 0
         self.in_flight: list[InFlightRound] = []
-        self.x_digest = 0
-        """Of x right after the last round, where x is what workers have alike (`DriftCheck`)."""
         self._keeps = False
         """Whether what is folded is still needed: see `_kept`."""
         self.present = link.size, link.rank
@@ -102,7 +100,6 @@ class ParameterRunner:
     def become(self, other: ParameterRunner) -> None:
         """Take over the channels of ``other``, made by `fresh`, and what it has in flight."""
         self.set, self.in_flight, self.executed = other.set, other.in_flight, other.executed
-        self.x_digest = other.x_digest
 
     def clock(self, bucket: Bucket, step: int) -> Clock:
         """See `Messenger.clock`."""

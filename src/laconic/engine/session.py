@@ -34,7 +34,7 @@ from laconic.links.elastic.rank_link import RankLink
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
-from laconic.tensors import as_bytes, is_sharded, local, parts, read_only, reshard
+from laconic.tensors import as_bytes, is_sharded, local, parts, reshard
 
 Sets = Mapping[str, Link]
 """The links by set of ranks."""
@@ -161,7 +161,7 @@ class Session:
             self.comm = CommThread(*at, interrupt=self.elastic.interrupt)
             self.elastic.wake = self.comm.poke
         self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
-        self.recorder = Recorder(self.ledger)
+        self.recorder = Recorder()
         self.scratch: defaultdict[int, Scratch] = defaultdict(Scratch)
         """Memory for the messages of parameter rounds, by number: see `memory`."""
         self._first_gradients: Tensor | None = None
@@ -383,15 +383,7 @@ class Session:
                 job = partial(held_by_all, link, [those], differing=True)
                 found.update(self.comm.call(job, "comparing the models")[0])
         names = self.inside.union(list(found))
-        found = {name: t for name, t in tensors.items() if name in names}
-        for name, t in found.items():
-            if kind := read_only(local(t)):
-                raise ValueError(
-                    f"{name!r} is {kind}, and its values differ between ranks: laconic cannot "
-                    "write such a tensor. Load the same values on every rank before attaching, or "
-                    "keep it outside of the model's parameters and buffers"
-                )
-        return found
+        return {name: t for name, t in tensors.items() if name in names}
 
     def share(self, tensors: Mapping[str, Tensor]) -> None:
         """Give all ranks rank 0's values of the ``tensors`` that differ."""

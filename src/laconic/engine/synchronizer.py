@@ -24,7 +24,7 @@ from laconic.engine.session import Choice
 from laconic.errors import WorkersChangedError
 from laconic.links.metered import CallTotals
 from laconic.links.quorum.port import Closing
-from laconic.metrics import Metrics
+from laconic.metrics import JsonLines
 
 SAVE = "laconic.save (every rank must call it)"
 LOAD = "laconic.load"
@@ -376,9 +376,9 @@ class Synchronizer:
 
     # -- measuring ----
 
-    def record(self, places: Sequence[Metrics], number: int | None = None) -> None:
-        """Report this run to ``places`` from now on. ``number``: of this rank's files, if it is not
-        the rank."""
+    def record(self, file: JsonLines, number: int | None = None) -> None:
+        """Write this run's records to ``file`` from now on. ``number``: of this rank's file, if it
+        is not the rank."""
         session, run, view = self._session, self.driver.run, self.view
         size = session.world.size if session.elastic is None else len(view.workers)
         about = {
@@ -389,8 +389,8 @@ class Synchronizer:
             "recipe": run.text(),
             "schedule": [f"{r.name}, {r.when}" for r in run.recipe if r.over != "replica"],
         }
-        session.recorder.start(places, self.stats, self._rates, about)
-        if places and session.elastic is not None:
+        session.recorder.start(file, self.stats, self.calls, about)
+        if session.elastic is not None:
             self.on_change(self._record_view)
 
     def _record_view(self, view: WorkersView) -> None:
@@ -401,6 +401,7 @@ class Synchronizer:
 
     def calls(self) -> dict[str, CallTotals]:
         """What went over the links so far, by round and call."""
+        # the communication thread adds calls meanwhile: dict() copies in one go
         return {name: copy(call) for name, call in dict(self._session.ledger.by_call).items()}
 
     def stats(self) -> Stats:
@@ -418,7 +419,3 @@ class Synchronizer:
             *lost,
             self.driver.run.drift.found,
         )
-
-    def _rates(self) -> list[object]:
-        optimizer = self._session.optimizer
-        return [] if optimizer is None else [group.get("lr") for group in optimizer.param_groups]

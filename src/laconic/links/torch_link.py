@@ -62,17 +62,12 @@ def _for_tensors_on(device: torch.device, link: TcpLink) -> Link:
 
 
 def TorchLink(  # noqa: N802  a user writes it like the classes of other links
-    group: dist.ProcessGroup,
-    device: torch.device,
-    timeout: timedelta,
-    link: Literal["tcp", "nccl"] = "tcp",
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> Link:
-    """A link over all ranks of ``group``, for tensors on ``device``. Every rank of the group must
-    call it. ``timeout``: how long to wait for a rank that does not answer. ``link``: over laconic's
-    own connections, or by NCCL."""
-    check_choice_of_link(link, device)
-    if link in OWN:
-        return OWN[link](group, device, timeout)
+    """A link over all ranks of ``group``, for tensors on ``device``, over laconic's own
+    connections. Every rank of the group must call it. ``timeout``: how long to wait for a rank that
+    does not answer."""
+    check_choice_of_link("tcp", device)
     return _for_tensors_on(device, TcpLink.over(group, device, timeout))
 
 
@@ -81,7 +76,7 @@ def _host_link(device: torch.device, timeout: timedelta) -> Link:
     found, group = default_rendezvous(), dist.group.WORLD
     assert group is not None, "there is a process group"
     if found is None:
-        return _for_tensors_on(device, TcpLink.over(group, device, timeout))
+        return TorchLink(group, device, timeout)
     exchange = partial(found.exchange, timeout=timeout.total_seconds())
     exchange("")  # raises what is wrong with any rank's settings on all of them
     link = TcpLink.met(group.rank(), group.size(), exchange, timeout)
