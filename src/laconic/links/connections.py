@@ -150,7 +150,6 @@ class Connections(dict[int, int]):
                 continue
             message.fd = fd
             if not message.comes and start >= end:
-                message.bbr = fd in self.bbr
                 message.moved = min(message.moved, max(position - start, 0))
 
     def sent(self) -> dict[int, Sent]:

@@ -121,10 +121,8 @@ class Transfer:
         traffic.grow(len(messages))
         for index, (r, x, comes) in enumerate(messages, first):
             size, after = x.nbytes, traffic.latest.get((r, comes), -1)
-            fd = connections[r]
-            where = checks, x.data_ptr(), size, size if ready else -1, fd, comes, after
-            bbr = fd in connections.bbr and not comes
-            frames.begin(traffic.messages, index, header, digest, *where, bbr=bbr)
+            where = checks, x.data_ptr(), size, size if ready else -1, connections[r], comes, after
+            frames.begin(traffic.messages, index, header, digest, *where)
             checks += frames.check_bytes(size)
             start = traffic.ends.get((r, comes), connections.totals.get((r, comes), 0))
             traffic.starts.append(start)
