@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing.util
+import math
 import secrets
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -34,6 +33,9 @@ PURPOSE = b"beacon"
 ANSWER_SECONDS = 2.0
 """How long a conversation with a beacon may take, from the first byte to the last."""
 RETRY_SECONDS = 0.05
+UNREACHABLE_SECONDS = 10.0
+"""A rank counts as lost if its host cannot be reached for so long. A network that restarts a switch
+needs less, and waiting for the timeout, which may be minutes, would gain nothing."""
 MOST_AT_ONCE = 128
 """How many beacons are asked at a time: many systems allow a process 1024 file descriptors."""
 MOST_TEXT, MOST_STATUS, MOST_NAME, MOST_RANKS = 10_000, 500, 200, 1000
@@ -79,6 +81,29 @@ SILENT = Answer("does not answer (hung, stopped or very slow)", missing="silent"
 UNREACHABLE = Answer("does not answer (its host is unreachable)", missing="unreachable")
 
 
+class Unreachable:
+    """Which ranks count as lost since their hosts cannot be reached."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def lost(
+        self,
+        answers: Mapping[int, Answer],
+        now: float,
+        heard: Callable[[int], float] = lambda rank: math.inf,
+    ) -> list[int]:
+        """The ranks that were unreachable in all ``answers`` of `UNREACHABLE_SECONDS`, up to
+        ``now``. ``heard(rank)``: seconds since anything has come from there otherwise."""
+        for r, answer in answers.items():
+            if answer.missing == "unreachable":
+                self._since.setdefault(r, now)
+            else:
+                self._since.pop(r, None)
+        silent = {r: now - self._since[r] for r in answers if r in self._since}
+        return [r for r, s in silent.items() if min(s, heard(r)) >= UNREACHABLE_SECONDS]
+
+
 # -- what travels ----
 
 
@@ -92,25 +117,23 @@ class Again(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a caller sends to a beacon about a link: a verdict; or that its program ends in order,
-    and after how many calls (``left``); or a question about a connection; or nothing."""
+    """What a caller sends to a beacon about a link: a verdict, or a question about a connection, or
+    nothing."""
 
     verdict: Verdict | None = None
-    left: int | None = None
     again: Again | None = None
 
     def pack(self) -> bytes:
         """As bytes, at most `MOST_BYTES` of them."""
-        return _json([_plain(self.verdict), self.left, self.again])
+        return _json([_plain(self.verdict), self.again])
 
     @classmethod
     def unpack(cls, data: bytes) -> Request:
         """From any bytes; raises ``ValueError``."""
         with _reading():
-            verdict, left, again = json.loads(data)
-            left = None if left is None else int(left)
+            verdict, again = json.loads(data)
             if again is None:
-                return cls(_verdict_of(verdict), left)
+                return cls(_verdict_of(verdict))
             key, received, failed = again
             return cls(again=Again(str(key), int(received), bool(failed)))
 
@@ -119,10 +142,7 @@ NOTHING = Request()
 
 
 def pack_answer(
-    status: str,
-    position: CallPosition,
-    verdict: Verdict | None,
-    stalled: bool = False,
+    status: str, position: CallPosition, verdict: Verdict | None, stalled: bool
 ) -> bytes:
     """The answer of a beacon."""
     serial, call, left, broken = position
@@ -138,17 +158,6 @@ def unpack_answer(data: bytes) -> Answer:
         position = CallPosition(int(serial), called, bool(left), bool(broken))
         text = clean(str(status))[:MOST_STATUS]
         return Answer(text, position, _verdict_of(verdict), stalled=bool(stalled))
-
-
-def pack_verdict(verdict: Verdict) -> bytes:
-    """A verdict on its own."""
-    return _json(_plain(verdict))
-
-
-def unpack_verdict(data: bytes) -> Verdict | None:
-    """From any bytes; raises ``ValueError``."""
-    with _reading():
-        return _verdict_of(json.loads(data))
 
 
 def shown(call: Call) -> Call:
@@ -202,25 +211,26 @@ class End(Protocol):
 class LinkRecord:
     """What a beacon knows about one link of its process.
 
-    ``secret``: None until the ranks share one. ``left``: the ranks whose programs have ended in
-    order, and after how many calls. ``rank``, ``others``: this rank, and the addresses of the other
-    ranks' beacons, for when this program ends itself.
-    ``ends``: this rank's connections, by key.
+    ``secret``: None until the ranks share one. ``position``: in the calls over the link and those
+    split from it, which count as one sequence. ``header``: the serial number and the id of the
+    present one, which every message carries. ``ends``: this rank's connections, by key.
     """
 
     secret: bytes | None = None
     position: CallPosition = field(default_factory=CallPosition)
+    header: tuple[int, int] = (0, 0)
     verdict: Verdict | None = None
-    left: dict[int, int] = field(default_factory=dict)
-    rank: int = 0
-    others: dict[int, str] = field(default_factory=dict)
     ends: WeakValueDictionary[str, End] = field(default_factory=WeakValueDictionary)
 
-    def adopt(self, verdict: Verdict) -> Verdict:
-        """Adopt ``verdict`` unless the one before counts; returns the one that does."""
+    def begin(self, call: Call) -> None:
+        """``call`` is the next one."""
+        self.position = CallPosition(self.position.serial + 1, shown(call))
+        self.header = self.position.serial, call.id
+
+    def adopt(self, verdict: Verdict) -> None:
+        """Adopt ``verdict`` unless the one before counts."""
         if self.verdict is None or verdict.finder < self.verdict.finder:
             self.verdict = verdict
-        return self.verdict
 
 
 class Beacon:
@@ -240,8 +250,6 @@ class Beacon:
         at = "laconic-beacon", [server], self._exchange, ANSWER_SECONDS, self._answered
         self._service = Service(*at)
         self._service.open()
-        # of multiprocessing, whose processes do not run what atexit has
-        multiprocessing.util.Finalize(None, self.announce_exit, exitpriority=0)
 
     def enroll(self, secret: bytes | None = None) -> str:
         """Add a link of this process; returns the address under which others ask about it."""
@@ -261,20 +269,6 @@ class Beacon:
         """Set what this process is doing from now on."""
         self.status, self._since = status, time.monotonic()
 
-    def announce_exit(self) -> None:
-        """Tell the other ranks of all links that this program ends in order, so that they do not
-        take the closing connections for a failure. Tells them nothing if an exception ended the
-        program, or made it leave a link."""
-        if vars(sys).get("last_value") is not None:
-            return
-        asked = []
-        for link in self.links.values():
-            if link.secret is not None and link.verdict is None and not link.position.left:
-                request = Request(left=link.position.serial)
-                at = link.secret, link.rank, request
-                asked += [(a, *at) for r, a in link.others.items() if r not in link.left]
-        ask_each(asked)
-
     def close(self) -> None:
         """Answer nobody from now on."""
         self._service.close()
@@ -291,8 +285,6 @@ class Beacon:
         request = Request.unpack(text)
         if request.verdict is not None:
             link.adopt(request.verdict)
-        if request.left is not None:
-            link.left[hello.number] = request.left
         again, end = request.again, self._end(hello, request)
         stalled = again is not None and end is not None and end.is_stalled(hello.number, again)
         status = f"{self.status}, for {time.monotonic() - self._since:.0f} s"
