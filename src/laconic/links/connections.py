@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ _SENT = struct.Struct("=100xI16xQ28xI8xQ")  # total_retrans, bytes_acked, data_s
 SPARE = 2**19
 """How many more bytes are kept than the other host has not acknowledged: TLS takes in whole records
 only, and a proxy acknowledges what it may lose."""
-STALLED = -1
 
 
 class Kept:
@@ -216,11 +215,8 @@ class Traffic:
         """How many `Transfer` are not complete."""
         self.tensors: list[Tensor] = []
         """Bytes of all messages move in any of the transfers, so all of their memory is kept."""
-        self.failure: tuple[int, int, int] | None = None
-        """What `frames.move` has returned, or `STALLED`; not the error, which would hold the
-        connections."""
-        self.stalled = ""
-        """Why, where it is `STALLED`."""
+        self.failure: Callable[[], Exception] | None = None
+        """Makes the error that has ended them."""
 
     def is_complete(self, index: int) -> bool:
         """Whether a message has moved as a whole; -1: there is none."""

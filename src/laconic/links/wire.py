@@ -17,6 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from laconic.errors import LinkError
 from laconic.links import congestion, frames, handshake
 from laconic.links.addresses import Address, listen
 from laconic.links.connect import Connecting
-from laconic.links.connections import STALLED, Connections, Traffic
+from laconic.links.connections import Connections, Traffic
 from laconic.links.sockets import tcp_info, watch
 from laconic.links.stalls import Stalls
 
@@ -37,6 +38,12 @@ _INFO = struct.Struct("=52x2I")  # struct tcp_info up to tcpi_last_data_recv, tc
 _LEAST, NO_SAMPLE = struct.Struct("=148xI"), 2**32 - 1  # tcpi_min_rtt
 _POSITION = struct.Struct(">Q")
 FORGOTTEN = "a firewall or NAT between them has forgotten it"
+FORGOTTEN_BYTES = "was lost though both processes live, with bytes that it had acknowledged"
+NOTHING_PASSES = (
+    "was made again, and again lets nothing pass, though both processes live. If small messages "
+    "pass and large ones do not, lower the MTU of the path (`ip link set mtu 1400`); see `laconic "
+    "doctor`"
+)
 
 
 class OtherCallError(LinkError):
@@ -139,16 +146,11 @@ class Transfer:
         connections.traffic = traffic
         self._move(frames.WITHOUT_WAITING)
 
-    def send(self, rank: int, size: int) -> None:
-        """Allow the first ``size`` bytes of the message for ``rank`` to be sent."""
-        self._traffic.messages[self._outgoing[rank]].ready = size
-        self._move(frames.WITHOUT_WAITING)
-
-    def send_all(self, size: int | None = None) -> None:
-        """Allow the first ``size`` bytes (None: all) of every message to be sent."""
-        for index in self._outgoing.values():
-            message = self._traffic.messages[index]
-            message.ready = message.size if size is None else size
+    def send(self, size: int, rank: int | None = None) -> None:
+        """Allow the first ``size`` bytes of the message for ``rank``, or for every rank, to be
+        sent."""
+        for index in self._outgoing.values() if rank is None else [self._outgoing[rank]]:
+            self._traffic.messages[index].ready = size
         self._move(frames.WITHOUT_WAITING)
 
     def wait(self, rank: int | None = None, size: int | None = None) -> None:
@@ -188,7 +190,7 @@ class Transfer:
     def _move(self, until: int, enough: int = 0) -> None:
         traffic = self._traffic
         if traffic.failure is not None:  # what has moved since was not checked
-            raise self._error(*traffic.failure)
+            raise traffic.failure()
         connections, now = self.connections, time.monotonic()
         quiet_since = now
         while True:
@@ -215,11 +217,8 @@ class Transfer:
                 quiet_since = now = time.monotonic()
             else:
                 break
-        traffic.failure = outcome, index, error
         traffic.tensors.clear()  # nothing moves any more
-        if connections.stalls is not None:
-            connections.stalls.ended = True
-        raise self._error(*traffic.failure)
+        self._fail(self._cause(outcome, index, error))
 
     # -- connections that are made again ----
 
@@ -283,7 +282,10 @@ class Transfer:
                 (position,) = _POSITION.unpack_from(came)
                 again = connections.kept(rank, position)
                 if again is None or stalls.in_vain(rank, (received, position)):
-                    self._fail(self._why(rank, again is None))
+                    why = FORGOTTEN_BYTES if again is None else NOTHING_PASSES
+                    self._fail(
+                        partial(LostError, f"the connection to rank {self.names[rank]} {why}")
+                    )
                 if not stalls.exchange(connection, second + again, 0, came, lambda: False):
                     return False
             except OSError:
@@ -298,39 +300,27 @@ class Transfer:
         )
         return True
 
-    def _fail(self, why: str) -> NoReturn:
-        self._traffic.stalled = why
-        self._traffic.failure = STALLED, 0, 0
+    def _fail(self, failure: Callable[[], Exception]) -> NoReturn:
+        """Raise ``failure()``, now and in later calls: the error itself would hold the
+        connections."""
+        self._traffic.failure = failure
         if self.connections.stalls is not None:
             self.connections.stalls.ended = True
-        raise self._error(*self._traffic.failure)
+        raise failure()
 
-    def _why(self, rank: int, lost: bool) -> str:
-        pair = f"the connection to rank {self.names[rank]}"
-        if lost:
-            return (
-                f"{pair} was lost though both processes live, with bytes that it had acknowledged"
-            )
-        return (
-            f"{pair} was made again, and again lets nothing pass, though both processes live. If "
-            "small messages pass and large ones do not, lower the MTU of the path (`ip link set "
-            "mtu 1400`); see `laconic doctor`"
-        )
-
-    def _error(self, outcome: int, index: int, number: int) -> LostError | LinkError:
-        """Of `Traffic.failure`."""
-        if outcome == STALLED:
-            return LostError(self._traffic.stalled)
+    def _cause(self, outcome: int, index: int, number: int) -> Callable[[], Exception]:
+        """Makes the error for what `frames.move` has returned."""
         if outcome in (frames.SILENT, frames.INTERRUPTED):
-            return LostError(f"nothing was sent or received for {self._timeout:g} s")
+            return partial(LostError, f"nothing was sent or received for {self._timeout:g} s")
         rank, message = self._traffic.ranks[index], self._traffic.messages[index]
+        name = self.names[rank]
         if outcome == frames.CHANGED:
-            return ChangedError(rank, self.names[rank])
+            return partial(ChangedError, rank, name)
         if outcome == frames.OTHER:
             serial, call_id, size, _ = frames.FIELDS.unpack_from(message.got)
-            return OtherCallError(rank, self.names[rank], (serial, call_id), size, message.size)
+            return partial(OtherCallError, rank, name, (serial, call_id), size, message.size)
         why = "closed by it" if outcome == frames.CLOSED else os.strerror(number)
-        return LostError(f"connection to rank {self.names[rank]}: {why}")
+        return partial(LostError, f"connection to rank {name}: {why}")
 
 
 def configure(connection: socket.socket) -> None:
