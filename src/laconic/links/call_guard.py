@@ -18,15 +18,13 @@ import torch
 
 from laconic.errors import TIMEOUT, LinkError
 from laconic.links import health, job_secret, long_wait
-from laconic.links.addresses import Address
 from laconic.links.calls import FINISH, SAME_CALLS, Call, CallPosition
 from laconic.links.handshake import SECRET_BYTES
-from laconic.links.health import NOTHING, Answer, LinkRecord, Request, Unreachable, Verdict
+from laconic.links.health import Answer, LinkRecord, Unreachable, Verdict
 from laconic.links.long_wait import LongWait
 from laconic.links.rendezvous import ADVICE
-from laconic.links.stalls import Counted, Stalls
 from laconic.links.texts import ExchangeTexts, Gather
-from laconic.links.wire import ChangedError, LostError, OtherCallError, Wire
+from laconic.links.wire import ChangedError, LostError, OtherCallError, StalledError, Wire
 
 PEERS_SECONDS = 0.5
 """How often `CallGuard.check_peers` looks whether the connections are still open."""
@@ -41,6 +39,12 @@ SWALLOWED = (
     "path may drop full packets, since its MTU is smaller than this host's. `laconic doctor` tests "
     "that between hosts; a smaller MTU of the network interfaces avoids it"
 )
+
+ENDED = (
+    "all processes live, and a connection between two of them has ended, as where a firewall or "
+    "NAT has forgotten it"
+)
+AGAIN = "Start all ranks again from the last checkpoint. A run with elastic= goes on by itself"
 
 Answers = dict[int, Answer]
 """What beacons answered, by rank of the link."""
@@ -110,12 +114,9 @@ class CallGuard:
         guard._addresses = [self._addresses[r] for r in members]
         return guard
 
-    def stalls(self, addresses: Sequence[str], connections: Counted) -> Stalls:
-        """What finds stalled ``connections``. ``addresses``: of all ranks' ends of them."""
-        keys = [Address.parse(address).key for address in addresses]
-        others = list(zip(self._addresses, keys, strict=True))
-        at = self._record, keys[self.rank], self.rank, self.ranks, others, connections
-        return Stalls(*at)
+    def answers(self, rank: int) -> bool:
+        """Whether the process of a rank answers."""
+        return not self._ask(ranks=[rank])[rank].lost
 
     def check_connecting(self) -> None:
         """Raise if a rank's process has ended while the ranks connect to each other."""
@@ -237,14 +238,13 @@ class CallGuard:
     def _check_connections(self, transport: Wire) -> None:
         """Raise if a connection is closed that should be open."""
         ended = transport.closed()
-        self._closed &= set(ended)  # the others were made again
         closed = {r: e for r, e in ended.items() if r not in self._closed}
         finished = self.position.call is not None and self.position.call.name == FINISH
         if not closed or finished:
             return
         answers = self._ask()
         for r, failed in closed.items():
-            if not answers[r].lost:  # it has closed its link, or the next call connects again
+            if not answers[r].lost:  # it has closed its link
                 self._closed.add(r)
             elif failed or answers[r].missing == "gone":
                 self._blame(answers, "its connection is closed")
@@ -267,14 +267,14 @@ class CallGuard:
             return CallPosition(serial)
         return position
 
-    def _ask(self, request: Request = NOTHING, ranks: Sequence[int] | None = None) -> Answers:
-        """The answers of the other ranks of this link (or those of ``ranks``) to ``request``."""
+    def _ask(self, verdict: Verdict | None = None, ranks: Sequence[int] | None = None) -> Answers:
+        """The answers of the other ranks of this link (or those of ``ranks``) to ``verdict``."""
         secret = self._record.secret
         if secret is None:  # the ranks have not met
             return {}
         others = [r for r in (range(self.size) if ranks is None else ranks) if r != self.rank]
         addresses = [self._addresses[r] for r in others]
-        received = health.ask_all(addresses, secret, self.ranks[self.rank], request)
+        received = health.ask_all(addresses, secret, self.ranks[self.rank], verdict)
         for answer in received:
             if answer.verdict is not None:
                 self._record.adopt(answer.verdict)
@@ -297,6 +297,8 @@ class CallGuard:
             self._refuse({error.rank: there, self.rank: self.position})
         except ChangedError as error:
             self.conclude(str(error), [])
+        except StalledError as error:
+            self.conclude(f"{error}. {AGAIN}", [])
         except LostError as error:
             self.lost(error)
 
@@ -312,7 +314,7 @@ class CallGuard:
         self._record.adopt(Verdict(text, tuple(sorted(ranks)), self.ranks[self.rank]))
         self.status("stopped")
         lost = {r for r, answer in (answers or {}).items() if answer.lost}
-        self._ask(Request(self._record.verdict), [r for r in range(self.size) if r not in lost])
+        self._ask(self._record.verdict, [r for r in range(self.size) if r not in lost])
         self._shutdown()  # no message will come; this wakes a thread that waits for one
         self._raise_verdict()
         raise AssertionError("there is a verdict")
@@ -348,8 +350,8 @@ class CallGuard:
         parts = [self._describe(r, answers[r]) for r in silent + gone or behind or answers]
         if len(silent) == self.size - 1 > 1:
             parts.append("all others at once: this rank's own network may be down")
-        if answers and not blamed and self._transport is not None and not self._transport.closed():
-            parts.append(SWALLOWED)
+        if answers and not blamed and self._transport is not None:
+            parts.append(ENDED if self._transport.closed() else SWALLOWED)
         who = "; ".join(parts) or "a rank was lost before the ranks had met"
         text = f"{who}. {ADVICE}. ({reason})"
         self.conclude(text, [self.ranks[r] for r in blamed], answers)

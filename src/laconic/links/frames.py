@@ -140,27 +140,6 @@ def on_wire(size: int) -> int:
     return HEADER_BYTES + size + check_bytes(size)
 
 
-def sent_bytes(message: Message, start: int) -> bytes:
-    """What has been sent of ``message``, all of it, from byte ``start`` on."""
-    return b"".join(_describe(message, start, message.size // FRAME + 1))
-
-
-def feed(message: Message, data: bytearray) -> int:
-    """Take the first bytes of ``data``, which have come already, into ``message``. Returns the
-    outcome."""
-    while data and _unfinished(message):
-        taken = 0
-        for part in _describe(message, message.moved):
-            piece = data[taken : taken + len(part)]
-            part[: len(piece)] = piece
-            taken += len(piece)
-        del data[:taken]
-        outcome = _advance(message, taken)
-        if outcome != FINE:
-            return outcome
-    return FINE
-
-
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled ``wire.c``, if there is one that can be used."""
@@ -283,14 +262,14 @@ def _check(message: Message, frame: int) -> memoryview:
     return _view((ctypes.c_ubyte * CHECK_BYTES).from_address(at))
 
 
-def _describe(message: Message, moved: int, most: int = AT_ONCE) -> list[memoryview]:
-    """What can be moved next, once so many bytes have ``moved``: at most so many frames."""
-    parts = []
+def _describe(message: Message) -> list[memoryview]:
+    """What can be moved next."""
+    parts, moved = [], message.moved
     if moved < HEADER_BYTES:
         parts.append(_view(message.got if message.comes else message.header)[moved:])
     ready = message.size if message.comes else message.ready
     first, within = divmod(max(moved - HEADER_BYTES, 0), FRAME + CHECK_BYTES)
-    for frame in range(first, first + most):
+    for frame in range(first, first + AT_ONCE):
         start = frame * FRAME
         if start >= ready:
             break
@@ -342,7 +321,7 @@ def _advance(message: Message, moved: int) -> int:
 def _step(message: Message, secured: ssl.SSLSocket | None) -> tuple[int, int]:
     """Move what can move without waiting."""
     while _unfinished(message):
-        parts = _describe(message, message.moved)
+        parts = _describe(message)
         try:
             if secured is not None:
                 moved = _move_secured(secured, parts, bool(message.comes))
