@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from laconic.errors import LinkError
 from laconic.links.metered import CallTotals, Ledger
 from laconic.metrics import Metrics, Record
 from laconic.version import __version__
@@ -137,7 +136,6 @@ class Recorder:
             return
         self._stats, self._rates = stats, rates
         self._steps = self._skipped = 0
-        self._ledger.failed = self._link_failed
         about = {
             **about,
             "host": socket.gethostname(),
@@ -186,10 +184,6 @@ class Recorder:
         self._warn_of_problems()
         self._writers = []
         _open.discard(self)
-
-    def _link_failed(self, error: LinkError) -> None:
-        self._failure = error
-        self.event("error", error=f"LinkError: {self._ledger.call}: {error}")
 
     def _warn_of_problems(self) -> None:
         """Warn once about each sink that accepts no more records, and remove it."""
