@@ -18,8 +18,7 @@ from laconic.links.connect import Connecting
 from laconic.links.connections import Connections
 from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import KEY_BYTES
-from laconic.links.health import LinkRecord
-from laconic.links.stalls import Stalls
+from laconic.links.health import ask_all
 from laconic.links.wire import ChangedError, LostError, configure
 
 log = logging.getLogger("laconic")
@@ -50,11 +49,9 @@ class Mesh:
         server: socket.socket,
         secret: bytes,
         check: Callable[[], None],
-        record: LinkRecord | None = None,
     ) -> None:
         """Connect to all members, which must do so too. ``server`` accepts those that call;
-        ``check()`` raises where waiting is in vain. ``record``: what this worker's beacon knows,
-        with which stalled connections are found."""
+        ``check()`` raises where waiting is in vain."""
         key = blake2b(self.view.pack().encode(), key=secret, digest_size=KEY_BYTES).digest()
 
         def keep(rank: int, connection: socket.socket) -> None:
@@ -70,10 +67,8 @@ class Mesh:
             raise Interrupted(str(error)) from error
         finally:
             self.missing = [self.view.ids[rank] for rank in connecting.missing]
-        if record is not None:
-            beacons = [(m.beacon, key.hex()) for m in self.view.members]
-            where = record, key.hex(), self.place, self.names, beacons, self.connections
-            self.connections.stalls = Stalls(*where)
+        beacons = [m.beacon for m in self.view.members]
+        self.connections.answers = lambda rank: not ask_all([beacons[rank]], secret)[0].lost
 
 
 class Guard:

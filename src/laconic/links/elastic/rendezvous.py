@@ -87,7 +87,7 @@ class Rendezvous:
         thread."""
         mesh = self._mesh
         place = None if mesh is None else mesh.view.place(id)
-        return 0 if mesh is None or place is None else mesh.connections.moved(place, True)
+        return 0 if mesh is None or place is None else mesh.connections.received(place)
 
     @property
     def ids(self) -> list[str]:
@@ -151,7 +151,7 @@ class Rendezvous:
                 check = partial(self._check_latest, view)
                 members = self._members
                 try:
-                    mesh.connect(self._server, members.secret, check, members.record)
+                    mesh.connect(self._server, members.secret, check)
                 finally:
                     members.signs.connected(mesh.missing)
                 with self._lock:
