@@ -48,10 +48,6 @@ class Plan(Protocol):
         """Whether it ends at the first round with a quorum after so many steps of its own."""
         return False
 
-    def missing(self, worker: int, serial: int) -> Sequence[int]:
-        """Those whose messages this worker has not received in that unit."""
-        return ()
-
     def leaves(self, worker: int) -> int | None:
         """After which step it leaves by itself, and hands over what only it holds; None: never."""
         return None
@@ -158,11 +154,6 @@ class Trace(Plan):
     def last_round(self, worker: int) -> int:
         """See `Plan.last_round`."""
         return max((event["serial"] for event in self._recorded(worker, "round")), default=0)
-
-    def missing(self, worker: int, serial: int) -> list[int]:
-        """See `Plan.missing`."""
-        found = (e["missing"] for e in self._recorded(worker, "missing") if e["unit"] == serial)
-        return [self.ids.index(id) for id in next(found, ())]
 
     def leaves(self, worker: int) -> int | None:
         """See `Plan.leaves`."""

@@ -340,16 +340,15 @@ class ElasticLink(Undivided, Quiet):
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor | None]:
         if self.replaying:
             return [None] * len(source)
-        units = self.units
-        outcome = units.outcome = Outcome(  # other workers ask for it before it is complete
-            sent=x.clone() if self.size > 1 else x, source=[units.ranks[r] for r in source]
-        )
 
         def run(link: Everyone) -> Outcome:
-            outcome.pieces = [*link.swap(x, to, source)]
-            return outcome
+            pieces = [piece.clone() for piece in link.swap(x, to, source) if piece is not None]
+            self.units.outcome = Outcome(pieces=pieces)
+            self.units.collectives += 1
+            link.gather(torch.zeros(1))  # whoever completes it knows that all have their messages
+            return self.units.outcome
 
-        return self._collective(run).pieces
+        return [*self._collective(run).pieces]
 
 
 _open: weakref.WeakSet[ElasticLink] = weakref.WeakSet()

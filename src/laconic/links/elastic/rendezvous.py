@@ -6,7 +6,8 @@ next view (`laconic.links.elastic.members`). Its members connect to each other a
 units each has completed:
 
 - Some have completed a unit and others have not: one that has passes on the result of its last
-  collective, and the unit is complete for all, with the same contributors.
+  collective, and the unit is complete for all, with the same contributors. Messages for single
+  workers are not passed on: a unit of these is complete once all have theirs.
 - Nobody has: the unit runs again in the new view, from its inputs.
 """
 
@@ -21,7 +22,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links.calls import Call
@@ -191,12 +191,11 @@ class Rendezvous:
         if far:
             raise Interrupted("a worker has missed what the others have done")
         root = next(r for r, s in enumerate(statuses) if s["done"] == top)
-        first, outcome = statuses[root], None
-        if any(statuses[r]["swaps"] for r in behind):
-            outcome = self._pass_on_messages(everyone, statuses, behind)
-        elif behind:
+        first, units, outcome = statuses[root], self._units, None
+        if first["bytes"] is not None:
             outcome = self._pass_on_output(everyone, first["bytes"], behind, root)
-        units = self._units
+        elif everyone.rank in behind:
+            outcome = units.outcome  # all have received their messages
         if outcome is not None:
             assert units.under_way, "it waits in that unit"
             units.outcome = replace(outcome, digests=dict(first["digests"]))
@@ -217,9 +216,7 @@ class Rendezvous:
             "done": units.done,
             "active": units.active,
             "digests": units.kept.digests,
-            "bytes": 0 if output is None else output.numel() * output.element_size(),
-            "swaps": units.under_way and units.outcome.sent is not None,
-            "source": list(units.outcome.source) if units.under_way else [],
+            "bytes": None if output is None else output.numel() * output.element_size(),
             "report": self._reports.report(),
         }
 
@@ -236,22 +233,3 @@ class Rendezvous:
             everyone.exchange({}, {root: raw})
             return Outcome(raw)
         return None
-
-    def _pass_on_messages(
-        self, everyone: Everyone, statuses: Sequence[Mapping[str, Any]], behind: Sequence[int]
-    ) -> Outcome | None:
-        """Send the messages of the last unit, a `Link.swap`, to the ranks ``behind``. A message of
-        a lost worker is lost."""
-        me, ranks = everyone.rank, {status["id"]: r for r, status in enumerate(statuses)}
-        own = self._units.outcome if me in behind else self._units.kept
-        sends, receives = dict[int, Tensor](), dict[int, Tensor]()
-        for to in behind:
-            for source in (ranks[id] for id in statuses[to]["source"] if id in ranks):
-                if source == me and own.sent is not None:
-                    sends[to] = own.sent
-                if to == me and own.sent is not None:
-                    receives[source] = torch.empty_like(own.sent)
-        everyone.exchange(sends, receives)
-        if me not in behind:
-            return None
-        return replace(own, pieces=[receives.get(ranks.get(id, -1)) for id in own.source])

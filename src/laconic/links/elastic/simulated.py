@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.elastic.faults import Plan
@@ -171,23 +169,13 @@ class SimulatedPolls:
         return found[0], one.polls.close(said, found[1], found[0])
 
 
-class _Links(SimulatedLink):
-    """The collectives of one unit. ``lost``: the ranks whose messages do not come."""
-
-    lost: Sequence[int] = ()
-
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Any]:
-        pieces = super().swap(x, to, source)
-        return [None if r in self.lost else p for r, p in zip(source, pieces, strict=True)]
-
-
 class _Rendezvous:
     """In place of `laconic.links.elastic.rendezvous.Rendezvous`: nothing is ever interrupted, since
     the plan knows beforehand who completes a unit."""
 
     def __init__(self, cast: Cast, me: int, units: Units) -> None:
         self._cast, self._me, self._units = cast, me, units
-        self.link: _Links | None = None
+        self.link: SimulatedLink | None = None
 
     @property
     def ids(self) -> list[str]:
@@ -214,10 +202,8 @@ class _Rendezvous:
         workers = [int(id) for id in ids]
         if self._me not in workers:
             return  # a newcomer: it begins with the next call that starts a step's rounds
-        self.link = _Links(self._cast.stage, self._me, workers)
+        self.link = SimulatedLink(self._cast.stage, self._me, workers)
         self.link.begin_digest(self._units.call.digest)
-        missing = self._cast.plan.missing(self._me, self._units.serial)
-        self.link.lost = [workers.index(worker) for worker in missing]
 
     def drop(self) -> None:
         """Do nothing."""

@@ -27,16 +27,12 @@ from laconic.links.calls import Call
 
 @dataclass
 class Outcome:
-    """What a unit's last collective has brought. ``output``: a tensor that all workers receive.
-    ``sent``: a worker's own message, where only some receive it (`Link.swap`). ``source``: the ids
-    of the workers whose messages this one receives then. ``pieces``: these messages, where another
-    worker has completed the unit; None for a message that is lost. ``digests``: what all workers
-    have said of themselves (`Call.digest`), by id in the order of their ranks."""
+    """What a unit's last collective has brought. ``output``: a tensor that all workers receive;
+    or ``pieces``: messages for this worker alone (`Link.swap`). ``digests``: what all workers have
+    said of themselves (`Call.digest`), by id in the order of their ranks."""
 
     output: Tensor | None = None
-    sent: Tensor | None = None
-    source: Sequence[str] = ()
-    pieces: list[Tensor | None] = field(default_factory=list)
+    pieces: Sequence[Tensor] = ()
     digests: dict[str, int] = field(default_factory=dict)
 
 
@@ -105,9 +101,6 @@ class Units:
         self.active = list(self.ranks)
 
     def _note(self) -> None:
-        known = zip(self.outcome.source, self.outcome.pieces, strict=False)
-        missing = [id for id, piece in known if piece is None]
-        if missing or self.ranks != self._noted:
+        if self.ranks != self._noted:
             self._noted = list(self.ranks)
-            event = {"unit": self.serial, "call": str(self.call), "workers": self._noted}
-            self.note(event | ({"missing": missing} if missing else {}))
+            self.note({"unit": self.serial, "call": str(self.call), "workers": self._noted})
