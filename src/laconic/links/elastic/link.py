@@ -76,8 +76,6 @@ class ElasticLink(Undivided, Quiet):
         self.relays: list[Relay] = []
         """The newcomers that receive what this worker's collectives bring."""
         self._failure: Exception | None = None
-        self._began_before = 0.0
-        """When the latest unit that was completed began (`time.monotonic`)."""
         self.wake: Callable[[Callable[[], None]], None] = lambda task: None
         self.settings: Callable[[Call], tuple[Settings, Callable[[], Snapshot] | None]]
         self.around: Callable[[Callable[[], Any]], Any] = self.run
@@ -87,7 +85,6 @@ class ElasticLink(Undivided, Quiet):
     def begin(self, ids: Sequence[str]) -> None:
         """The run begins with these workers."""
         self.units.done, self.units.active = 0, list(ids)
-        self.members.signs.active = set(ids)
         self.rendezvous.adopt()
 
     @property
@@ -126,7 +123,7 @@ class ElasticLink(Undivided, Quiet):
         units, serial = self.units, self.units.serial
         assert not units.under_way, "one unit follows another"
         units.begin()
-        self.members.waiting_since = began = time.monotonic()
+        self.members.waiting_since = time.monotonic()
         try:
             result = self._attempts(job)
         except LinkError as error:
@@ -138,9 +135,6 @@ class ElasticLink(Undivided, Quiet):
         if units.collectives:
             if units.serial == serial:
                 units.complete()
-                self.members.signs.active = set(units.active)
-            # a worker sends for a unit when it has what others have sent for the one before
-            self.members.signs.in_touch, self._began_before = self._began_before, began
             self.relays = send_record(self.relays, units)
         self.members.finished(units.call.name == FINISH)
         return result

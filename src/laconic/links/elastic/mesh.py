@@ -49,7 +49,7 @@ class Mesh:
         server: socket.socket,
         secret: bytes,
         check: Callable[[], None],
-        record: LinkRecord | None = None,
+        record: LinkRecord,
     ) -> None:
         """Connect to all members, which must do so too. ``server`` accepts those that call;
         ``check()`` raises where waiting is in vain. ``record``: what this worker's beacon knows,
@@ -69,10 +69,9 @@ class Mesh:
             raise Interrupted(str(error)) from error
         finally:
             self.missing = [self.view.ids[rank] for rank in connecting.missing]
-        if record is not None:
-            beacons = [(m.beacon, key.hex()) for m in self.view.members]
-            where = record, key.hex(), self.place, self.names, beacons, self.connections
-            self.connections.stalls = Stalls(*where)
+        beacons = [(m.beacon, key.hex()) for m in self.view.members]
+        where = record, key.hex(), self.place, self.names, beacons, self.connections
+        self.connections.stalls = Stalls(*where)
 
 
 class Guard:

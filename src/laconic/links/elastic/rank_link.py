@@ -25,13 +25,13 @@ from laconic.errors import LinkError, NotFiniteError
 from laconic.links.calls import FINISH, GRADIENTS, SAME_CALLS, Call
 from laconic.links.elastic.inside import Inside
 from laconic.links.elastic.link import ElasticLink, Settings, Undivided
+from laconic.links.elastic.members import nobody
 from laconic.links.elastic.mesh import Interrupted
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Units
-from laconic.links.health import LinkRecord
 from laconic.links.link import Parts, Quiet, arrivals, at_once, hops
 from laconic.links.wrapped import Around, inner
 
@@ -413,20 +413,10 @@ class _Followed(Quiet):
     wake: Any = None
 
     def __init__(self) -> None:
-        def nothing(*_: object) -> None:
-            pass
-
-        def nobody(step: int) -> list[Any]:
-            return []
-
         self.units, self.replay, self.relays = Units(""), Replay(lambda: None), list[Any]()
         self.heard: Sequence[int] = []
-        does_nothing = dict.fromkeys(["status", "leave", "open"], nothing)
-        view = SimpleNamespace(number=1, ids=[])
-        self.members = SimpleNamespace(
-            number=0, view=view, record=LinkRecord(), ended=False, **does_nothing
-        )
-        self.reception = SimpleNamespace(**does_nothing, callers=nobody)
+        self.members = nobody("", 0)
+        self.reception = SimpleNamespace(open=lambda: None, callers=lambda step: [])
 
     @property
     def replaying(self) -> bool:

@@ -201,7 +201,6 @@ class Rendezvous:
             units.outcome = replace(outcome, digests=dict(first["digests"]))
             units.complete()
         units.active = [id for id in mesh.view.ids if id in first["active"]]
-        self._members.signs.active = set(units.active)
         if not units.under_way and units.done is not None:
             self.take_part(units.active)
         self._reports.hear({s["id"]: s["report"] for s in statuses}, units.me)

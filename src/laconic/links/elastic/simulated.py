@@ -15,13 +15,12 @@ from laconic.links.calls import Call
 from laconic.links.elastic.faults import Plan
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.members import nobody
 from laconic.links.elastic.polling import Polling
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Frame, Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
-from laconic.links.elastic.signs import Signs
 from laconic.links.elastic.units import Units
-from laconic.links.health import LinkRecord
 from laconic.links.quorum.polls import CALLS, POLL, Decision, Polls, Standing
 from laconic.links.quorum.simulated import VirtualClock
 from laconic.links.simulated import SimulatedLink, Stage
@@ -300,38 +299,13 @@ class _Reception:
         """Do nothing."""
 
 
-def _members(me: int) -> Any:
-    """What a link needs of `laconic.links.elastic.members.Members`."""
-
-    def nothing(*_: object) -> None:
-        pass
-
-    return SimpleNamespace(
-        me=SimpleNamespace(id=str(me)),
-        view=SimpleNamespace(number=1, epoch=1, ids=[]),
-        wait=0.0,
-        limit=0.0,
-        number=me + 1,
-        signs=Signs(math.inf),
-        record=LinkRecord(),
-        is_at=nothing,
-        status=nothing,
-        leave=nothing,
-        idle=nothing,
-        finished=nothing,
-        ended=False,
-        close=nothing,
-        silence=nothing,
-    )
-
-
 class SimulatedElasticLink(ElasticLink):
     """The link of the worker ``me`` of a simulated run."""
 
     def __init__(self, cast: Cast, me: int, reports: Reporting) -> None:
         units = Units(str(me))
         parts: Any = _Rendezvous(cast, me, units), _Reception(cast, me, units), reports
-        super().__init__(_members(me), units, *parts, threaded=False)
+        super().__init__(nobody(str(me), me + 1), units, *parts, threaded=False)
         self.cast = cast
         cast.reporting[me] = reports
         deals = cast.plan.deals(me)

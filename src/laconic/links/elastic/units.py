@@ -9,8 +9,6 @@ Four attributes say who takes part, because they change at different times:
 - `Rendezvous.ids`: the view that this worker is connected to. Newcomers are at its end.
 - `Units.active`: the first ones of these, which have taken part in the last unit.
 - `Units.ranks`: who takes part in the unit under way: the active ones, and newcomers that begin.
-
-`Signs.active` is a copy of `Units.active` for the threads that look after the members.
 """
 
 from __future__ import annotations
