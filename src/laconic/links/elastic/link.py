@@ -183,7 +183,7 @@ class ElasticLink(Undivided, Quiet):
 
     def _view_decided(self, view: View) -> None:
         """Called in another thread."""
-        self.rendezvous.decided(view)
+        self.rendezvous.interrupt(view.epoch)
         self.replay.wake()
         self.wake(self._adopt_idle)
 
@@ -259,7 +259,7 @@ class ElasticLink(Undivided, Quiet):
     def interrupt(self) -> None:
         """The process ends: end what the communication thread waits for. In another thread."""
         self.members.close()
-        self.rendezvous.shutdown()
+        self.rendezvous.interrupt()
 
     def end(self, until: float) -> None:
         """End all threads but the communication thread, and wait for that until the time

@@ -137,15 +137,13 @@ class Members:
     def _run(self, work: Callable[[], None]) -> None:
         """Do a thread's ``work``. If it fails, this worker cannot follow the views any more: it
         must not wait for one, nor the others for it."""
-        done = False
         try:
             work()
-            done = True
-        finally:
-            if not done:
-                self._remove("a thread of this worker has failed; its error is in the output")
-                self.record.position = self.position._replace(left=True)
-                self.close()
+        except BaseException:
+            self._remove("a thread of this worker has failed; its error is in the output")
+            self.record.position = self.position._replace(left=True)
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the threads, and this worker's lease."""

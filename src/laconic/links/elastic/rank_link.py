@@ -59,6 +59,7 @@ class RankLink(Undivided, Around):
     replaying: bool = inner("replaying")
     relays: Any = inner("relays")
     take_part_from = inner("take_part_from")
+    wake: Callable[[Callable[[], None]], None] = inner("wake")
 
     def __init__(self, inside: Inside, outer: ElasticLink | None, reports: Reporting) -> None:
         super().__init__(cast("Any", outer or _Followed()))
@@ -75,15 +76,6 @@ class RankLink(Undivided, Around):
         self._replayed: int | None = None
         """How many workers took part in the donor's unit, once this is known."""
         self.link.settings = self._all_settings
-
-    @property
-    def wake(self) -> Callable[[Callable[[], None]], None]:
-        """See `ElasticLink`. Only rank 0 hears of views."""
-        return self.link.wake  # type: ignore[no-any-return]
-
-    @wake.setter
-    def wake(self, poke: Callable[[Callable[[], None]], None]) -> None:
-        self.link.wake = poke
 
     def interrupt(self) -> None:
         """See `ElasticLink.interrupt`."""

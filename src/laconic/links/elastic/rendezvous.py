@@ -14,6 +14,7 @@ units each has completed:
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,7 @@ class Reporting(Protocol):
 
 class Rendezvous:
     """Connects this worker, which has done ``units``, to the others of its view. ``server`` accepts
-    their connections. All methods but `decided` run in the communication thread.
+    their connections. All methods but `interrupt` run in the communication thread.
 
     ``reports``: what the members of a new view tell each other besides.
     """
@@ -103,16 +104,10 @@ class Rendezvous:
         while self._mesh is None or members.view.epoch > self._epoch:
             self.resolve()
 
-    def decided(self, view: View) -> None:
-        """A view was decided: if there is a unit under way, it ends. In another thread."""
+    def interrupt(self, epoch: float = math.inf) -> None:
+        """End the unit under way, if it is in a view before ``epoch``. In another thread."""
         with self._lock:
-            if self._mesh is not None and self._mesh.view.epoch < view.epoch:
-                self._mesh.connections.shutdown()
-
-    def shutdown(self) -> None:
-        """The process ends: if there is a unit under way, it ends. In another thread."""
-        with self._lock:
-            if self._mesh is not None:
+            if self._mesh is not None and self._mesh.view.epoch < epoch:
                 self._mesh.connections.shutdown()
 
     def take_part(self, ids: Sequence[str]) -> None:
@@ -148,8 +143,7 @@ class Rendezvous:
             self._epoch = view.epoch
             mesh = Mesh(view, self._members.me, self._members.limit)
             try:
-                check = partial(self._check_latest, view)
-                members = self._members
+                check, members = partial(self._check_latest, view), self._members
                 try:
                     mesh.connect(self._server, members.secret, check, members.record)
                 finally:
