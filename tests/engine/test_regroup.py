@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import shutil
 import warnings
 from collections import defaultdict
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +21,7 @@ from laconic.engine import channel, gradient_channels
 
 from tests.support import gloo
 from tests.support.all_recipes import ROWS, Run
-from tests.support.loops import close, data, descend, equal, flat, network, sgd, train
+from tests.support.loops import close, data, equal, flat, network, sgd, train
 from tests.support.recipes import Row
 
 SAVED_AT = 7
@@ -148,36 +146,6 @@ def test_private_state_is_averaged_and_of_pooled_state_the_mean_stays(tmp_path: 
         found = SEEN[len(pools), 1]
         assert [(each["own"], each["all"]) for each in found] == [(15.0, 7.0)] * len(pools)
         assert sorted(each["pool"] for each in found) == pools
-
-
-def test_residuals_count_as_much_as_before(tmp_path: Path) -> None:
-    """A worker leaves, and another one takes over what its messages have left out: a gradient so
-    small that the codes beside large ones do not have it."""
-    for worker in "abc":
-        own: dict[str, Any] = {"a": [{"from": "c", "step": 10}], "c": [{"left": 10}]}
-        events = [*own.get(worker, []), {"unit": 1, "workers": ["a", "b", "c"]}]
-        if worker != "c":
-            events.append({"unit": 18, "workers": ["a", "b"]})  # of step 11
-        (tmp_path / f"{worker}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
-
-    def run(number: int, codec: Any) -> Tensor:
-        model = nn.Linear(16, 1, bias=False)
-        nn.init.zeros_(model.weight)
-        optimizer = sgd(model, 1.0)
-        sync = la.attach(model, optimizer, la.ddp(codec=codec))
-        x = torch.zeros(1, 16)
-        x[0, 3], x[0, 8:] = 0.01 * (number == 2), 1.0 + number
-        with suppress(SystemExit):  # it leaves
-            while sync.step < 20:
-                descend(optimizer, model(x * (sync.step < 10)).sum())
-        return flat(model)
-
-    plain, coded = (
-        la.simulate(partial(run, codec=codec), faults=la.Trace(tmp_path))[:2]
-        for codec in (None, "int4")
-    )
-    assert torch.equal(coded[0], coded[1])
-    assert [float(x[3]) for x in (*plain, *coded)] == pytest.approx([-0.1 / 3] * 4, rel=1e-5)
 
 
 # -- from a checkpoint ----

@@ -129,7 +129,7 @@ class Update:
         "owner"       the same on all workers, and used in `combine`: each stores a slice of it
         "everywhere"  the same on all workers, and used in `send` or `fold`
         "private"     of each worker
-        "pooled"      of each worker; their mean stays the same when workers come or go
+        "pooled"      of each worker; their mean stays the same for another number of workers
 
     ``anchor``: the state tensor with the last common model. ``uses_lr``: the formula contains
     ``clock.lr``. ``replaces``: without a delay, what arrives is the new x, and `fold` is called for

@@ -251,8 +251,9 @@ class Link(Protocol):
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Sequence[Tensor | None]:
         """Send ``x`` to each of the ranks ``to``, and return what the ranks ``source`` send to this
-        one, in that order: as many elements each, or None if that rank was lost and training goes
-        on without it. Valid until the next call."""
+        one, in that order: as many elements each. Valid until the next call. A newcomer of an
+        elastic run that repeats rounds gets None in place of each: nobody else has these messages.
+        """
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, stacked: shape ``(n, *x.shape)``. For small tensors."""

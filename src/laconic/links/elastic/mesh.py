@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 
-import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
@@ -97,17 +96,9 @@ class Guard:
 
 class Everyone(Collectives):
     """Collectives in which every worker hears from every other, so that none is two units ahead of
-    another."""
+    another. Only `swap` is no such collective."""
 
     async def _broadcast(self, x: Tensor, root: int = 0, overlaps: bool = False) -> None:
         nothing, others = x.reshape(-1)[:0], [r for r in range(self.size) if r != self.rank]
         sends = dict.fromkeys(others, x if self.rank == root else nothing)
         self.exchange(sends, {r: x if r == root else nothing for r in others})
-
-    async def _swap(
-        self, x: Tensor, to: Sequence[int], source: Sequence[int], overlaps: bool = False
-    ) -> list[Tensor]:
-        nothing, others = x[:0], [r for r in range(self.size) if r != self.rank]
-        pieces = {r: torch.empty_like(x) if r in source else nothing for r in others}
-        self.exchange({r: x if r in to else nothing for r in others}, pieces)
-        return [pieces[r] for r in source]
