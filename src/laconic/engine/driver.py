@@ -15,7 +15,7 @@ from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
-from laconic.engine.consensus import ScalerAlignment, switched, training_weights
+from laconic.engine.consensus import ScalerAlignment, in_mode, switched
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
 from laconic.engine.joint_optimizer import (
@@ -243,7 +243,7 @@ class Driver:
             session.refuse_in_consensus("sync.finish()")
             session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
             check_bool("mean", mean)
-        with training_weights(session.optimizer):
+        with in_mode(session.optimizer, training=True):
             consensus.write_consensus(run, mean=mean)
         if session.elastic is not None:
             session.gather_json(None)  # after that all have it, and any may end

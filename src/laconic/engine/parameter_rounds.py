@@ -61,7 +61,7 @@ class ParameterRunner:
         self.x_digest = 0
         """Of x right after the last round, where x is what workers have alike (`DriftCheck`)."""
         self._keeps = False
-        """Whether what is folded is still needed: see `_kept`."""
+        """Whether what is folded is still needed: see `unchanged`."""
         self.present = link.size, link.rank
         """How many workers took part in the round that was folded last, and the rank of this one
         there. What is sent depends on it, and not on the link: in an elastic run workers come and
@@ -314,30 +314,20 @@ class ParameterRunner:
 
     # -- what the workers agree on ----
 
-    def write_finished(self, step: int) -> None:
-        """Write into x what `finish` would leave there. The round itself does not change."""
-        if self.round.update.quiesce is not None:
-            with self._kept():
-                self.finish(step)
-
-    def write_anchor(self, step: int) -> None:
-        """Write the anchor into x, gathered from its owners where it is sharded, with what is in
-        flight and moves the anchor only when it is folded. The round itself does not change."""
+    def write_anchor(self) -> None:
+        """Write the anchor into x, gathered from its owners where it is sharded."""
         name = self.round.update.anchor
         assert name is not None
-        with self._kept():
-            for flight in [] if self.round.update.replaces else self.in_flight:
-                self._fold(flight, step, write=False)
-            for channel in self.channels:
-                with channel.states() as (state, _):
-                    anchor = state[name]
-                if is_owned(self.round.update, name, anchor):
-                    job = partial(self._messenger.gather_owned, anchor, channel)
-                    anchor = self._session.comm.call(job, "consensus")
-                channel.bucket.unpack(anchor)
+        for channel in self.channels:
+            with channel.states() as (state, _):
+                anchor = state[name]
+            if is_owned(self.round.update, name, anchor):
+                job = partial(self._messenger.gather_owned, anchor, channel)
+                anchor = self._session.comm.call(job, "consensus")
+            channel.bucket.unpack(anchor)
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def unchanged(self) -> Iterator[None]:
         """A context that ends with the update's state, and what is in flight, as they were at its
         beginning."""
         states: list[tuple[Channel, State]] = []
