@@ -223,6 +223,18 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def sums(tensors: Sequence[Tensor]) -> Tensor:
+    """The sums of all elements and of their absolute values, in float64, to compare tensors. Adds
+    up a piece at a time, so that no large tensor is copied."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for t in (part for tensor in tensors for part in parts(tensor).values()):
+        real = torch.view_as_real(t) if t.is_complex() else t
+        for piece in torch.split(real.reshape(-1), 2**16):
+            both = piece.sum(dtype=torch.float64), piece.abs().sum(dtype=torch.float64)
+            total += torch.stack(both).cpu()
+    return total
+
+
 def mean_in_rank_order(
     tensors: Iterable[Tensor], *, reuse: bool = False, out: Tensor | None = None
 ) -> Tensor:
