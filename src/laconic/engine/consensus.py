@@ -8,7 +8,7 @@ computes gradients into the parameters, and ``eval()`` those that one evaluates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from laconic.algorithms.updates import Average
 from laconic.engine.joint_optimizer import forget, members
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.recipe_run import RecipeRun, check_alike
+from laconic.engine.saved_state import loaded, round_state
 from laconic.engine.session import Session
 from laconic.errors import check_bool
 from laconic.parts import optimizer_state
@@ -47,21 +48,21 @@ def write_consensus(run: RecipeRun, *, mean: bool = True, state: bool = False) -
 
 
 def _write_own(run: RecipeRun, mean: bool, *, rest: bool) -> None:
-    """Write what this worker contributes. ``rest``: the rounds go on from there; otherwise they do
-    not change."""
+    """Write what this worker contributes. ``rest``: the rounds go on from there; otherwise copies
+    of them do this."""
     session = run.session
     reshard(session.model)
     run.undo_before_step()
-    with ExitStack() as unchanged:
-        for running in run.rounds:
-            if rest or not mean or running.round.update.quiesce is not None:
-                if not rest:
-                    unchanged.enter_context(running.unchanged())
-                running.finish(session.step)
-        if run.quorum is not None:
-            run.quorum.catch_up(keep=rest)
-        for running in _anchored(run, mean):
-            running.write_anchor()
+    rounds = run.rounds
+    if not rest:
+        needed = [r for r in rounds if r.round.update.quiesce] + _anchored(rounds, mean)
+        rounds = [loaded(r, [round_state(r)], run.joined, None) for r in dict.fromkeys(needed)]
+    for running in rounds:
+        running.finish(session.step)
+    if run.quorum is not None:
+        run.quorum.catch_up(keep=rest)
+    for running in _anchored(rounds, mean):
+        running.write_anchor()
 
 
 def _write_mean(
@@ -71,7 +72,7 @@ def _write_mean(
     session = run.session
     covered = {
         id(segment.tensor)
-        for running in _anchored(run, mean)
+        for running in _anchored(run.rounds, mean)
         if running.round.exchange.agrees and not modal(session.optimizer)
         for channel in running.channels
         for segment in channel.bucket.segments
@@ -105,8 +106,8 @@ def _make_equal(run: RecipeRun, saved: list[tuple[Tensor, list[Tensor]]] | None)
     session.broadcast([t for t in differing if id(t) not in averaged])
 
 
-def _anchored(run: RecipeRun, mean: bool) -> list[ParameterRunner]:
-    return [r for r in run.rounds if r.round.update.anchor and not mean]
+def _anchored(rounds: Sequence[ParameterRunner], mean: bool) -> list[ParameterRunner]:
+    return [r for r in rounds if r.round.update.anchor and not mean]
 
 
 @contextmanager
@@ -144,28 +145,24 @@ def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
         session.status("computing")
 
 
-def successor(run: RecipeRun, recipe: Recipe) -> tuple[RecipeRun, Callable[[], None]]:
-    """Start a run of ``recipe`` on workers that hold the same x, in place of ``run``. Also returns
-    a function that makes ``run`` the one at work again."""
-    session = run.session
-    new = None
+def successor(run: RecipeRun, new: RecipeRun) -> Callable[[], None]:
+    """Start ``new`` in place of ``run``, on workers that hold the same x. Returns a function that
+    makes ``run`` the one at work again."""
 
     def undo() -> None:
-        if new is not None:
-            new.detach()
-            new.close()
+        new.detach()
+        new.close()
         for gradients in run.gradients:
             gradients.listen()
 
     run.detach()
     try:
-        new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
         new.start_gradient_rounds()
         new.start()
     except BaseException:  # out of memory, for instance
         undo()
         raise
-    return new, undo
+    return undo
 
 
 def switched(run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
@@ -180,9 +177,10 @@ def switched(run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
     if run.differ:
         _align_optimizer_state(session)
     run.rebase()  # its rounds go on if the ranks do not agree
-    new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
-    check_alike(new, module=False, chosen=True)  # so what `successor` raises, all ranks raise
-    return successor(run, recipe)[0]
+    new = RecipeRun(session, recipe, run.drift)
+    check_alike(new, module=False)  # so what `successor` raises, all ranks raise
+    successor(run, new)
+    return new
 
 
 def _align_optimizer_state(session: Session) -> None:
