@@ -85,15 +85,7 @@ def init() -> None:
         store, rank, size = open_store()
     else:
         store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
-    try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    except RuntimeError as error:
-        if "unsupported gloo device" not in str(error) or tls.settings() is None:
-            raise
-        raise ValueError(
-            f"this torch is built without TLS in gloo: unset {tls.TRANSPORT}, and set "
-            f"{tls.SWITCH}=1, which encrypts laconic's own connections (docs/security.md)"
-        ) from error
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     rendezvous.publish()
 
 
@@ -121,9 +113,11 @@ def attach(
     or use the synchronizer in a ``with``.
 
     Args:
-        model: the plain module, on one device. Buffers may be on the CPU and parameters on a GPU if
-            the process group takes CPU tensors, as that of `laconic.init` does. A model in torch's
-            DistributedDataParallel, which averages all gradients at every step, is an error.
+        model: the plain module, on one device, made in this process (``mp.spawn`` puts models that
+            it passes on into memory that all processes share). Buffers may be on the CPU and
+            parameters on a GPU if the process group takes CPU tensors, as that of `laconic.init`
+            does. A model in torch's DistributedDataParallel, which averages all gradients at every
+            step, is an error.
         optimizer: any torch optimizer, or a list, such as Muon for the matrices and AdamW for the
             rest. The loop then calls ``step()`` of each once per training step, in any order; the
             last one runs the rounds. With gossip that is weighted (`sgp`), compute all gradients

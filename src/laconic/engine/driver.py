@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from laconic.algorithms.compile import check_groups
 from laconic.algorithms.parse import as_recipe
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.round import Recipe, recipe_text
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
-from laconic.engine.consensus import ScalerAlignment, switched, training_weights
+from laconic.engine.consensus import ScalerAlignment, in_mode, switched
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
 from laconic.engine.joint_optimizer import (
@@ -84,16 +84,16 @@ class Driver:
         """Ends the watch for steps of other optimizers."""
         if optimizer is not None:
             session.bind(optimizer)
-        self.ending = Ending(session.comm)
+        self.ending = Ending()
         drift = DriftCheck(session)
-        self.run = RecipeRun(session, settings.arrange(recipe), drift)
+        self.run = RecipeRun(session, recipe, drift)
         try:
             check_alike(self.run)
             if session.policy is not None:
                 session.policy.start(session)
                 if session.policy.recipe != recipe:
-                    self.run = RecipeRun(session, settings.arrange(session.policy.recipe), drift)
-                    check_alike(self.run, chosen=True)
+                    self.run = RecipeRun(session, session.policy.recipe, drift)
+                    check_alike(self.run)
             session.share(session.state())
             session.note_order()
             self.run.start_gradient_rounds()
@@ -176,6 +176,7 @@ class Driver:
         if run.quorum is None:  # a quorum is waited for again
             session.interrupted = f"the rounds after step {session.step + 1}"
         self._count()
+        self.ending.missing = False  # where a round fails, nobody can call `finish`
         run.scores.after_step()
         run.pull()
         start = time.thread_time()
@@ -242,7 +243,7 @@ class Driver:
             session.refuse_in_consensus("sync.finish()")
             session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
             check_bool("mean", mean)
-        with training_weights(session.optimizer):
+        with in_mode(session.optimizer, training=True):
             consensus.write_consensus(run, mean=mean)
         if session.elastic is not None:
             session.gather_json(None)  # after that all have it, and any may end
@@ -277,7 +278,7 @@ class Driver:
         before.close()
         session = self.session
         self.ending.missing = False
-        session.recorder.event("switch", recipe=self.run.text(chosen=True))
+        session.recorder.event("switch", recipe=recipe_text(self.run.recipe))
         session.status("computing")
         self.events.tell("switch")
 

@@ -149,8 +149,9 @@ class Loading:
         if session.policy is not None:
             self._undo.append(session.policy.undo())
             session.policy.load_state_dict(first["auto"])
-            self.run, undo = successor(self.run, session.policy.recipe)
-            self._undo.append(undo)
+            before = self.run
+            self.run = RecipeRun(session, session.policy.recipe, before.drift)
+            self._undo.append(successor(before, self.run))
         held = list(chain(*session.held()))
         joined = [[held[k] for k in batch] for batch in first["joined"]] or self.run.joined
         saved = [part for _, part in sorted(parts.items())]

@@ -3,12 +3,8 @@ tensors can be compared and averaged."""
 
 from __future__ import annotations
 
-import hashlib
-import socket
 import sys
 from collections.abc import Iterable
-from itertools import product
-from pathlib import Path
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -78,18 +74,3 @@ def check_devices(model: nn.Module, params: Iterable[Tensor]) -> None:
             )
 
 
-def shared_memory(params: Iterable[Tensor]) -> int:
-    """A number that tells the memory that ``params`` share with other processes, on all hosts; 0 if
-    they share none. Found where Linux lists the memory of this process."""
-    plain = (t for p in params if p.device.type == "cpu" for t in parts(local(p)).values())
-    first = next((t for t in plain if t.is_shared()), None)  # type: ignore[no-untyped-call]
-    maps = Path("/proc/self/maps")
-    if first is None or not maps.exists():
-        return 0
-    for line in maps.read_text().splitlines():
-        addresses, access, _, device, inode = line.split()[:5]
-        start, stop = (int(address, 16) for address in addresses.split("-"))
-        if start <= first.data_ptr() < stop and "s" in access:
-            text = f"{socket.gethostname()} {device} {inode} {first.data_ptr() - start}"
-            return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    return 0

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
-from laconic.algorithms.update import Clock, NotOwned, State, computed, seen_by
+from laconic.algorithms.update import Clock, NotOwned, computed, seen_by
 from laconic.buckets import Bucket, bucketize
 from laconic.engine.channel import ByGroup, Channel, ChannelSet, by_tensor, is_owned
 from laconic.engine.comparison import held_by_all
@@ -58,8 +56,6 @@ class ParameterRunner:
         """Whether what is in flight is missing from x."""
         self.executed = 0
         self.in_flight: list[InFlightRound] = []
-        self._keeps = False
-        """Whether what is folded is still needed: see `_kept`."""
         self.present = link.size, link.rank
         """How many workers took part in the round that was folded last, and the rank of this one
         there. What is sent depends on it, and not on the link: in an elastic run workers come and
@@ -231,13 +227,13 @@ class ParameterRunner:
         for channel, y, pending in buckets:
             bucket, arrival = channel.bucket, pending.wait()
             self.present = arrival.present or self.present
-            x = arrival.flat.clone() if self._keeps else arrival.flat
+            x = arrival.flat
             if self.round.delay or not update.replaces:
                 at = self.clock(bucket, step)
                 clock = replace(at, executed=flight.executed, weight=arrival.weight)
-                received, x = x, bucket.pack(self._session.memory(bucket, X))
+                x = bucket.pack(self._session.memory(bucket, X))
                 with channel.states() as (state, _):
-                    x = computed(update, "fold", [x, received, y], state, clock)
+                    x = computed(update, "fold", [x, arrival.flat, y], state, clock)
             if write:
                 bucket.unpack(x)
         for tensor, copy in copied:
@@ -311,47 +307,17 @@ class ParameterRunner:
 
     # -- what the workers agree on ----
 
-    def write_finished(self, step: int) -> None:
-        """Write into x what `finish` would leave there. The round itself does not change."""
-        if self.round.update.quiesce is not None:
-            with self._kept():
-                self.finish(step)
-
-    def write_anchor(self, step: int) -> None:
-        """Write the anchor into x, gathered from its owners where it is sharded, with what is in
-        flight and moves the anchor only when it is folded. The round itself does not change."""
+    def write_anchor(self) -> None:
+        """Write the anchor into x, gathered from its owners where it is sharded."""
         name = self.round.update.anchor
         assert name is not None
-        with self._kept():
-            for flight in [] if self.round.update.replaces else self.in_flight:
-                self._fold(flight, step, write=False)
-            for channel in self.channels:
-                with channel.states() as (state, _):
-                    anchor = state[name]
-                if is_owned(self.round.update, name, anchor):
-                    job = partial(self._messenger.gather_owned, anchor, channel)
-                    anchor = self._session.comm.call(job, "consensus")
-                channel.bucket.unpack(anchor)
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """A context that ends with the update's state, and what is in flight, as they were at its
-        beginning."""
-        states: list[tuple[Channel, State]] = []
-        for channel in self.channels if self.round.update.quiesce or self.in_flight else ():
-            # the copies take the state's place, also after an inference mode of the caller's
-            with channel.states() as (state, _), torch.inference_mode(False):
-                states.append((channel, {name: t.clone() for name, t in state.items()}))
-        before = self.in_flight, self.present
-        self.in_flight, self._keeps = [*self.in_flight], True
-        try:
-            yield
-        finally:
-            self.in_flight, self.present = before
-            self._keeps = False
-            for channel, state in states:
-                channel.state.clear()
-                channel.state.update(state)
+        for channel in self.channels:
+            with channel.states() as (state, _):
+                anchor = state[name]
+            if is_owned(self.round.update, name, anchor):
+                job = partial(self._messenger.gather_owned, anchor, channel)
+                anchor = self._session.comm.call(job, "consensus")
+            channel.bucket.unpack(anchor)
 
     @property
     def starts_relative(self) -> bool:

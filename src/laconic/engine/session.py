@@ -181,9 +181,6 @@ class Session:
         self._order: list[Tensor] = []
         self._x: dict[int, Tensor] = {}
         """The optimizer's parameters that have joined x, by id."""
-        self._trained: list[tuple[int, bool]] | None = None
-        """The optimizer's parameters, by id, and whether each was trained when `joining` looked
-        last."""
 
     # -- parameters ----
 
@@ -221,9 +218,6 @@ class Session:
         or thawed. `join` takes them in. Parameters that are no longer the optimizer's leave x;
         where rounds are about a ``fixed`` x, that raises ``ValueError``."""
         held = [p for group in self.held() for p in group]
-        trained = [(id(p), p.requires_grad or p.grad is not None) for p in held]
-        if trained == self._trained:
-            return []
         gone = self._x.keys() - {id(p) for p in held}
         if gone and fixed:
             shapes = ", ".join(str(tuple(self._x[key].shape)) for key in sorted(gone)[:3])
@@ -234,14 +228,11 @@ class Session:
             )
         for key in gone:
             del self._x[key]
-        own = {id(p) for p in self.model.parameters()}
-        chosen = {key for key, is_trained in trained if is_trained}
-        found = [
-            p for p in held if id(p) not in self._x and (id(p) in chosen or _moved_outside(p, own))
+        others = [p for p in held if id(p) not in self._x]
+        own = {id(p) for p in self.model.parameters()} if others else ()
+        return [
+            p for p in others if p.requires_grad or p.grad is not None or _moved_outside(p, own)
         ]
-        if not found:
-            self._trained = trained
-        return found
 
     def join(self, params: Sequence[Tensor]) -> None:
         """Take ``params`` into x. Every rank must have given them the same values."""
@@ -257,7 +248,7 @@ class Session:
                 f"the state was saved with {max(positions) + 1} parameters or more, and the "
                 f"optimizer has {len(held)}: add the same groups before loading it"
             )
-        self._x, self._trained = {}, None
+        self._x = {}
         self.join([held[k] for k in sorted(positions)])
         return partial(setattr, self, "_x", before)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -96,7 +96,7 @@ class Synchronizer:
         """A copy of the model's ``state_dict()`` with the consensus weights, to ship. Every rank
         must call it."""
         with self.consensus() as model:
-            return consensus.state_dict_copy(model)
+            return deepcopy(model.state_dict())  # with its attribute: the modules' versions
 
     def finish(self, *, mean: bool = True) -> None:
         """Leave every worker with the consensus model: the mean of the workers' models, which
