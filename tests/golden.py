@@ -706,10 +706,10 @@ TRACES = {"sgp": (20, 22, 31), "ddp, int4": (19, 21, 27)}
 
 def trace_of(recipe: str, folder: Path) -> la.Trace:
     """As the workers of an elastic run record it: d joins after step 5, b is killed before its last
-    message has arrived, and c leaves after step 10 and gives a what only it has."""
+    message has arrived, and c leaves after step 10."""
     came, lost, left = TRACES[recipe]
     views = {1: "abc", came: "abcd", lost - 1: "abcd", lost: "acd", left: "ad"}
-    own = {"a": {"from": "c", "step": 10}, "c": {"left": 10}, "d": {"donor": "a", "step": 5}}
+    own = {"c": {"left": 10}, "d": {"donor": "a", "step": 5}}
     for worker in "abcd":
         events: list[Any] = [own[worker]] if worker in own else []
         for unit, present in views.items():

@@ -231,22 +231,6 @@ def test_plans_at_random(seeds: Sequence[int]) -> None:
             only(left(found), "values")
 
 
-class Leaving(laconic.Faults):
-    """The second worker leaves after 6 steps."""
-
-    def leaves(self, worker: int) -> int | None:
-        return 6 if worker == 1 else None
-
-
-@pytest.mark.fault("a trace in which a worker had left with nothing to hand over did not run")
-@pytest.mark.parametrize("quorum", ["", ", quorum=2"])
-def test_a_worker_leaves_with_nothing_to_hand_over(quorum: str) -> None:
-    train = program(f"laconic.diloco(4{quorum})", steps=12)
-    found = laconic.simulate(train, faults=Leaving(3, kill=((1, 6),)))
-    assert found[1] is None
-    only(left(found), "values")
-
-
 def test_plans_that_cannot_work() -> None:
     for options, text in (
         ({"start": 0}, "start must be"),

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from laconic.engine.channel import Channel
@@ -23,12 +22,12 @@ from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.link import ElasticLink, Settings
 from laconic.links.elastic.rank_link import RankLink
 from laconic.links.elastic.relay import Relay, numbers_of
-from laconic.links.elastic.relay_frames import Bequest, Snapshot, StepSettings
+from laconic.links.elastic.relay_frames import Snapshot, StepSettings
 from laconic.tensors import local, plain
 
 log = logging.getLogger("laconic")
 
-RESIDUALS = RESIDUAL, LAG = "residual", "lag"
+RESIDUALS = "residual", "lag"
 """What a worker has left out of its own messages, in the state of an exchange. A newcomer has left
 out nothing."""
 LEFT = 128 + signal.SIGTERM
@@ -162,15 +161,11 @@ class Donor:
         self._rounds = rounds
         self._reports.after_step(session.comm.latest() if began else None)
         reception, inside = self._link.reception, self._inside
-        leaves = self._leaving or reception.leaves(session.step)
-        bequests = [] if leaves else reception.bequests(session.step)
-        callers = [] if leaves else reception.callers(session.step)
-        left, inherits, called = inside.any(bool(leaves), bool(bequests), bool(callers))
+        callers = [] if self._leaving else reception.callers(session.step)
+        left, called = inside.any(self._leaving, bool(callers))
         if left:
             with self._driver.run.quiet():
                 self._leave_run()
-        if inherits:
-            self._take_over(bequests)
         if called:
             with self._driver.run.quiet():
                 self._answer(callers)
@@ -183,28 +178,13 @@ class Donor:
             relay.begin(snapshot)
             log.info("sending the state %s to a newcomer", after_step(step))
 
-    def _take_over(self, bequests: Sequence[tuple[str, Bequest]]) -> None:
-        """Take over what workers that have left held, each rank that of the same rank."""
-        self._driver.session.comm.drain()
-        ranks = range(self._inside.size)
-        by_rank = [[[b.held[r], b.workers] for _, b in bequests] for r in ranks]
-        for held, workers in self._inside.deal(by_rank if bequests else None):
-            take_over(self._driver, held, workers)
-        for id, _ in bequests:
-            self._link.units.note({"from": id, "step": self._driver.session.step})
-
     def _leave_run(self) -> None:
         session, link = self._driver.session, self._link
         session.comm.drain()
         self._driver.run.close()
-        active, me, step = link.units.active, link.units.me, session.step
-        place = active.index(me) if me in active else 0
-        held = self._inside.collect(held_alone(self._driver))
         self._reports.leave()
-        link.units.note({"left": step})
+        link.units.note({"left": session.step})
         link.members.leave()
-        heirs = [*active[place + 1 :], *active[:place]] if any(held) else []
-        link.reception.bequeath(Bequest(held, len(active)), heirs, step)
         link.close()
         raise SystemExit(LEFT)
 
@@ -289,51 +269,3 @@ def channels_of(run: RecipeRun) -> list[tuple[Channel, str | None]]:
     """Every channel, with the name of its push weight."""
     rounds: list[Runner] = [*run.rounds, *run.gradients]
     return [(channel, r.round.update.weight) for r in rounds for channel in r.channels]
-
-
-def held_alone(driver: Driver) -> dict[str, Any]:
-    """What only this worker holds, which another one takes over when it leaves. Nothing may be
-    under way; what is in flight is folded. With a quorum, nothing: the other one may be in a round
-    that this one has not seen."""
-    if driver.run.quorum is not None:
-        return {}
-    for running in driver.run.rounds:
-        if running.round.update.weight is not None:
-            running.fold_due(driver.session.step, early=True)
-    held: dict[str, Any] = {}
-    for index, (channel, weight) in enumerate(channels_of(driver.run)):
-        slots, state = channel.exchange.slots, channel.exchange_state
-        own = {k: t.to("cpu", copy=True) for k, t in state.items() if slots.get(k) == "pooled"}
-        if weight is not None:
-            own["x"] = channel.bucket.pack(channel.bucket.empty()).cpu()
-            own["w"] = channel.state[weight].clone()
-        if own:
-            held[str(index)] = own
-    return held
-
-
-@torch.no_grad()
-def take_over(driver: Driver, held: dict[str, Any], workers: int) -> None:
-    """Add what a worker ``held`` that has left; there were so many ``workers`` before. Nothing may
-    be under way.
-
-    With n workers before, a residual e counts as e/n in the mean; with the n - 1 workers after, as
-    e/(n - 1). So the other worker adds e*(n - 1)/n to its own. What the leaving worker has kept of
-    the mean's coding error (``lag``) counts fully: the other one adds it times n - 1. With push
-    weights it takes over all of x and w: z = (w*z + w'*z')/(w + w'), so the mean over workers
-    stays."""
-    for index, (channel, weight) in enumerate(channels_of(driver.run)):
-        device, given = channel.bucket.device, held.get(str(index), {})
-        other = {slot: t.to(device) if t.dim() else t for slot, t in given.items()}
-        with channel.states() as (own, state):
-            for slot, tensor in other.items():
-                if slot == LAG and RESIDUAL in state:
-                    state[RESIDUAL].add_(tensor, alpha=workers - 1)
-                elif slot in state and state[slot].shape == tensor.shape:
-                    state[slot].add_(tensor, alpha=(workers - 1) / workers)
-            if weight is not None and "x" in other:
-                w, more = float(own[weight]), float(other["w"])
-                x = channel.bucket.pack(channel.bucket.empty())
-                x.mul_(w / (w + more)).add_(other["x"], alpha=more / (w + more))
-                channel.bucket.unpack(x)
-                own[weight].fill_(w + more)

@@ -52,14 +52,6 @@ class Plan(Protocol):
         """Those whose messages this worker has not received in that unit."""
         return ()
 
-    def leaves(self, worker: int) -> int | None:
-        """After which step it leaves by itself, and hands over what only it holds; None: never."""
-        return None
-
-    def bequests(self, worker: int, step: int) -> Sequence[int]:
-        """Those whose bequests this worker takes over after ``step``."""
-        return ()
-
     def deals(self, worker: int) -> list[Any] | None:
         """The recorded deals of samples; None: they are dealt when workers come and go."""
         return None
@@ -163,15 +155,6 @@ class Trace(Plan):
         """See `Plan.missing`."""
         found = (e["missing"] for e in self._recorded(worker, "missing") if e["unit"] == serial)
         return [self.ids.index(id) for id in next(found, ())]
-
-    def leaves(self, worker: int) -> int | None:
-        """See `Plan.leaves`."""
-        return next((event["left"] for event in self._recorded(worker, "left")), None)
-
-    def bequests(self, worker: int, step: int) -> list[int]:
-        """See `Plan.bequests`."""
-        found = (e["from"] for e in self._recorded(worker, "from") if e["step"] == step)
-        return [self.ids.index(id) for id in found]
 
     def deals(self, worker: int) -> list[Any]:
         """See `Plan.deals`."""

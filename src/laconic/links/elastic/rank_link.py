@@ -429,13 +429,12 @@ class _Followed(Quiet):
 
         self.units, self.replay, self.relays = Units(""), Replay(lambda: None), list[Any]()
         self.heard: Sequence[int] = []
-        does_nothing = dict.fromkeys(["status", "leave", "open", "bequeath"], nothing)
+        does_nothing = dict.fromkeys(["status", "leave", "open"], nothing)
         view = SimpleNamespace(number=1, ids=[])
         self.members = SimpleNamespace(
             number=0, view=view, record=LinkRecord(), ended=False, **does_nothing
         )
-        nobodies = dict.fromkeys(["callers", "leaves", "bequests"], nobody)
-        self.reception = SimpleNamespace(**does_nothing, **nobodies)
+        self.reception = SimpleNamespace(callers=nobody, **does_nothing)
 
     @property
     def replaying(self) -> bool:

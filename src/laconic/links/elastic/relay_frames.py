@@ -56,21 +56,12 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Bequest:
-    """State that only a worker ``held`` that has left, by its ranks. ``workers``: how many there
-    were."""
-
-    held: list[dict[str, Any]]
-    workers: int
-
-
-@dataclass(frozen=True)
 class Refusal:
     """The newcomer cannot take part, and ``why``. No other donor would help."""
 
     why: str
 
 
-Frame = Snapshot | Record | StepSettings | Start | Bequest | Refusal
+Frame = Snapshot | Record | StepSettings | Start | Refusal
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Frame)}
 """By the name that a frame travels under."""

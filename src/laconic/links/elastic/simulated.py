@@ -19,7 +19,7 @@ from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.polling import Polling
 from laconic.links.elastic.relay import RelayError
-from laconic.links.elastic.relay_frames import Bequest, Frame, Snapshot, Start
+from laconic.links.elastic.relay_frames import Frame, Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.signs import Signs
 from laconic.links.elastic.units import Units
@@ -49,7 +49,6 @@ class Cast:
     feeds: dict[int, list[Frame]] = field(default_factory=dict)
     donors: dict[int, int] = field(default_factory=dict)
     reporting: dict[int, Reporting] = field(default_factory=dict)
-    bequests: dict[int, Bequest] = field(default_factory=dict)
     dealt: list[int] = field(default_factory=list)
     dealt_in: tuple[int, bool] = (-1, False)
     """In which unit, and whether to those that begin with it."""
@@ -303,26 +302,6 @@ class _Reception:
         called = [w for w in called if plan.donor(w, active) == self._me]
         self._cast.donors.update(dict.fromkeys(called, self._me))
         return [_Relay(self._cast, w) for w in called if w not in self._cast.feeds]
-
-    def bequests(self, step: int) -> list[tuple[str, Bequest]]:
-        """See `Reception.bequests`. Those that have left may be behind this worker."""
-        stage, found = self._cast.stage, []
-        for worker in self._cast.plan.bequests(self._me, step):
-            while worker not in self._cast.bequests and worker not in stage.left:
-                stage.pass_turn(self._me)
-                stage.take_turn(self._me)
-            if worker in self._cast.bequests:
-                found.append((str(worker), self._cast.bequests.pop(worker)))
-        return found
-
-    def bequeath(self, bequest: Bequest, heirs: Sequence[str], step: int) -> None:
-        """See `Reception.bequeath`."""
-        self._cast.bequests[self._me] = bequest
-        raise EndedError
-
-    def leaves(self, step: int) -> bool:
-        """Whether the plan has this worker leave after ``step``."""
-        return self._cast.plan.leaves(self._me) == step
 
     def call_donor(self, number: int, awake: Callable[[], None]) -> Feed:
         """See `Reception.call_donor`."""
