@@ -180,8 +180,8 @@ class ReplicatedMean(SlicedMean):
 
     slots: ClassVar[dict[str, Slot]] = {
         "reference": "everywhere",
-        "residual": "pooled",
-        "lag": "pooled",
+        "residual": "private",
+        "lag": "private",
     }
 
     def replicated(self) -> Exchange:

@@ -50,7 +50,7 @@ class Coded(Exchange):
     agrees = True
     slots: ClassVar[dict[str, Slot]] = {
         "reference": "everywhere",
-        "residual": "pooled",
+        "residual": "private",
         "lag": "owner",
     }
 

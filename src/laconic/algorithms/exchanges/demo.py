@@ -65,7 +65,7 @@ class FastComponents(Exchange):
 
     agrees = True
     scope = "tensors"
-    slots: ClassVar[dict[str, Slot]] = {"momentum": "pooled"}
+    slots: ClassVar[dict[str, Slot]] = {"momentum": "private"}
 
     def __post_init__(self) -> None:
         check_float("decay", self.decay, 0.0, most=1.0)
