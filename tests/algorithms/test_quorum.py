@@ -365,7 +365,7 @@ def test_resuming_with_a_late_contribution(row: str, at: tuple[int, ...], tmp_pa
             assert all(np.array_equal(a[k], b[k]) for k in NAMES)
 
 
-def test_states_that_do_not_go_together_are_refused() -> None:
+def test_states_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     """Of another number of ranks, and of ranks that were not saved together: worker 1's is that of
     a later round than rank 0's."""
     job = Job(ROWS["local_sgd, first come"][0], 2, 30, "nesterov")
@@ -390,9 +390,13 @@ def test_states_that_do_not_go_together_are_refused() -> None:
             for t in range(sync.step + 1, 30):
                 training.step(job, model, optimizer, job.data()[rank][t - 1], t)
 
+    def save(rank: int) -> None:
+        la.save(tmp_path, *parts(rank)[:2])
+
     def fewer(rank: int) -> None:
         with pytest.raises(ValueError, match="resumed by the same ranks"):
-            parts(rank)[2].load_state_dict([state for _, _, state in saved])
+            la.load(tmp_path, *parts(rank)[:2])
 
     la.simulate(resume, workers=2)
+    la.simulate(save, workers=2)
     la.simulate(fewer, workers=1)

@@ -117,7 +117,7 @@ def test_outer_state_of_complex_parameters_is_cut_anew(tmp_path: Path) -> None:
 class Holding(Update):
     """Each worker's state is 10 times its number; SEEN is what a round finds."""
 
-    slots: ClassVar[dict[str, Slot]] = {"own": "private", "pool": "pooled", "all": "everywhere"}
+    slots: ClassVar[dict[str, Slot]] = {"own": "private", "all": "everywhere"}
 
     def init(self, x: Tensor) -> State:
         return {name: torch.zeros_like(x) for name in self.slots}
@@ -125,7 +125,6 @@ class Holding(Update):
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
         if clock.executed == 0:
             state["own"].fill_(10 * clock.worker)
-            state["pool"].fill_(10 * clock.worker)
             state["all"].fill_(7)
         SEEN[clock.workers, clock.executed].append({k: float(v[0]) for k, v in state.items()})
         return x
@@ -135,17 +134,14 @@ SEEN: dict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)
 
 
 @same_batches
-def test_private_state_is_averaged_and_of_pooled_state_the_mean_stays(tmp_path: Path) -> None:
-    """Each worker keeps its own of pooled state, as far as the mean allows."""
+def test_private_state_is_averaged(tmp_path: Path) -> None:
     recipe = (la.Round(la.every(3), Holding(), la.exchanges.Mean()),)
     run = partial(alike, recipe=recipe)
     la.simulate(partial(run, end=4, save=tmp_path), workers=4)
-    for pools in ([10, 20], [5, 15, 25], [0, 10, 15, 15, 20, 30]):
+    for workers in (2, 3, 6):
         SEEN.clear()
-        la.simulate(partial(run, end=6, load=tmp_path), workers=len(pools))
-        found = SEEN[len(pools), 1]
-        assert [(each["own"], each["all"]) for each in found] == [(15.0, 7.0)] * len(pools)
-        assert sorted(each["pool"] for each in found) == pools
+        la.simulate(partial(run, end=6, load=tmp_path), workers=workers)
+        assert SEEN[workers, 1] == [{"own": 15.0, "all": 7.0}] * workers
 
 
 # -- from a checkpoint ----

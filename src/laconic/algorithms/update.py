@@ -29,13 +29,13 @@ from laconic.algorithms.scores import NO_SCORE, Score
 State = MutableMapping[str, Tensor]
 """The state of one update on one bucket: named tensors, with the same names on every rank."""
 
-Slot = Literal["owner", "everywhere", "private", "pooled"]
+Slot = Literal["owner", "everywhere", "private"]
 """Where a state tensor lives.
 
 ``owner``: the same value on every worker, needed only where a message is combined; a sharded
 exchange keeps one slice per worker. ``everywhere``: the same value, needed on every worker.
-``private``: this worker's own. ``pooled``: this worker's own, and the mean over workers is what
-counts; when the number of workers changes, that mean stays the same."""
+``private``: this worker's own; when a checkpoint is loaded by another number of workers, each gets
+the mean."""
 
 
 Sends = Literal["model", "change"]
@@ -128,8 +128,7 @@ class Update:
 
         "owner"       the same on all workers, and used in `combine`: each stores a slice of it
         "everywhere"  the same on all workers, and used in `send` or `fold`
-        "private"     of each worker
-        "pooled"      of each worker; their mean stays the same for another number of workers
+        "private"     of each worker; with other workers, a checkpoint gives each the mean
 
     ``anchor``: the state tensor with the last common model. ``uses_lr``: the formula contains
     ``clock.lr``. ``replaces``: without a delay, what arrives is the new x, and `fold` is called for

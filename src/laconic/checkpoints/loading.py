@@ -141,6 +141,6 @@ def _load_consensus(
         for name, module in modules.items():
             module.load_state_dict(state["objects"][name] if name else state["model"])
 
-    training.sync.load_parts({rank: file["sync"] for rank, file in averaged.items()}, load_model)
+    training.sync.load_parts([file["sync"] for _, file in sorted(averaged.items())], load_model)
     if training.front is not None:
         training.front.copy_masters()

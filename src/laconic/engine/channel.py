@@ -210,7 +210,7 @@ class ChannelSet:
         if missing := sorted(state.keys() - update.slots.keys()):
             raise ValueError(
                 f"{type(update).__name__}.init makes state {missing} that its slots do not list: "
-                'say where each lives, "owner", "everywhere", "private" or "pooled"'
+                'say where each lives, "owner", "everywhere" or "private"'
             )
         for name, slot in update.slots.items():
             check_choice(f"{type(update).__name__}.slots[{name!r}]", slot, get_args(Slot))

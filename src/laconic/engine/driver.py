@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from laconic.engine.joint_optimizer import (
 )
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
-from laconic.engine.saved_state import Saved, States
+from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session, Sets, Settings
 from laconic.errors import check_bool
 from laconic.links.calls import FINISH
@@ -318,7 +318,7 @@ class Driver:
 
     # -- saving ----
 
-    def state_dict(self) -> Saved:
+    def state_dict(self) -> dict[str, Any]:
         """See `Synchronizer.state_dict`."""
         self.session.check_complete()
         saved = loading.state_dict(self.run)
@@ -326,21 +326,21 @@ class Driver:
         return saved
 
     @torch.no_grad()
-    def load_on_all(self, state: States, load_model: LoadModel | None = None) -> None:
-        """Load ``state`` on every rank, or raise on every rank; see `Loading.prepare`."""
+    def load_on_all(self, parts: Sequence[Saved], load_model: LoadModel | None = None) -> None:
+        """Load ``parts`` on every rank, or raise on every rank; see `Loading.prepare`."""
         session = self.session
         session.call("load_state_dict()", 0)  # the ranks' present steps may differ
-        loaded = Loading.prepare(self.run, state, load_model)
+        loaded = Loading.prepare(self.run, parts, load_model)
         loaded.agree(session)
         self._take(loaded)
         if self.run.quorum is not None:
             session.gather(torch.zeros(1))  # no worker arrives before rank 0 has loaded
 
     @torch.no_grad()
-    def load_here(self, state: States) -> str | None:
+    def load_here(self, state: Saved) -> str | None:
         """As `load_state_dict`, without communication. Returns what is wrong, if anything is; then
         nothing has changed."""
-        loaded = Loading.prepare(self.run, state, None)
+        loaded = Loading.prepare(self.run, [state])
         if loaded.problem is None:
             self._take(loaded)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from itertools import product
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -72,5 +73,3 @@ def check_devices(model: nn.Module, params: Iterable[Tensor]) -> None:
                 f"the parameters are on {device}, and the buffer {name!r} is on {buffer.device}: "
                 f"move it with model.to({device!r})"
             )
-
-

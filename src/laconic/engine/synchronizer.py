@@ -181,27 +181,20 @@ class Synchronizer:
         communication; waits for what is in flight, and stores it as arrived but not folded."""
         return self.driver.state_dict()
 
-    def load_state_dict(
-        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
-    ) -> None:
-        """Restore what `state_dict` returned: this rank's own, or the list of all ranks' by rank,
-        with None for those that are lost. Every rank must call it, after `laconic.attach` and after
-        loading the model's and the optimizer's own state.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned on the same rank. Every rank must call it, after
+        `laconic.attach` and after loading the model's and the optimizer's own state. For another
+        number of ranks, or where some ranks' states are lost, use `laconic.save` and
+        `laconic.load`.
 
-        For another number of ranks, or where some are lost, load the consensus weights, the same on
-        every rank, before it (`consensus_state_dict`). Outer state is then cut for the new ranks,
-        and starts again where it is lost; of each worker's private state the mean is loaded; what
-        was in flight is folded.
-
-        Raises ``ValueError`` on every rank where any of them cannot load its part.
+        Raises ``ValueError`` on every rank where any of them cannot load its state.
         """
-        self.driver.load_on_all(state)
+        self.driver.load_on_all([state])
 
-    def load_parts(self, parts: dict[int, Saved], load_model: LoadModel) -> None:
-        """Go on from the consensus of another run's ranks. ``parts`` holds their saved states by
-        rank. ``load_model(rank)`` loads that rank's model into this one, and ``load_model(None)``
-        the one that this rank goes on with; only what `finish` averages is replaced by the
-        consensus."""
+    def load_parts(self, parts: Sequence[Saved], load_model: LoadModel) -> None:
+        """Go on from the consensus of another run's ranks: ``parts`` are the saved states of those
+        that have this rank's shard of the model. Only what `finish` averages is replaced by the
+        consensus; the rest is what ``load_model(None)`` loads."""
         self.driver.load_on_all(parts, load_model)
 
     @contextmanager

@@ -130,7 +130,7 @@ class CodedMean(Coded):
 
     slots: ClassVar[dict[str, Slot]] = {
         "reference": "everywhere",
-        "residual": "pooled",
+        "residual": "private",
         "lag": "owner",
     }
 
@@ -178,8 +178,8 @@ class ReplicatedMean(Coded):
 
     slots: ClassVar[dict[str, Slot]] = {
         "reference": "everywhere",
-        "residual": "pooled",
-        "lag": "pooled",
+        "residual": "private",
+        "lag": "private",
     }
 
     def replicated(self) -> Exchange:
