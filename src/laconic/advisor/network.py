@@ -47,13 +47,13 @@ def _probed(bench: Bench, link: Link) -> tuple[Net, dict[str, Any], Tensor]:
     rate, latency = float(figures[:, 0].min()), float(figures[:, 1].max())
     packets, again, used, sent = figures[:, 2:].sum(0).tolist()
     loss = lost_share(packets, again, latency, len(figures))
-    own = [_speed(before, after, rank) for rank in ranks]
+    own = [speed_to(rank, before, after) for rank in ranks]
     speeds = [bench.gather(*own[k : k + MOST_FIGURES]) for k in ranks[::MOST_FIGURES]]
     carry = used / sent if sent else 0.0
     return Net(rate, latency), {"loss": loss, "carry": carry}, torch.cat(speeds, 1)
 
 
-def _speed(before: Mapping[int, Sent], after: Mapping[int, Sent], rank: int) -> float:
+def speed_to(rank: int, before: Mapping[int, Sent], after: Mapping[int, Sent]) -> float:
     """The bit/s at which this rank's bytes have arrived at ``rank``; 0 if that is not known."""
     if rank not in before or rank not in after:
         return 0.0

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from laconic.advisor.network import own_rates, speed_to, unequal_hosts
 from laconic.lab.doctor.finding import Finding, Level, check
 from laconic.lab.doctor.host_checks import Environment, versions
 from laconic.links import congestion
 from laconic.links.attempts import listen_at, serve
 from laconic.links.rank_sets import agreed_link
 from laconic.policy.choice import lost_share
-from laconic.policy.probe import probe, slow_host
+from laconic.policy.probe import probe
 from laconic.units import format_rate, format_seconds, format_share, three_digits
 
 GROUP = "between hosts"
@@ -238,8 +239,10 @@ def _measure(
         "gloo", store=store, rank=rendezvous.rank, world_size=rendezvous.world, timeout=seconds
     )
     link = agreed_link(None, cpu, timeout)
+    before = link.sent()
     found = probe(link, cpu)
-    speeds = link.gather(torch.tensor(found.speeds, dtype=torch.float64))
+    own = [speed_to(rank, before, link.sent()) for rank in range(link.size)]
+    rates = own_rates(link.gather(torch.tensor(own, dtype=torch.float64)))
     packets = link.gather(torch.tensor([found.packets, found.again], dtype=torch.float64)).sum(0)
     link.close()
     dist.destroy_process_group()
@@ -247,16 +250,18 @@ def _measure(
     trip = 2 * found.latency
     report.numbers |= {"rate": found.rate, "round_trip": trip, "loss": lost}
     text = f"{len(hosts)} hosts connect; all at once, each sends {format_rate(found.rate)} or more"
-    slow = slow_host(speeds)
+    slow = unequal_hosts(rates)
+    factor = float(rates.median() / rates.min()) if slow else 1.0
     report.findings.append(
         check(
             GROUP,
             f"{text}; a round trip takes {format_seconds(trip)}; {format_share(lost)} of the "
             "packets are lost",
             (
-                bool(slow),
+                slow,
                 "warning",
-                f"{text}{slow}",
+                f"{text}; the network of rank {int(rates.argmin())} is {factor:.2g} times slower "
+                "than the median rank's, and the others wait for it",
                 "check that host's network interface, its cable and other traffic",
             ),
         )
