@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import laconic as la
 from laconic.advisor import advice_on
@@ -263,3 +265,29 @@ def test_a_better_network_is_never_slower() -> None:
         for name, values in better.items():
             found = [seconds(text, base, **{name: value}) for value in values]
             assert all(a >= b * (1 - 1e-9) for a, b in itertools.pairwise(found)), (text, name)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(la.ddp(), la.streaming_diloco(8), la.local_sgd(4, delay=2, codec="int4"), la.sgp()),
+        la.diloco(4, quorum=2),
+    ],
+    ids=str,
+)
+def test_as_many_bytes_are_predicted_as_are_sent(recipe: Recipe) -> None:
+    shapes = (32, 5), (32,), (4, 32), (4,)
+
+    def worker(rank: int) -> int:
+        model = nn.ParameterList([torch.ones(shape).double() for shape in shapes])
+        sync = la.attach(model, optimizer := torch.optim.SGD(model.parameters(), 0.01), recipe)
+        sent = [0, 0]
+        for step in range(16):
+            torch.stack([(rank + p).square().sum() for p in model]).sum().backward()
+            optimizer.step()
+            sent[step // 8] = sync.stats().bytes_sent
+        return sent[1] - sent[0]
+
+    facts = Facts(4, shapes, 8, compute=0.1, rate=1e9, one_way=0.0)
+    sent = sum(la.simulate(worker, 4)) / 4 / 8
+    assert predict(recipe, facts).bytes == pytest.approx(sent)

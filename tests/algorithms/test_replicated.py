@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from laconic.algorithms.compile import STATIC, replicated
 from laconic.algorithms.exchange import Combine
 from laconic.algorithms.exchanges.coded import ReplicatedMean
 from laconic.algorithms.exchanges.mean import Mean
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.update import Clock, State
 from laconic.codecs import CODECS, Codec, Int2, Int4, Int8
 from laconic.codecs.integers import Integers
@@ -197,3 +200,19 @@ def test_what_it_sends(n: int, length: int) -> None:
     each = -(-length // (4 * n)) * (4 + 2)  # bytes: 4 elements of a byte each, and a scale
     cost = ReplicatedMean(Int8(block=4), False).cost(length, 4, n)
     assert cost.bytes == 2 * (n - 1) * each
+
+
+def test_all_recipes_but_those_named_are_for_workers_that_come_and_go() -> None:
+    texts = {name: f"{name}()" for name in RECIPES}
+    texts |= {name: f"{name}(4)" for name in ("local_sgd", "easgd", "lsgd")}
+    texts |= {name: f"{name}(2, 4)" for name in ("post_local_sgd", "hierarchical")}
+    texts |= {name: f"{name}(ddp())" for name in ("slowmo", "outer_step")}
+    for name, text in texts.items():
+        recipe = parse_recipe(text)
+        assert isinstance(recipe, tuple)
+        if name not in STATIC:
+            replicated(recipe)
+            continue
+        with pytest.raises(ValueError) as raised:
+            replicated(recipe)
+        assert "over all workers" in str(raised.value) or "outer_step, auto" in str(raised.value)
