@@ -104,22 +104,9 @@ def software() -> list[Finding]:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return the addresses of this host's interfaces, by name. Empty on systems but Linux."""
-    found = {name: _ipv6(name) for _, name in socket.if_nameindex()}
-    if sys.platform == "linux":
-        for name, addresses in found.items():
-            addresses[:0] = filter(None, [address_of(name)])
-    return found
-
-
-def _ipv6(name: str) -> list[str]:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().split("\n")
-    except OSError:
-        return []
-    fields = [line.split() for line in lines]
-    packed = [f[0] for f in fields if len(f) == 6 and f[5] == name]
-    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(p)) for p in packed]
+    """Return the address of each of this host's interfaces, by name."""
+    names = [name for _, name in socket.if_nameindex()]
+    return {name: [found] if (found := address_of(name)) else [] for name in names}
 
 
 def network(
