@@ -183,29 +183,20 @@ def _hostname(master: str, others: Sequence[str], resolved: Sequence[str] | None
 
 
 def connections() -> list[Finding]:
-    """Check how connections are secured, and how they control congestion."""
-    found = []
-    for describe in (_security, _congestion_control):
-        try:
-            found.append(Finding("ok", "connections", describe()))
-        except ValueError as error:
-            remedy = "correct the variable or the file"
-            found.append(Finding("problem", "connections", str(error), remedy))
-    return found
-
-
-def _security() -> str:
-    """Return whether TLS is on, and the secret is shared over the network."""
-    found, secret = tls.contexts(), job_secret.read()
+    """Check the variables of laconic's own connections, and how they are secured."""
+    group = "connections"
+    try:
+        found, secret = tls.contexts(), job_secret.read()
+        congestion.chosen()
+    except ValueError as error:
+        return [Finding("problem", group, str(error), "correct the variable or the file")]
     if found is not None:
-        return "TLS is on: what workers send can be neither read nor changed on the way"
-    if secret is not None:
-        return "TLS is off, and workers prove that they have the secret: packets can be read"
-    return "TLS is off: who reads packets can read the model, and can take a worker's place"
-
-
-def _congestion_control() -> str:
-    return f"congestion control: {congestion.chosen() or 'by the round trip of each connection'}"
+        text = "TLS is on: what workers send can be neither read nor changed on the way"
+    elif secret is not None:
+        text = "TLS is off, and workers prove that they have the secret: packets can be read"
+    else:
+        text = "TLS is off: who reads packets can read the model, and can take a worker's place"
+    return [Finding("ok", group, text)]
 
 
 # -- lab ----
