@@ -179,4 +179,4 @@ def test_the_answer_comes_first(
     row = next(row for row in told["rows"] if row["recipe"] == "local_sgd(16)")
     facts = facts_from(**KNOWN, ranks=8)  # type: ignore[arg-type]
     assert row["seconds"] == predict(la.local_sgd(16), facts).seconds
-    assert {"period", "megabytes", "memory", "steps", "steps_from", "quality"} <= {*row}
+    assert {"megabytes", "memory", "steps", "steps_from", "quality"} <= {*row}

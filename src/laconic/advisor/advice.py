@@ -94,7 +94,6 @@ def _row(choice: Choice, facts: Facts, ddp: float) -> Row:
     factor = Steps(1.0, UNKNOWN) if choice.quality == OWN else steps_of(choice.recipe)
     return Row(
         recipe=choice.text,
-        period=choice.period,
         seconds=p.seconds,
         hidden=p.hidden,
         megabytes=p.bytes / 1e6,

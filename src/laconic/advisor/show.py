@@ -52,7 +52,6 @@ class Row:
     """
 
     recipe: str
-    period: int | None
     seconds: float
     hidden: float
     megabytes: float
@@ -112,11 +111,6 @@ class Advice:
     def row(self) -> Row:
         """The row of the recommended recipe."""
         return next(r for r in self.rows if r.recipe == self.recommendation)
-
-    @property
-    def fastest(self) -> Row:
-        """The row with the fewest seconds per step, regardless of quality."""
-        return min(self.rows, key=lambda r: r.seconds)
 
     def to_json(self) -> str:
         """Return everything as JSON."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, TextIO
 
 from laconic.cli.options import (
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 COLORS = (36, 32, 33, 35, 34)
 """Of the hosts' names on a terminal: ANSI's cyan, green, yellow, magenta and blue."""
-CLEAR = b"\r\x1b[K"
-"""What erases the line of a terminal."""
 
 
 def add(parser: Any) -> None:
@@ -72,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         faults_of(arguments, network.hosts),
         arguments.repair,
     )
-    with terminate_as_exit(), Display(settings) as display:
-        ended = program.run(settings, display)
+    with terminate_as_exit():
+        ended = program.run(settings, Display(settings))
     return (ended.first and ended.first.outcome.exit_code) or 0
 
 
@@ -96,20 +93,14 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
 
 
 class Display:
-    """Shows the processes' output, a live line of the hosts' rates, and a summary.
+    """Shows the processes' output, and a summary.
 
-    Each line of output starts with the name of its process. The rates are shown on a terminal only.
-    The processes' stdout goes to our stdout; their stderr and everything else goes to our stderr.
+    Each line of output starts with the name of its process. The processes' stdout goes to our
+    stdout; their stderr and everything else goes to our stderr.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-
-    def __enter__(self) -> Display:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        write(sys.stderr, b"")
 
     def started(self, reason: str | None) -> None:
         """Print what the programs run on, and what is not emulated."""
@@ -127,12 +118,6 @@ class Display:
         if stream.isatty():
             prefix = f"\x1b[{COLORS[process.host % len(COLORS)]}m{prefix}\x1b[0m"
         write(stream, b"".join(prefix.encode() + line + b"\n" for line in lines))
-
-    def rates(self, seconds: float, rates: Sequence[float] | None) -> None:
-        """Update the line of rates."""
-        if sys.stderr.isatty():
-            line = rates_line(seconds, rates)[: get_terminal_size().columns - 1]
-            write(sys.stderr, line.encode())
 
     def happened(self, happened: Happened) -> None:
         """Print what the lab did to a host."""
@@ -165,21 +150,12 @@ class Display:
         log(f"{ended.seconds:.1f} s")
 
 
-def rates_line(seconds: float, rates: Sequence[float] | None) -> str:
-    """Return what the hosts send now, in a line of 80 columns."""
-    if rates is None:
-        return f"{seconds:.0f} s"
-    shown = (f"{rate / 1e6:.3g}" if rate < 1e9 else f"{rate / 1e6:.0f}" for rate in rates)
-    hosts = "  ".join(f"host{host} ↑ {rate}" for host, rate in enumerate(shown))
-    return f"{hosts}  Mbit/s  {seconds:.0f} s"
-
-
 def log(text: str) -> None:
     """Print one line of our own on stderr."""
     write(sys.stderr, f"laconic: {text}\n".encode())
 
 
 def write(stream: TextIO, data: bytes) -> None:
-    """Write to one of our streams, over the line of rates if it is on a terminal."""
-    stream.buffer.write(CLEAR * stream.isatty() + data)
+    """Write to one of our streams."""
+    stream.buffer.write(data)
     stream.flush()

@@ -140,7 +140,7 @@ def plan(
         raise ValueError("a plan needs at least 2 workers")
     facts = cluster.facts()
     if recipes:
-        wanted = [Choice(text, recipe_of(text, cluster), None, "") for text in recipes]
+        wanted = [Choice(text, recipe_of(text, cluster), "") for text in recipes]
     else:
         compared = list(_plannable(choices(facts), cluster))
         wanted = _promising(compared, facts, FEW_SIMULATED if large else SIMULATED)

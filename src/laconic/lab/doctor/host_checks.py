@@ -104,22 +104,9 @@ def software() -> list[Finding]:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return the addresses of this host's interfaces, by name. Empty on systems but Linux."""
-    found = {name: _ipv6(name) for _, name in socket.if_nameindex()}
-    if sys.platform == "linux":
-        for name, addresses in found.items():
-            addresses[:0] = filter(None, [address_of(name)])
-    return found
-
-
-def _ipv6(name: str) -> list[str]:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().split("\n")
-    except OSError:
-        return []
-    fields = [line.split() for line in lines]
-    packed = [f[0] for f in fields if len(f) == 6 and f[5] == name]
-    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(p)) for p in packed]
+    """Return the address of each of this host's interfaces, by name."""
+    names = [name for _, name in socket.if_nameindex()]
+    return {name: [found] if (found := address_of(name)) else [] for name in names}
 
 
 def network(
@@ -196,29 +183,20 @@ def _hostname(master: str, others: Sequence[str], resolved: Sequence[str] | None
 
 
 def connections() -> list[Finding]:
-    """Check how connections are secured, and how they control congestion."""
-    found = []
-    for describe in (_security, _congestion_control):
-        try:
-            found.append(Finding("ok", "connections", describe()))
-        except ValueError as error:
-            remedy = "correct the variable or the file"
-            found.append(Finding("problem", "connections", str(error), remedy))
-    return found
-
-
-def _security() -> str:
-    """Return whether TLS is on, and the secret is shared over the network."""
-    found, secret = tls.contexts(), job_secret.read()
+    """Check the variables of laconic's own connections, and how they are secured."""
+    group = "connections"
+    try:
+        found, secret = tls.contexts(), job_secret.read()
+        congestion.chosen()
+    except ValueError as error:
+        return [Finding("problem", group, str(error), "correct the variable or the file")]
     if found is not None:
-        return "TLS is on: what workers send can be neither read nor changed on the way"
-    if secret is not None:
-        return "TLS is off, and workers prove that they have the secret: packets can be read"
-    return "TLS is off: who reads packets can read the model, and can take a worker's place"
-
-
-def _congestion_control() -> str:
-    return f"congestion control: {congestion.chosen() or 'by the round trip of each connection'}"
+        text = "TLS is on: what workers send can be neither read nor changed on the way"
+    elif secret is not None:
+        text = "TLS is off, and workers prove that they have the secret: packets can be read"
+    else:
+        text = "TLS is off: who reads packets can read the model, and can take a worker's place"
+    return [Finding("ok", group, text)]
 
 
 # -- lab ----
