@@ -64,22 +64,18 @@ class Channel:
 
 
 def by_tensor(channel: Channel, update: Update) -> Iterator[tuple[Tensor, State]]:
-    """Each tensor of the bucket, with its part of the state that lives on all workers. Changes made
-    in place are written back."""
+    """Each tensor of the bucket, to be changed in place, with its part of the state that lives on
+    all workers."""
     bucket = channel.bucket
+    views = bucket.views()
     pieces = {
         name: bucket.split(t)
         for name, t in channel.state.items()
         if t.dim() and not is_owned(update, name, t)
     }
     rest = {name: t for name, t in channel.state.items() if name not in pieces}
-    views = bucket.views()
-    for index, segment in enumerate(bucket.segments):
-        x = segment.view() if views is None else views[index]
-        own = {name: split[index] for name, split in pieces.items()}
-        yield x, rest | own
-        if views is None:
-            segment.write(x)
+    for index, x in enumerate(views):
+        yield x, rest | {name: split[index] for name, split in pieces.items()}
 
 
 def is_owned(update: Update, name: str, tensor: Tensor) -> bool:

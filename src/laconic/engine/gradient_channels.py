@@ -37,7 +37,7 @@ def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Te
     for name, whole in state.items():
         if whole.shape == (bucket.length,):
             for segment, values in zip(bucket.segments, bucket.split(whole), strict=True):
-                yield name, segment, values
+                yield name, segment, values.view(-1)
 
 
 _SAMPLES = 8
