@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -114,9 +114,10 @@ class CallGuard:
         guard._addresses = [self._addresses[r] for r in members]
         return guard
 
-    def answers(self, rank: int) -> bool:
-        """Whether the process of a rank answers."""
-        return not self._ask(ranks=[rank])[rank].lost
+    def answering(self) -> Callable[[int], bool]:
+        """A function that says whether the process of a rank answers. It holds no connection."""
+        addresses, secret = self._addresses, self.secret
+        return lambda rank: not health.ask_all([addresses[rank]], secret)[0].lost
 
     def check_connecting(self) -> None:
         """Raise if a rank's process has ended while the ranks connect to each other."""
@@ -230,7 +231,8 @@ class CallGuard:
         if self._transport is None:
             return answers  # NCCL finds lost ranks by itself, and its connections cannot be seen
         # where a process has ended, the wait for its message ends by itself
-        if lost := self._unreachable.lost(answers, time.monotonic(), self._transport.heard):
+        heard = self._transport.connections.heard
+        if lost := self._unreachable.lost(answers, time.monotonic(), heard):
             seconds = health.UNREACHABLE_SECONDS
             self._blame(answers, f"nothing came from it for {seconds:g} s", only=lost)
         return answers

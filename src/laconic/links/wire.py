@@ -287,10 +287,6 @@ class Wire:
         found = [info[0] for info in infos if info and info[0] != NO_SAMPLE]
         return max(found, default=0) / 1e6
 
-    def heard(self, rank: int) -> float:
-        """As `Connections.heard`."""
-        return self.connections.heard(rank)
-
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that waiting threads return."""
         self.connections.shutdown()
