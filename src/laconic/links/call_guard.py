@@ -294,7 +294,6 @@ class CallGuard:
             if error.header == self.header:  # the same call, a message of another length
                 self.conclude(str(error), [])
             answer = self._ask(ranks=[error.rank]).get(error.rank)
-            self._raise_verdict()
             there = self._position(answer, error.header[0])
             self._refuse({error.rank: there, self.rank: self.position})
         except ChangedError as error:
@@ -306,13 +305,14 @@ class CallGuard:
 
     def lost(self, error: RuntimeError) -> NoReturn:
         """A back end reported ``error``, and not which rank is lost: ask, and raise."""
-        self._raise_verdict()
+        self._raise_verdict()  # without asking
         self._blame(self._ask(), (str(error) or type(error).__name__).splitlines()[0])
 
     def conclude(self, text: str, ranks: Iterable[int], answers: Answers | None = None) -> NoReturn:
         """Raise ``text``, which blames the world ``ranks``, here and on all ranks of the link; or
-        the verdict that counts before it. Ranks that are lost according to ``answers`` do not
-        receive it."""
+        the verdict that counts before it: one that is known already, or of a lower rank. Ranks that
+        are lost according to ``answers`` do not receive it."""
+        self._raise_verdict()
         self._record.adopt(Verdict(text, tuple(sorted(ranks)), self.ranks[self.rank]))
         self.status("stopped")
         lost = {r for r, answer in (answers or {}).items() if answer.lost}
@@ -320,11 +320,6 @@ class CallGuard:
         self._shutdown()  # no message will come; this wakes a thread that waits for one
         self._raise_verdict()
         raise AssertionError("there is a verdict")
-
-    def report(self, text: str, ranks: Iterable[int]) -> NoReturn:
-        """As `conclude`, but a verdict that is known already counts, whoever has found it."""
-        self._raise_verdict()
-        self.conclude(text, ranks)
 
     def _raise_verdict(self) -> None:
         """Raise what a rank has found wrong, if one has."""
@@ -343,7 +338,6 @@ class CallGuard:
         """Conclude from the other ranks' ``answers`` who is to blame for the ``reason`` why this
         rank cannot go on. That is a rank that does not answer; else one that has ended; else one
         that is behind; or ``only`` the given ones."""
-        self._raise_verdict()
         mine = self.position.serial
         silent = list(only) or [r for r, a in answers.items() if a.missing in NO_ANSWER]
         gone = [r for r, a in answers.items() if a.missing == "gone"]
