@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import laconic
-from laconic.links import handshake, health
+from laconic.links import connections, handshake, health
 from laconic.links.addresses import listen
 from laconic.links.elastic.coordinator import KEY, PURPOSE, Coordinator, secret_of_callers
 from laconic.links.sockets import borrowed
@@ -84,6 +84,37 @@ def test_a_forgotten_connection_is_one_error_on_all_ranks(
     (said,) = set(run(variables, ["drop"] * 3, len))
     assert re.search(r"gradient.* step \d+: nothing passes over the connection to rank \d", said)
     assert "a firewall or NAT" in said and "Start all ranks again" in said
+
+
+def test_a_slow_reader_is_no_stalled_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host acknowledges, though there is no room for more. Where packets are dropped, nothing
+    does."""
+    monkeypatch.setattr(connections, "QUIET_SECONDS", 0.3)
+    each = connections.Connections()
+    each.answers = lambda rank: True
+    with socket.create_server((forgetful.HERE, 0)) as server:
+        caller = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    each.keep(1, caller)
+    with other:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(each[1], bytes(2**16))
+        until = time.monotonic() + 4.0
+        quiet = 0.0
+        while time.monotonic() < until:
+            quiet = max(quiet, each.heard(1))
+            assert each.forgotten() == []
+            time.sleep(0.05)
+        assert quiet > 0.3, "it was asked, less and less often"
+        assert other.recv(2**20)
+        forgetful.drop(other)
+        with borrowed(each[1]) as end:
+            forgetful.drop(end)
+        while not each.forgotten():
+            assert time.monotonic() < until + 60
+            time.sleep(0.1)
+    each.close()
 
 
 def test_a_connection_that_ends_while_all_processes_live() -> None:

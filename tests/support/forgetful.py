@@ -30,13 +30,18 @@ def _connections(port: int) -> Iterator[socket.socket]:
             continue
 
 
+def drop(connection: socket.socket) -> None:
+    """Have the system drop all packets that come over it."""
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # in BPF: return 0
+    program = struct.pack("HxxxxxxP", 1, ctypes.addressof(nothing))
+    connection.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+
+
 def drop_packets(port: int) -> None:
     """Have the system drop all packets that come over this process's connections of now, but for
     those with ``port``. For Linux."""
-    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # in BPF: return 0
-    program = struct.pack("HxxxxxxP", 1, ctypes.addressof(nothing))
     for end in _connections(port):
-        end.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+        drop(end)
 
 
 def close(port: int) -> None:

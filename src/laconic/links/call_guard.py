@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -114,9 +114,10 @@ class CallGuard:
         guard._addresses = [self._addresses[r] for r in members]
         return guard
 
-    def answers(self, rank: int) -> bool:
-        """Whether the process of a rank answers."""
-        return not self._ask(ranks=[rank])[rank].lost
+    def answering(self) -> Callable[[int], bool]:
+        """A function that says whether the process of a rank answers. It holds no connection."""
+        addresses, secret = self._addresses, self.secret
+        return lambda rank: not health.ask_all([addresses[rank]], secret)[0].lost
 
     def check_connecting(self) -> None:
         """Raise if a rank's process has ended while the ranks connect to each other."""
@@ -230,7 +231,8 @@ class CallGuard:
         if self._transport is None:
             return answers  # NCCL finds lost ranks by itself, and its connections cannot be seen
         # where a process has ended, the wait for its message ends by itself
-        if lost := self._unreachable.lost(answers, time.monotonic(), self._transport.heard):
+        heard = self._transport.connections.heard
+        if lost := self._unreachable.lost(answers, time.monotonic(), heard):
             seconds = health.UNREACHABLE_SECONDS
             self._blame(answers, f"nothing came from it for {seconds:g} s", only=lost)
         return answers
@@ -292,7 +294,6 @@ class CallGuard:
             if error.header == self.header:  # the same call, a message of another length
                 self.conclude(str(error), [])
             answer = self._ask(ranks=[error.rank]).get(error.rank)
-            self._raise_verdict()
             there = self._position(answer, error.header[0])
             self._refuse({error.rank: there, self.rank: self.position})
         except ChangedError as error:
@@ -304,13 +305,14 @@ class CallGuard:
 
     def lost(self, error: RuntimeError) -> NoReturn:
         """A back end reported ``error``, and not which rank is lost: ask, and raise."""
-        self._raise_verdict()
+        self._raise_verdict()  # without asking
         self._blame(self._ask(), (str(error) or type(error).__name__).splitlines()[0])
 
     def conclude(self, text: str, ranks: Iterable[int], answers: Answers | None = None) -> NoReturn:
         """Raise ``text``, which blames the world ``ranks``, here and on all ranks of the link; or
-        the verdict that counts before it. Ranks that are lost according to ``answers`` do not
-        receive it."""
+        the verdict that counts before it: one that is known already, or of a lower rank. Ranks that
+        are lost according to ``answers`` do not receive it."""
+        self._raise_verdict()
         self._record.adopt(Verdict(text, tuple(sorted(ranks)), self.ranks[self.rank]))
         self.status("stopped")
         lost = {r for r, answer in (answers or {}).items() if answer.lost}
@@ -318,11 +320,6 @@ class CallGuard:
         self._shutdown()  # no message will come; this wakes a thread that waits for one
         self._raise_verdict()
         raise AssertionError("there is a verdict")
-
-    def report(self, text: str, ranks: Iterable[int]) -> NoReturn:
-        """As `conclude`, but a verdict that is known already counts, whoever has found it."""
-        self._raise_verdict()
-        self.conclude(text, ranks)
 
     def _raise_verdict(self) -> None:
         """Raise what a rank has found wrong, if one has."""
@@ -341,7 +338,6 @@ class CallGuard:
         """Conclude from the other ranks' ``answers`` who is to blame for the ``reason`` why this
         rank cannot go on. That is a rank that does not answer; else one that has ended; else one
         that is behind; or ``only`` the given ones."""
-        self._raise_verdict()
         mine = self.position.serial
         silent = list(only) or [r for r, a in answers.items() if a.missing in NO_ANSWER]
         gone = [r for r, a in answers.items() if a.missing == "gone"]

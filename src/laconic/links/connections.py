@@ -14,13 +14,16 @@ from torch import Tensor
 
 from laconic.links import congestion, forks, frames
 from laconic.links.link import Sent
-from laconic.links.sockets import borrowed, tcp_info, unacknowledged
+from laconic.links.sockets import borrowed, tcp_info
 
 _SENT = struct.Struct("=100xI16xQ28xI8xQ")  # total_retrans, bytes_acked, data_segs_out, busy_time
 _RECEIVED = struct.Struct("=128xQ")  # bytes_received
 _HEARD = struct.Struct("=52x2I")  # last_data_recv, last_ack_recv
-QUIET_SECONDS = 10.0
-"""A connection is stalled if nothing was acknowledged for so long."""
+_RETRIES = struct.Struct("=2x2B")  # retransmits and probes since the last acknowledgement
+QUIET_SECONDS, LEAST_RETRIES = 10.0, 2
+"""A connection is stalled if nothing has come for so long, and the system has sent the same so
+often again. It does not where the other host has no room, since its process is slow: then it asks
+whether there is some, and the host answers."""
 
 
 class Connections(dict[int, int]):
@@ -73,13 +76,9 @@ class Connections(dict[int, int]):
         return () if fd is None else tcp_info(fd, layout)
 
     def forgotten(self) -> list[int]:
-        """The ranks that answer over new connections, while nothing passes over those of now: what
-        was sent is not acknowledged. The host of a process that is stopped still acknowledges."""
-        stalled = [
-            rank
-            for rank, fd in self.items()
-            if unacknowledged(fd) and self.heard(rank) >= QUIET_SECONDS
-        ]
+        """The ranks that answer over new connections, while nothing passes over those of now."""
+        quiet = [rank for rank in self if self.heard(rank) >= QUIET_SECONDS]
+        stalled = [r for r in quiet if max(self._info(r, _RETRIES), default=0) >= LEAST_RETRIES]
         return [rank for rank in stalled if self.answers(rank)]
 
     def sent(self) -> dict[int, Sent]:

@@ -221,8 +221,8 @@ class Link(Protocol):
 
     def check_peers(self) -> None:
         """Raise `LinkError` if another rank is known to be lost. To be called between two calls,
-        as often as you like: it is cheap, and sends nothing unless a connection has closed. A rank
-        whose program ended in order is not lost."""
+        as often as you like: it is cheap, and sends nothing unless a connection has closed. After
+        `finish`, a rank may end."""
 
     def leave(self, broken: bool) -> None:
         """Tell the other ranks, when they ask, that this one makes no more calls, and, if

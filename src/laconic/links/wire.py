@@ -205,13 +205,13 @@ class Transfer:
                 ask_at = now + ASK_SECONDS
                 if ranks := connections.forgotten():
                     self._fail(partial(StalledError, self.names[ranks[0]]))
-        traffic.tensors.clear()  # nothing moves any more
         self._fail(self._cause(outcome, index, error))
 
     def _fail(self, failure: Callable[[], Exception]) -> NoReturn:
         """Raise ``failure()``, now and in later calls: the error itself would hold the
         connections."""
         self._traffic.failure = failure
+        self._traffic.tensors.clear()  # nothing moves any more
         raise failure()
 
     def _cause(self, outcome: int, index: int, number: int) -> Callable[[], Exception]:
@@ -286,10 +286,6 @@ class Wire:
         infos = [tcp_info(fd, _LEAST) for fd in self.connections.values()]
         found = [info[0] for info in infos if info and info[0] != NO_SAMPLE]
         return max(found, default=0) / 1e6
-
-    def heard(self, rank: int) -> float:
-        """As `Connections.heard`."""
-        return self.connections.heard(rank)
 
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that waiting threads return."""
