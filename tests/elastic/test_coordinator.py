@@ -123,7 +123,7 @@ def test_a_worker_without_tls(
     port = start().port
     job_keys.turn_on(monkeypatch, jobs.one)
     said = refused(port, wait=600.0)
-    assert f"127.0.0.1:{port} has no TLS 1.3, and this worker uses it: set the" in said
+    assert f"127.0.0.1:{port} has no TLS, and this worker uses it: set the" in said
     coordinator = start()
     job_keys.turn_off(monkeypatch)
     said = refused(coordinator.port, wait=600.0)

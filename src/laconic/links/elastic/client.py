@@ -10,7 +10,6 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from laconic.errors import LinkError
@@ -116,8 +115,7 @@ class Client:
     def _open(self) -> secured.Stream:
         """A connection, after the handshake."""
         try:
-            exchange = partial(handshake.call, self._secret, PURPOSE, KEY, 0, b"")
-            return converse(self.host, self.port, exchange, CALL_SECONDS)
+            return converse(self.host, self.port, self._exchange, CALL_SECONDS)
         except UnreachableError as error:
             raise CoordinatorError(
                 f"no coordinator answers at {self.at}: start one by `laconic coordinator "
@@ -126,6 +124,9 @@ class Client:
             ) from error
         except (OSError, handshake.RefusedError) as error:
             raise self._untrusted(error) from error
+
+    def _exchange(self) -> handshake.Exchange:
+        return handshake.call(self._secret, PURPOSE, KEY, 0, b"")
 
     def _untrusted(self, error: Exception) -> CoordinatorError:
         """What the failure of a handshake means."""
@@ -147,12 +148,28 @@ class Client:
                 f"{who} and this worker do not accept each other's certificates: the coordinator "
                 f"and all workers need certificates of one CA ({secured.reason(error)})"
             )
+        if self._contexts is not None and self._is_plain():
+            return UntrustedError(
+                f"{who} has no TLS, and this worker uses it: set the variables that `laconic keys` "
+                "prints there too"
+            )
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             return UntrustedError(
-                f"{who} has no TLS 1.3, and this worker uses it: set the variables that `laconic "
-                f"keys` prints there too ({secured.reason(error)})"
+                f"{who} does not speak TLS 1.3: set the same variables for it "
+                f"({secured.reason(error)})"
             )
         return CoordinatorError(f"{who} has closed the connection ({clean(secured.reason(error))})")
+
+    def _is_plain(self) -> bool:
+        """Whether a coordinator without TLS listens there."""
+        out, wanted = next(self._exchange())
+        at = self.host, self.port
+        try:
+            with socket.create_connection(at, LOOK_SECONDS) as connection:
+                connection.sendall(out)
+                return len(connection.recv(wanted)) == wanted
+        except OSError:
+            return False
 
     def beat(self, beat: Beat) -> None:
         """Send ``beat``. Raises `CoordinatorError`."""
