@@ -133,7 +133,8 @@ class Race:
         period, delay = whole_period(recipe), max(r.delay for r in recipe)
         expected = period * predict(recipe, facts).seconds
         periods = max(1 if period > 1 else 2, round(TURN / expected))
-        sync.step = max(period - 2, 0)  # start with a round, which creates state and warms up
+        session = sync.driver.session
+        session.step = max(period - 2, 0)  # start with a round, which creates state and warms up
         for _ in range(3 + delay):
             self._training.step()
         # Messages in flight now make up for those that will be in flight at the end.

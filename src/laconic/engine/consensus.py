@@ -39,12 +39,13 @@ def write_consensus(run: RecipeRun, *, mean: bool = True, state: bool = False) -
     differ. That of optimizers with modes always is, since it holds the weights of the other mode.
     """
     optimizer = run.session.optimizer
-    _write_own(run, mean, rest=True)
-    with in_mode(optimizer, training=False):
-        _write_mean(run, mean)
-        if run.differ and (state or modal(optimizer)):
-            r = Round(every(1), Average(), Mean(), optimizer_state)
-            ParameterRunner(r, run.session, run.scores).start(run.session.step)
+    with in_mode(optimizer, training=True):
+        _write_own(run, mean, rest=True)
+        with in_mode(optimizer, training=False):
+            _write_mean(run, mean)
+            if run.differ and (state or modal(optimizer)):
+                r = Round(every(1), Average(), Mean(), optimizer_state)
+                ParameterRunner(r, run.session, run.scores).start(run.session.step)
 
 
 def _write_own(run: RecipeRun, mean: bool, *, rest: bool) -> None:
@@ -172,8 +173,7 @@ def switched(run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
     run.take_in()
     if not begun:
         session.call("switch()")
-    with in_mode(session.optimizer, training=True):
-        write_consensus(run, state=True)
+    write_consensus(run, state=True)
     if run.differ:
         _align_optimizer_state(session)
     run.rebase()  # its rounds go on if the ranks do not agree

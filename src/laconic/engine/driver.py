@@ -10,12 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.compile import check_groups
-from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe, recipe_text
 from laconic.device import refuse_capture
-from laconic.engine import consensus, loading
-from laconic.engine.consensus import ScalerAlignment, in_mode, switched
+from laconic.engine import loading
+from laconic.engine.consensus import ScalerAlignment, switched
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
 from laconic.engine.joint_optimizer import (
@@ -29,8 +27,6 @@ from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session, Sets, Settings
-from laconic.errors import check_bool
-from laconic.links.calls import FINISH
 from laconic.links.comm_thread import EXIT_SECONDS
 
 OWN_CLOSURE = (
@@ -42,10 +38,6 @@ NOT_AVERAGED = (
     "sync.no_sync() was around all backward passes of the closure that optimizer.step() calls: the "
     "optimizer uses their gradients before laconic could average them. Leave the last pass, and "
     "the step, outside"
-)
-ELASTIC_SWITCH = (
-    "an elastic run cannot switch, since newcomers start with the recipe of the start: finish, and "
-    "attach again under another job= with the new recipe"
 )
 
 
@@ -191,7 +183,7 @@ class Driver:
         policy, elastic = session.policy, session.elastic
         follows = elastic is not None and elastic.replaying  # its donor decides
         if policy is not None and not follows and policy.after_step():
-            self._switch(policy.recipe)
+            self.switch(policy.recipe)
         self.events.tell("step ended")
 
     def advance(self) -> None:
@@ -230,49 +222,8 @@ class Driver:
 
     # -- the recipe ----
 
-    @torch.no_grad()
-    def finish(self, *, mean: bool) -> None:
-        """See `Synchronizer.finish`."""
-        session, run = self.session, self.run
-        session.check_complete()
-        if session.newcomer is not None:
-            session.newcomer.finish()
-            session.status("finished")
-            return
-        with session.checked(FINISH):
-            session.refuse_in_consensus("sync.finish()")
-            session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
-            check_bool("mean", mean)
-        with in_mode(session.optimizer, training=True):
-            consensus.write_consensus(run, mean=mean)
-        if session.elastic is not None:
-            session.gather_json(None)  # after that all have it, and any may end
-        if not mean:
-            run.rebase()
-        self.events.tell("finish", mean)
-        self.ending.missing = False
-        session.recorder.event("finish")
-        session.status("finished")
-
-    @torch.no_grad()
-    def switch(self, recipe: Recipe | str) -> None:
-        """See `Synchronizer.switch`."""
-        session = self.session
-        session.check_complete()
-        if session.elastic is not None:
-            raise ValueError(ELASTIC_SWITCH)
-        with session.checked("switch()"):
-            given = as_recipe(recipe)
-            if not isinstance(given, tuple):
-                raise ValueError(f"sync.switch() takes a recipe, and {given!r} is for attach()")
-            session.refuse_in_consensus("sync.switch()")
-            check_groups(given, "group" in session.links)
-            session.settings.arrange(given)
-        self._switch(given, begun=True)
-        self.alignment.align()
-        session.policy = None
-
-    def _switch(self, recipe: Recipe, *, begun: bool = False) -> None:
+    def switch(self, recipe: Recipe, *, begun: bool = False) -> None:
+        """Go on under ``recipe``. ``begun``: the call of all ranks has."""
         before, self.run = self.run, switched(self.run, recipe, begun=begun)
         self.alignment.due |= before.differ
         before.close()
@@ -306,15 +257,6 @@ class Driver:
     def attached(self) -> bool:
         """Whether the optimizer's steps still run the rounds."""
         return bool(self._handles)
-
-    def failed(self, error: BaseException) -> None:
-        """The training raised ``error``: send nothing more, and tell the other ranks."""
-        self.events.tell("failure", error)
-        self.session.recorder.failed(error)
-        broken = self.session.comm.abandon() or any(g.broken for g in self.run.gradients)
-        if self.run.quorum is not None:
-            self.run.quorum.abandon()
-        self.session.world.leave(broken)
 
     # -- saving ----
 

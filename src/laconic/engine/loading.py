@@ -287,9 +287,6 @@ def _finished(
         former = saved_state.loaded(running, [saved], joined, None, links)
         if part["in_step"]:
             former.undo_before_step(step + 1)
-        former.fold_at_end(step)
-        own = former.push_weights()
-        former.finish(step, weighted=bool(own))
-        weights.update(own)
+        weights.update(former.finish(step, weighted=True))
         found.append(saved_state.round_state(former))
     return found, weights

@@ -210,16 +210,19 @@ class ParameterRunner:
 
     # -- folding ----
 
-    def fold_due(self, step: int, *, early: bool = False) -> list[InFlightRound]:
-        """Fold what is due after ``step``; ``early``: everything in flight. Returns what was."""
+    def fold_due(
+        self, step: int, *, early: bool = False, write: bool = True
+    ) -> list[InFlightRound]:
+        """Fold what is due after ``step``; ``early``: everything in flight. Without ``write`` x
+        stays. Returns what was folded."""
         folded = []
         while self.in_flight and (early or self.in_flight[0].due <= step):
             folded.append(self.in_flight.pop(0))
-            self._fold(folded[-1], step)
+            self._fold(folded[-1], step, write)
         return folded
 
-    def _fold(self, flight: InFlightRound, step: int, *, write: bool = True) -> None:
-        """Fold what ``flight`` brings. Without ``write`` x stays."""
+    def _fold(self, flight: InFlightRound, step: int, write: bool) -> None:
+        """Fold what ``flight`` brings."""
         update = self.round.update
         buckets, copied = flight.buckets, self.set.copied(flight.copies) if write else []
         for tensor, copy in copied:
@@ -245,27 +248,23 @@ class ParameterRunner:
         self.fold_due(step, early=True)
         self._quiesce(averaged)
 
-    def finish(self, step: int, *, weighted: bool = False) -> None:
+    def finish(self, step: int, *, weighted: bool = False) -> dict[int, float]:
         """Quiesce where the mean of x over workers counts next. With push weights, a part of x is
         in flight and is folded. Other messages are copies of an x that has moved on since: only
-        the state takes them in. ``weighted``: x is left de-biased, for a mean that `push_weights`
-        weigh."""
-        self.fold_at_end(step)
-        self._quiesce(averaged=not weighted)
-
-    def fold_at_end(self, step: int) -> None:
-        """The first part of `finish`."""
-        while self.in_flight:
-            self._fold(self.in_flight.pop(0), step, write=self._sends_part_of_x)
+        the state takes them in. Returns the `push_weights`. ``weighted``: these will weigh the
+        mean, for which x is left de-biased."""
+        self.fold_due(step, early=True, write=self._sends_part_of_x)
+        weights = self.push_weights()
+        self._quiesce(averaged=not (weighted and weights))
+        return weights
 
     def push_weights(self) -> dict[int, float]:
         """The push weight of each tensor by its id; empty where the update has none."""
         name = self.round.update.weight
+        if name is None:
+            return {}
         return {
-            id(segment.tensor): float(channel.state[name])
-            for channel in self.channels
-            for segment in channel.bucket.segments
-            if name is not None
+            id(s.tensor): float(c.state[name]) for c in self.channels for s in c.bucket.segments
         }
 
     def _quiesce(self, averaged: bool) -> None:
