@@ -15,8 +15,8 @@ from laconic.engine.channel import Channel
 from laconic.engine.driver import Driver
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.reports import Reports
-from laconic.engine.saved_state import Runner, Stateful, checksum
-from laconic.engine.session import Session
+from laconic.engine.saved_state import Stateful, checksum
+from laconic.engine.session import Policy, Session
 from laconic.errors import LinkError, after_step, when_uncaught
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.link import ElasticLink, Settings
@@ -32,14 +32,32 @@ RESIDUALS = "residual", "lag"
 out nothing."""
 LEFT = 128 + signal.SIGTERM
 """The exit code of a worker that has left on SIGTERM: for supervisors it has not finished."""
-_Settings = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]
-"""The numbers in the optimizer's parameter groups, the state of the user's objects, and what the
-policy hands over."""
+_Settings = tuple[list[dict[str, Any]], dict[str, Any]]
+"""The numbers in the optimizer's parameter groups, and the state of the user's objects."""
+
+
+class PolicyState:
+    """The state that a newcomer's policy continues from, as that of one of the user's objects.
+    ``outputs``: what the policy's collectives have brought last, by the name of their call."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.outputs: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Policy.handover`."""
+        return self._policy.handover()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Policy.take_over`."""
+        self.outputs.update(state["outputs"])
+        self._policy.take_over(state, self.outputs)
 
 
 class Donor:
     """Sends the state of ``driver`` to newcomers that ask for it, with that of the ``others``, the
-    user's objects. In a worker of several ranks, rank 0 does so for all, and all leave together."""
+    user's objects and the policy. In a worker of several ranks, rank 0 does so for all, and all
+    leave together."""
 
     def __init__(
         self,
@@ -102,13 +120,9 @@ class Donor:
         others = self._read_others()
         if others is None:
             return
-        self._settings[step] = self._settings_now(others)
+        self._settings[step] = numbers_of(self._driver.session.bound.param_groups), others
         for relay in list(self._link.relays):
             relay.put(StepSettings(step, self._settings[step][0]))
-
-    def _settings_now(self, others: dict[str, Any]) -> _Settings:
-        optimizer = self._driver.session.bound
-        return numbers_of(optimizer.param_groups), others, self._policy()
 
     def _read_others(self) -> dict[str, Any] | None:
         """The state of the user's objects. If it cannot be read, this worker's training goes on,
@@ -127,10 +141,6 @@ class Donor:
     def _copy_others(self) -> dict[str, Any]:
         return {name: plain_copy(each.state_dict()) for name, each in self._others.items()}
 
-    def _policy(self) -> dict[str, Any] | None:
-        policy = self._driver.session.policy
-        return None if policy is None else plain_copy(policy.handover())
-
     def _settings_for(self, call: Call) -> tuple[Settings, Callable[[], Snapshot] | None]:
         """See `ElasticLink.settings`. In the communication thread. In front of a gradient round the
         step has not begun, and nothing changes the state. All workers have the same then, and a
@@ -138,7 +148,7 @@ class Donor:
         were averaged."""
         session, run = self._driver.session, self._driver.run
         if run.quorum is not None:  # a newcomer goes on from the step after which it was sent x
-            return (0, [], {}, None), None
+            return (0, [], {}), None
         if call.name != GRADIENTS:
             return (0, *self._settings[steps_before(call)]), None
 
@@ -150,7 +160,8 @@ class Donor:
             }
             return Snapshot(session.step, [plain_copy(values)])
 
-        return (digest_of(session), *self._settings_now(self._copy_others())), state
+        settings = numbers_of(session.bound.param_groups), self._copy_others()
+        return (digest_of(session), *settings), state
 
     def _after_step(self) -> None:
         """Between two steps: begin to send to the newcomers that have called; leave the run if
@@ -213,7 +224,6 @@ class Donor:
                 "optimizer": session.bound.state_dict(),
                 "sync": self._driver.state_dict(),
                 "others": self._read_others() or {},
-                "policy": self._policy(),
             }
         )
         leave_out_residuals(state["sync"])
@@ -261,9 +271,3 @@ def silent_channels(run: RecipeRun) -> list[Channel]:
     """Those of rounds that send nothing: a newcomer computes their state from its own x."""
     silent = [running for running in run.rounds if not running.exchange.communicates]
     return [channel for running in silent for channel in running.channels]
-
-
-def channels_of(run: RecipeRun) -> list[tuple[Channel, str | None]]:
-    """Every channel, with the name of its push weight."""
-    rounds: list[Runner] = [*run.rounds, *run.gradients]
-    return [(channel, r.round.update.weight) for r in rounds for channel in r.channels]

@@ -242,15 +242,15 @@ class _Place(NamedTuple):
     owned: slice
     whole: slice
 
-    def slot(self, name: str) -> Slot:
-        return self.slots.get(name, "owner")  # an outer optimizer names its own
+    def is_owned(self, name: str) -> bool:
+        return self.slots.get(name, "owner") == "owner"  # an outer optimizer names its own
 
     def where(self, name: str) -> slice:
-        return self.owned if self.slot(name) == "owner" else self.whole
+        return self.owned if self.is_owned(name) else self.whole
 
     def saved_at(self, name: str, part: Saved, bucket: int) -> int:
         """Where the tensor began in a bucket of the run that has saved ``part``."""
-        if self.slot(name) == "owner":
+        if self.is_owned(name):
             return int(part["starts"][bucket])
         return int(part["parts"][bucket]) if self.key == "carried" else 0
 

@@ -33,7 +33,7 @@ from laconic.links.link import Parts, Quiet, Sent, arrivals, at_once
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
-Settings = tuple[int, list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]
+Settings = tuple[int, list[dict[str, Any]], dict[str, Any]]
 """The last four values of a `Start`."""
 
 EXIT_SECONDS = 5.0

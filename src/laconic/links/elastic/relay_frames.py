@@ -42,7 +42,7 @@ class StepSettings:
 class Start:
     """The newcomer takes part from the unit ``serial`` on, which begins ``call``. ``groups``: the
     numbers in the optimizer's parameter groups for its first step; ``others``: the state of the
-    user's objects then, by name; ``policy``: what the donor's policy hands over. ``digest``: of the
+    user's objects then, by name, and of the policy. ``digest``: of the
     model and the optimizer then, where all workers have the same. ``present``: how many workers
     take part, and the newcomer's rank."""
 
@@ -51,7 +51,6 @@ class Start:
     digest: int
     groups: list[dict[str, Any]]
     others: dict[str, Any]
-    policy: dict[str, Any] | None
     present: tuple[int, int]
 
 
