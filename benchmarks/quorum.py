@@ -9,9 +9,8 @@ Four workers train an MLP 64-128-10 on scikit-learn's digits, in the simulator, 
 time. A step takes 1, 1, 1, and 3 seconds; messages take no time. The row "equal workers" has four
 workers of 1.2 seconds, so the same number of steps per second in all. With --slow-link, messages of
 the third worker take so many seconds to rank 0, and those of the others a tenth of that, as do all
-of the equal workers'. `benchmarks.quorum_lab` compares processes on emulated hosts. Learning rates
-decay with the time, so that every method ends at the same rate. Three figures for each method,
-means and their standard errors over fresh seeds:
+of the equal workers'. Learning rates decay with the time, so that every method ends at the same
+rate. Three figures for each method, means and their standard errors over fresh seeds:
 
     default   DiLoCo's outer learning rate 0.7 and momentum 0.9, inner rate 0.08
     common    the settings that are best for equal workers

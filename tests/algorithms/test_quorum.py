@@ -258,7 +258,7 @@ def test_switching_and_several_synchronizers() -> None:
                 assert sync.mean(float(rank)) == 1.0
             if t == (12 if late else 22):
                 sync.switch(la.local_sgd(5))
-                sync.step = 0
+                sync.driver.session.step = 0
             if t in (6, 12 if late else 22):
                 found.append(flat(model))
         sync.finish()

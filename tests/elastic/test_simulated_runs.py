@@ -139,10 +139,10 @@ def only(results: Sequence[dict[str, Any]], key: str) -> Any:
     "recipe",
     [
         *("ddp(codec='int4')", "local_sgd(4, delay=2, codec='int8')", "streaming_diloco(8)"),
-        *("sgp(delay=2)", "noloco(4)", late("sparse_loco(6)"), late("easgd(3)"), late("d_psgd()")),
+        *("sgp(delay=2)", late("easgd(3)"), late("d_psgd()")),
         late("slowmo(laconic.local_sgd(3), period=6)"),
         late("diloco(8, delay=3)"),
-        *(late(r) for r in ("post_local_sgd(6, 4)", "des_loc(3, 6)")),
+        late("post_local_sgd(6, 4)"),
         "outer_step(laconic.ddp(), 3)",  # in steps that newcomers repeat
         late("outer_step(laconic.local_sgd(3), 6, outer='muon')"),
         "outer_step(laconic.streaming_diloco(8), 4, outer='muon', average=False)",
@@ -303,7 +303,7 @@ def slow_then_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(self: Chooser) -> Probed:
         self._world.gather(torch.tensor([1.0]))
         rate = (3e5, 1e12)[len(self.choices) % 2]
-        return Probed(rate, 1e-4, 0, 0, [0.0] * self._link.size)
+        return Probed(rate, 1e-4, 0, 0)
 
     monkeypatch.setattr(Chooser, "_probe", found)
     for name, value in {"REVIEW": 10, "LATER": 4, "WARMUP": 1, "WINDOW": 3}.items():

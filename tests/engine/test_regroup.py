@@ -184,7 +184,7 @@ def whole(run: la.Synchronizer, states: list[Any]) -> Whole:
     return found
 
 
-FEW = ("slowmo over late sgp", "diloco, Adam", "streaming_diloco", "ddp, coded", "des_loc")
+FEW = ("slowmo over late sgp", "diloco, Adam", "streaming_diloco", "ddp, coded")
 
 
 @pytest.mark.parametrize(

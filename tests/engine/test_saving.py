@@ -161,7 +161,7 @@ def folder_of(base: Path, rank: int, shared: bool = False) -> Path:
 def constant_run(rank: int, value: float) -> Run:
     """A worker whose parameters are ``value``, after as many steps."""
     run = Run(la.local_sgd(4, delay=3), rank, hidden=2)
-    run.sync.step = max(int(value), 0)
+    run.sync.driver.session.step = max(int(value), 0)
     with torch.no_grad():
         for p in run.model.parameters():
             p.fill_(value)

@@ -87,7 +87,6 @@ class Donor:
         driver.events.on("finish", self._after_finish)
         driver.events.on("switch", self._send_state)
         link.reception.open()
-        self._reports.begin()
 
     def _leave(self, *_: object) -> None:
         # a forked child has this handler, too
@@ -190,13 +189,12 @@ class Donor:
             log.info("sending the state %s to a newcomer", after_step(step))
 
     def _leave_run(self) -> None:
-        session, link = self._driver.session, self._link
-        session.comm.drain()
+        self._driver.session.comm.drain()
         self._driver.run.close()
         self._reports.leave()
-        link.units.note({"left": session.step})
-        link.members.leave()
-        link.close()
+        self._link.members.leave()
+        self._inside.say()  # the other ranks end after rank 0 has left
+        self._link.close()
         raise SystemExit(LEFT)
 
     def _after_finish(self, mean: bool) -> None:

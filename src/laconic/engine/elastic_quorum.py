@@ -273,13 +273,9 @@ class ElasticPort:
 
     def follow(self) -> None:
         """A newcomer repeats the round that its donor has recorded next."""
-        self._take_part("catching up")
-
-    def _take_part(self, label: str) -> None:
-        """Take part in a round to which this worker contributes nothing."""
         self.expect()
         job = partial(self._turn, _Waits(BUSY, 0, 0.0), lambda: None)
-        self._session.comm.call(job, label)
+        self._session.comm.call(job, "catching up")
 
     def start(self) -> None:
         """A newcomer has caught up: it continues from the results of the latest rounds."""
@@ -334,9 +330,7 @@ class ElasticPort:
         """Does nothing: every call begins with a poll."""
 
     def close(self) -> None:
-        """This worker takes part in no more rounds, once it has in those that a trace says."""
-        while self._polling.owes_rounds() and not self._session.comm.failed:
-            self._take_part("leaving")
+        """This worker takes part in no more rounds."""
         self._closed = True
 
     def abandon(self) -> None:

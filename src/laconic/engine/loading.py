@@ -136,8 +136,9 @@ class Loading:
         if session.policy is not None:
             self._undo.append(session.policy.undo())
             session.policy.load_state_dict(first["auto"])
-            self.run, undo = successor(self.run, session.policy.recipe)
-            self._undo.append(undo)
+            before = self.run
+            self.run = RecipeRun(session, session.policy.recipe, before.drift)
+            self._undo.append(successor(before, self.run))
         held = list(chain(*session.held()))
         joined = [[held[k] for k in batch] for batch in first["joined"]] or self.run.joined
         workers = None
@@ -286,9 +287,6 @@ def _finished(
         former = saved_state.loaded(running, [saved], joined, None, links)
         if part["in_step"]:
             former.undo_before_step(step + 1)
-        former.fold_at_end(step)
-        own = former.push_weights()
-        former.finish(step, weighted=bool(own))
-        weights.update(own)
+        weights.update(former.finish(step, weighted=True))
         found.append(saved_state.round_state(former))
     return found, weights

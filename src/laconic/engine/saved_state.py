@@ -110,7 +110,6 @@ def round_state(running: ParameterRunner) -> Saved:
     return {
         **channel_states(running),
         "executed": running.executed,
-        "digest": running.x_digest,
         "flights": flights,
     }
 
@@ -169,7 +168,6 @@ def loaded(
     new.executed = int(own["executed"])
     first = new.executed - len(own["flights"])
     new.in_flight = [_load_flight(new, f, first + k) for k, f in enumerate(own["flights"])]
-    new.x_digest = own["digest"] if workers is None else 0
     return new
 
 

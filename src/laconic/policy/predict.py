@@ -1,6 +1,6 @@
 """Predict the seconds per training step of a recipe from measured costs.
 
-This is the only cost model. `laconic.auto` chooses recipes with it, `laconic advise` reports its
+This is the cost model. `laconic.auto` chooses recipes with it, `laconic advise` reports its
 predictions, and `make validate-model` compares them with measurements.
 
 Symbols:
@@ -43,21 +43,6 @@ longer on average. ``packets`` is the number of packets that the n ranks send in
 of the message, which takes S seconds; half of them remain when a packet is lost. Packets that are
 lost earlier are sent again while others are still being sent.
 
-Rounds with a quorum of q workers, at most every H steps, let worker i arrive after k_i steps of c_i
-seconds; k_i = H, or at own pace the steps that it takes while the fastest takes H. Then
-
-    t_i     = k_i * c_i + sum_r (T_ri + w_r) + s * sqrt(H)
-    closed  = min(largest t, q-th smallest t + grace)
-    seconds = n / sum_i k_i / max(t_i, closed)                              per step of a worker
-
-T_ri is the time of what rank 0 receives from all and then sends to all (`QuorumMean.busiest`), or
-longer if worker i's own network needs more for its message or for the result. Rank 0's own message
-does not travel, so T_r0 = 0.
-
-Rounds average the module's buffers, too (`buffer_rounds`), as far as training changes them: with
-b such buffers of v bytes, messages of 8 and of 16*b bytes compare digests among all ranks, and a
-message like those of the exchange has v bytes. They travel behind the round's own.
-
 The second term of the maximum is the network's capacity. A collective starts only when its last
 rank has reached it, so collectives with a delay can keep the network busy for at most the share U
 of the time that latency leaves. U_r = 1 for all other rounds and for gossip. A step never takes
@@ -67,18 +52,17 @@ longer than it would without overlap.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import accumulate
 from typing import cast
 
 import torch
 
-from laconic.algorithms.compile import buffer_rounds, with_replicas
+from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Mean, QuorumMean
+from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import (
     AnyRound,
     GradientRound,
@@ -87,14 +71,12 @@ from laconic.algorithms.round import (
     describe,
     fragments_of,
 )
-from laconic.algorithms.schedules import After, Every, Schedule, every, own_pace
-from laconic.algorithms.updates import Replace
+from laconic.algorithms.schedules import After, Every, Schedule, every
 from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_channels import bucket_bytes
 from laconic.engine.overlap import AHEAD, turns_at_once
 from laconic.links import cost
-from laconic.links.cost import Cost
-from laconic.parts import Fragment, module_buffers
+from laconic.parts import Fragment
 from laconic.policy.facts import Facts
 
 UTILIZATION = 0.7
@@ -156,18 +138,19 @@ class Load:
 def predict(recipe: Recipe, facts: Facts) -> Prediction:
     """Predict the cost of a step under ``recipe``.
 
-    Rounds inside a group, and all processor work that ``facts`` lacks, count as free.
+    Rounds inside a group, and all processor work that ``facts`` lacks, count as free. Rounds have
+    no quorum: `laconic.advisor.quorum` predicts those.
     """
-    if recipe and all(isinstance(r.exchange, QuorumMean) for r in recipe):
-        return _predict_quorum(recipe, facts)
     rounds = with_replicas(recipe) if facts.ranks > 1 else recipe
     exposed = network = waited = least = serial = sent = synchronous = 0.0
-    for r, load in (*_loads(rounds, facts), *_buffer_loads(recipe, facts)):
+    for r in rounds:
         share = often(r)
+        if not share or not takes_time(r):
+            continue
+        load = load_of(r, facts)
         exposed += share * (load.exposed + load.stretch)
         if r.over != "replica":
-            meets = r.part is module_buffers if isinstance(r, Round) else False
-            meets |= r.exchange.communicates and r.exchange.out_degree is None
+            meets = r.exchange.communicates and r.exchange.out_degree is None
             synchronous += share if meets and not r.delay else 0.0
             network += share * load.network
             waited += share * min(load.exposed, load.network)
@@ -182,84 +165,10 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     return Prediction(total, sent, hidden)
 
 
-def _loads(rounds: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
-    for r in rounds:
-        if takes_time(r) and often(r):
-            yield r, load_of(r, facts)
-
-
 def takes_time(r: AnyRound) -> bool:
     """Whether ``r`` counts: it sends something between workers, or computes Muon's direction."""
     computes = isinstance(r, Round) and r.update.scope == "tensors"
     return r.over != "group" and (r.exchange.communicates or computes)
-
-
-def _buffer_loads(recipe: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
-    """Yield the rounds about the module's buffers that ``recipe`` implies, and what each costs. The
-    ranks compare digests, and send what differs, behind the messages that are under way."""
-    shared = Round(every(1), Replace(), Mean(), module_buffers, over="world")
-    rounds = (shared,) if facts.broadcast else buffer_rounds(recipe)
-    travels = [(r.delay, load.network) for r, load in _loads(recipe, facts) if r.delay]
-    for r in filter(takes_time, rounds if facts.buffers else ()):
-        n = facts.workers * (facts.ranks if r.over == "world" else 1)
-        load, amount = Load(0.0, 0.0, 0.0, 0.0, 0.0), cost.gather(8, n)
-        if facts.changing:
-            amount += cost.gather(16 * len(facts.buffers), n)
-            if facts.broadcast:
-                amount += cost.broadcast(facts.changing, n)
-            else:
-                load = _parameters(r, of_buffers(facts, facts.changing))
-        names = (r.over, "workers")
-        seconds = facts.travel(names, amount, n, 1) + load.network
-        sending = amount.seconds(facts.net(*names).rate, 0.0) + load.sending
-        before = max((t for delay, t in travels if delay == r.delay), default=0.0)
-        exposed = max(seconds - max(r.delay * facts.compute - before, 0.0), 0.0)
-        sent = _external_share(r, facts) * (amount.bytes + load.sent)
-        yield r, Load(seconds, sending, exposed, load.stretch, sent)
-
-
-def of_buffers(facts: Facts, size: int) -> Facts:
-    """Return ``facts`` about ``size`` bytes of buffers in place of the model."""
-    return replace(facts, shapes=((-(-size // 4),),), itemsize=4, work={}, turning=0.0)
-
-
-def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
-    """Predict the cost of a step under a recipe whose rounds close with a quorum. All are due
-    equally often, over workers of one rank, without a delay (`check_quorum`)."""
-    exchange = recipe[0].exchange
-    assert isinstance(exchange, QuorumMean), "selected by `predict`"
-    n, period = facts.workers, round(1 / often(recipe[0]))
-    computes = facts.computes or (facts.compute,) * n
-    fastest = 1 / min(computes) if min(computes) else 0.0
-    network, sent = [0.0] * n, 0.0
-    other = facts.skew * math.sqrt(period)
-    sendings = [0.0] * n
-    about = [(r, facts) for r in recipe]
-    if facts.buffers:  # all of them travel, since the workers do not meet
-        buffers = of_buffers(facts, sum(facts.buffers))
-        about += [(r, buffers) for r in buffer_rounds(recipe)]
-    for r, known in about:
-        there, back = quorum_travel(r, known)
-        sendings = [a + b for a, b in zip(sendings, there, strict=True)]
-        network = [a + b + c for a, b, c in zip(network, there, back, strict=True)]
-        sent += r.exchange.cost(elements(r, known, n), known.itemsize, n).bytes
-        other += known.work.get(work_key(r), 0.0)
-    steps = [period] * n
-    if exchange.pace == "own":
-        skip = (exchange.workers or n) < n
-        usual = statistics.median_low(sendings)
-        pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
-        steps = [
-            pace(1 / c if c else fastest, sending=t - usual)[0]
-            for c, t in zip(computes, sendings, strict=True)
-        ]
-    ends = [k * c + t + other for k, c, t in zip(steps, computes, network, strict=True)]
-    reached = sorted(ends)[min(exchange.workers or n, n) - 1]
-    closed = min(max(ends), reached + exchange.grace)
-    spans = [max(end, closed) for end in ends]
-    rounds = sum(1 / span for span in spans) / n  # of a mean worker, per second
-    seconds = n / sum(k / span for k, span in zip(steps, spans, strict=True))
-    return Prediction(seconds, sent * rounds * seconds)
 
 
 def undisturbed(recipe: Recipe, facts: Facts) -> Facts:
@@ -270,58 +179,6 @@ def undisturbed(recipe: Recipe, facts: Facts) -> Facts:
     beside = predict(recipe, facts).seconds
     stretch = beside - predict(recipe, replace(facts, contention=0.0)).seconds
     return replace(facts, compute=max(facts.compute - stretch, facts.compute / 2))
-
-
-def quorum_travel(
-    r: AnyRound, facts: Facts, remote: int | None = None
-) -> tuple[list[float], list[float]]:
-    """Return, by worker, the seconds of its message to rank 0, and those of the result, in a round
-    of which so many ``remote`` workers are part, that is, all but rank 0 (None: all of them). The
-    messages of a round are under way together."""
-    n = facts.workers
-    remote = n - 1 if remote is None else remote
-    assert isinstance(r.exchange, QuorumMean), "it has a quorum"
-    amount = r.exchange.busiest(elements(r, facts, n), facts.itemsize, remote + 1)
-    way = Cost(amount.bytes // 2, amount.messages // 2)
-    known = facts.nets.get("workers")
-    rates = facts.rates or (facts.rate if known is None else known.rate,) * n
-    receives = facts.receives or rates
-
-    @lru_cache
-    def seconds(home: float, away: float, shared: float) -> float:
-        return facts.travel((r.over, "workers"), way, n, 1, min(home, remote * away, shared))
-
-    there, back = [0.0] * n, [0.0] * n
-    for first, last in pairwise(_alike(facts)):
-        up = _through(facts, first, to_first=True)
-        down = _through(facts, first, to_first=False)
-        for worker in range(max(first, 1), last):
-            there[worker] = seconds(receives[0], rates[worker], up)
-            back[worker] = seconds(rates[0], receives[worker], down)
-    return there, back
-
-
-def _alike(facts: Facts) -> list[int]:
-    """Return the ranks, and n, between which all workers share the same connections."""
-    ends = {0, facts.workers}
-    for each in facts.shared:
-        ends |= {each.begin, each.begin + each.ranks}
-        ends |= {each.end, each.end + each.others} if each.end is not None else set()
-    return sorted(ends)
-
-
-def _through(facts: Facts, worker: int, *, to_first: bool) -> float:
-    """Return the bit/s of all messages to rank 0 together, or from it, that the connections which
-    this ``worker`` shares with others allow. As many of each round's workers are behind each
-    connection as there are of all."""
-    least = math.inf
-    for each in facts.shared:
-        if to_first and each.sends(worker) and each.receives(0):
-            least = min(least, each.rate * (facts.workers - 1) / each.ranks)
-        elif not to_first and each.sends(0) and each.receives(worker):
-            ways = each.others if each.end is not None else facts.workers - each.ranks
-            least = min(least, each.rate * (facts.workers - 1) / ways)
-    return least
 
 
 def load_of(r: AnyRound, facts: Facts) -> Load:
@@ -476,7 +333,7 @@ def elements(r: AnyRound, facts: Facts, n: int, carriers: int = 1) -> int:
     """
     share = fragments_of(r)
     multiple = r.exchange.multiple(n) * carriers
-    return -(-facts.elements * r.update.models // share // multiple) * multiple
+    return -(-facts.elements // share // multiple) * multiple
 
 
 def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:

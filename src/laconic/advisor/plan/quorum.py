@@ -16,13 +16,13 @@ from torch import Tensor
 
 from laconic.advisor.plan.rounds import Rounds, message_bytes
 from laconic.advisor.plan.run import Log, Run
+from laconic.advisor.quorum import quorum_travel
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import AnyRound
 from laconic.algorithms.schedules import Every
 from laconic.engine.quorum_rounds import appointments
 from laconic.links.quorum.port import Announcement, Appointment, Delivery, Rules, Speed
 from laconic.links.quorum.syncer import Syncer
-from laconic.policy.predict import quorum_travel
 
 DRAWN = 1024
 """Step times of a worker that are drawn at once."""

@@ -1,7 +1,6 @@
 """With whom a message is exchanged, and how it is encoded."""
 
-from laconic.algorithms.exchanges.coded import CodedMean, GatheredMean, ReplicatedMean, coded
-from laconic.algorithms.exchanges.demo import FastComponents
+from laconic.algorithms.exchanges.coded import CodedMean, ReplicatedMean
 from laconic.algorithms.exchanges.leader import Leader
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.exchanges.mean import Alone, Identical, Mean, ShardedMean
@@ -12,8 +11,6 @@ __all__ = [
     "Alone",
     "CodedMean",
     "CodedQuorumMean",
-    "FastComponents",
-    "GatheredMean",
     "Identical",
     "Leader",
     "LowRank",
@@ -22,5 +19,4 @@ __all__ = [
     "QuorumMean",
     "ReplicatedMean",
     "ShardedMean",
-    "coded",
 ]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival, Combine, Exchange
-from laconic.algorithms.exchanges.coded import ReplicatedMean
-from laconic.algorithms.exchanges.coding import (
+from laconic.algorithms.exchanges.coded import (
     NOT_FINITE,
+    ReplicatedMean,
     add_decoded,
     check_codable,
     nonfinite_rows,
@@ -190,11 +190,10 @@ class CodedQuorumMean(QuorumMean):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.codec, Codec) or self.codec.gathered:
-            names = [name for name, codec in CODECS.items() if not codec.gathered]
+        if not isinstance(self.codec, Codec):
             raise ValueError(
                 "rounds with a quorum code their results, too, which needs a codec such as "
-                f"{', '.join(names)}, not {self.codec!r}"
+                f"{', '.join(CODECS)}, not {self.codec!r}"
             )
         check_repr(self.codec)
 

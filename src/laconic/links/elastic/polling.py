@@ -57,11 +57,6 @@ class Polling:
         if self.link.rendezvous.link is not None:
             self.link.rendezvous.link.begin_digest(call.digest)
 
-    def owes_rounds(self) -> bool:
-        """Whether this worker, which leaves, must take part in a round before: never, since its
-        communication thread has done so while it computed."""
-        return False
-
     def clock(self, step: int) -> Clock:
         """The time of this worker, which has taken ``step`` steps so far."""
         return Clock()

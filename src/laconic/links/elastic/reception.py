@@ -46,7 +46,7 @@ class Reception:
 
     def callers(self, step: int) -> list[Relay]:
         """The newcomers that have called, and get the state after ``step`` steps."""
-        found = []
+        found = list[Relay]()
         while not self._waiting.empty():
             found.append(self._waiting.get())
         return found

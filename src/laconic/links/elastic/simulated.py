@@ -10,20 +10,17 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.elastic.faults import Plan
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.members import nobody
 from laconic.links.elastic.polling import Polling
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Frame, Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
-from laconic.links.elastic.signs import Signs
 from laconic.links.elastic.units import Units
-from laconic.links.health import LinkRecord
 from laconic.links.quorum.polls import CALLS, POLL, Decision, Polls, Standing
 from laconic.links.quorum.simulated import VirtualClock
 from laconic.links.simulated import SimulatedLink, Stage
@@ -170,23 +167,13 @@ class SimulatedPolls:
         return found[0], one.polls.close(said, found[1], found[0])
 
 
-class _Links(SimulatedLink):
-    """The collectives of one unit. ``lost``: the ranks whose messages do not come."""
-
-    lost: Sequence[int] = ()
-
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Any]:
-        pieces = super().swap(x, to, source)
-        return [None if r in self.lost else p for r, p in zip(source, pieces, strict=True)]
-
-
 class _Rendezvous:
     """In place of `laconic.links.elastic.rendezvous.Rendezvous`: nothing is ever interrupted, since
     the plan knows beforehand who completes a unit."""
 
     def __init__(self, cast: Cast, me: int, units: Units) -> None:
         self._cast, self._me, self._units = cast, me, units
-        self.link: _Links | None = None
+        self.link: SimulatedLink | None = None
 
     @property
     def ids(self) -> list[str]:
@@ -213,10 +200,8 @@ class _Rendezvous:
         workers = [int(id) for id in ids]
         if self._me not in workers:
             return  # a newcomer: it begins with the next call that starts a step's rounds
-        self.link = _Links(self._cast.stage, self._me, workers)
+        self.link = SimulatedLink(self._cast.stage, self._me, workers)
         self.link.begin_digest(self._units.call.digest)
-        missing = self._cast.plan.missing(self._me, self._units.serial)
-        self.link.lost = [workers.index(worker) for worker in missing]
 
     def drop(self) -> None:
         """Do nothing."""
@@ -314,38 +299,13 @@ class _Reception:
         """Do nothing."""
 
 
-def _members(me: int) -> Any:
-    """What a link needs of `laconic.links.elastic.members.Members`."""
-
-    def nothing(*_: object) -> None:
-        pass
-
-    return SimpleNamespace(
-        me=SimpleNamespace(id=str(me)),
-        view=SimpleNamespace(number=1, epoch=1, ids=[]),
-        wait=0.0,
-        limit=0.0,
-        number=me + 1,
-        signs=Signs(math.inf),
-        record=LinkRecord(),
-        is_at=nothing,
-        status=nothing,
-        leave=nothing,
-        idle=nothing,
-        finished=nothing,
-        ended=False,
-        close=nothing,
-        silence=nothing,
-    )
-
-
 class SimulatedElasticLink(ElasticLink):
     """The link of the worker ``me`` of a simulated run."""
 
     def __init__(self, cast: Cast, me: int, reports: Reporting) -> None:
         units = Units(str(me))
         parts: Any = _Rendezvous(cast, me, units), _Reception(cast, me, units), reports
-        super().__init__(_members(me), units, *parts, threaded=False)
+        super().__init__(nobody(str(me), me + 1), units, *parts, threaded=False)
         self.cast = cast
         cast.reporting[me] = reports
         deals = cast.plan.deals(me)
@@ -393,13 +353,6 @@ class SimulatedPolling(Polling):
         if admit:
             link.admit(POLL)
         return decision
-
-    def owes_rounds(self) -> bool:
-        """In a recorded run: whether a round that it took part in is still to come."""
-        link, units = self._simulated, self.link.units
-        if link.replaying:
-            return False
-        return units.serial <= link.cast.plan.last_round(int(units.me))
 
     def clock(self, step: int) -> VirtualClock:
         return VirtualClock(self._simulated.cast.stage, int(self.link.units.me), step)

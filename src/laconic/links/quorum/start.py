@@ -49,5 +49,5 @@ def _over_tcp(link: TcpLink, like: Sequence[Sequence[Tensor]], make: Make) -> Po
         else:
             between.close()
     if link.rank:
-        return Guest(lines[0], link.calls.report)
-    return Host(make(None), lines, like, timeout, link.calls.report)
+        return Guest(lines[0], link.calls.conclude)
+    return Host(make(None), lines, like, timeout, link.calls.conclude)
