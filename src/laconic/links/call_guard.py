@@ -341,13 +341,16 @@ class CallGuard:
         mine = self.position.serial
         silent = list(only) or [r for r, a in answers.items() if a.missing in NO_ANSWER]
         gone = [r for r, a in answers.items() if a.missing == "gone"]
-        behind = [r for r, a in answers.items() if a.position and a.position.serial < mine]
+        cut = self._transport is not None and bool(self._transport.closed())
+        behind = [  # and can still come
+            r for r, a in answers.items() if not cut and a.position and a.position.serial < mine
+        ]
         blamed = silent or gone or behind
         parts = [self._describe(r, answers[r]) for r in silent + gone or behind or answers]
         if len(silent) == self.size - 1 > 1:
             parts.append("all others at once: this rank's own network may be down")
         if answers and not blamed and self._transport is not None:
-            parts.append(ENDED if self._transport.closed() else SWALLOWED)
+            parts.append(ENDED if cut else SWALLOWED)
         who = "; ".join(parts) or "a rank was lost before the ranks had met"
         text = f"{who}. {ADVICE}. ({reason})"
         self.conclude(text, [self.ranks[r] for r in blamed], answers)
