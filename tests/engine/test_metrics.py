@@ -62,9 +62,6 @@ def test_the_records_add_up_to_what_the_run_did(tmp_path: Path) -> None:
     assert start["recipe"] == "local_sgd(2)" and "Every(period=2)" in start["schedule"][0]
     assert (start["rank"], start["ranks"], start["workers"], start["step"]) == (0, 2, 2, 0)
     assert (start["torch"], start["laconic"]) == (torch.__version__, la.__version__)
-    called = [call for record in rest for call in record.get("calls", [])]
-    assert sum(call["count"] for call in called if call["name"] == "Average round") == 3
-    assert all(call["seconds"] >= 0 and call["bytes"] >= 0 for call in called)
 
 
 def test_which_ranks_write(tmp_path: Path) -> None:

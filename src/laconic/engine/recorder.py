@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from laconic.links.metered import CallTotals
 from laconic.metrics import JsonLines
 from laconic.version import __version__
 
@@ -73,13 +72,12 @@ class Recorder:
         self,
         file: JsonLines,
         stats: Callable[[], Stats],
-        calls: Callable[[], dict[str, CallTotals]],
         about: Mapping[str, Any],
     ) -> None:
-        """Write to ``file`` from now on. ``stats()`` and ``calls()`` return the totals so far.
-        ``about`` goes into the first record."""
-        self._file, self._stats, self._calls = file, stats, calls
-        self._remember(stats(), calls())
+        """Write to ``file`` from now on. ``stats()`` returns the totals so far. ``about`` goes into
+        the first record."""
+        self._file, self._stats = file, stats
+        self._remember(stats())
         self._append(
             "start",
             **about,
@@ -115,7 +113,7 @@ class Recorder:
         if self._file is None:
             return
         seconds, steps, before = time.perf_counter() - self._time, self._steps, self._before
-        stats, calls = self._stats(), self._calls()
+        stats = self._stats()
         waited = stats.seconds_waiting - before.seconds_waiting
         self._append(
             event,
@@ -128,14 +126,12 @@ class Recorder:
             steps=steps - self._steps_before,
             sent=stats.bytes_sent - before.bytes_sent,
             waiting=round(min(waited / seconds, 1.0), 4) if seconds > 0 else 0.0,
-            calls=_differences(calls, self._calls_before),
             **more,
         )
-        self._remember(stats, calls)
+        self._remember(stats)
 
-    def _remember(self, stats: Stats, calls: Mapping[str, CallTotals]) -> None:
-        self._time, self._steps_before = time.perf_counter(), self._steps
-        self._before, self._calls_before = stats, calls
+    def _remember(self, stats: Stats) -> None:
+        self._time, self._steps_before, self._before = time.perf_counter(), self._steps, stats
 
     def _append(self, event: str, **about: Any) -> None:
         assert self._file is not None
@@ -154,22 +150,3 @@ def _close_all() -> None:
         if error is not None:
             recorder.failed(error)
         recorder.close()
-
-
-def _differences(
-    calls: Mapping[str, CallTotals], before: Mapping[str, CallTotals]
-) -> list[dict[str, Any]]:
-    """Return what changed in ``calls`` since the last record, by name."""
-    nothing = CallTotals()
-    changed = [(name, call, before.get(name, nothing)) for name, call in calls.items()]
-    return [
-        {
-            "name": name,
-            "step": call.step,
-            "count": call.count - old.count,
-            "bytes": call.bytes - old.bytes,
-            "seconds": round(call.seconds - old.seconds, 6),
-        }
-        for name, call, old in changed
-        if call != old
-    ]

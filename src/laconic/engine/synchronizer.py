@@ -416,7 +416,7 @@ class Synchronizer:
             "recipe": run.text(),
             "schedule": [f"{r.name}, {r.when}" for r in run.recipe if r.over != "replica"],
         }
-        session.recorder.start(file, self.stats, self.calls, about)
+        session.recorder.start(file, self.stats, about)
         if session.elastic is not None:
             self.on_change(self._record_view)
 
