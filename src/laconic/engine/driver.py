@@ -313,7 +313,7 @@ class Driver:
         self.session.recorder.failed(error)
         broken = self.session.comm.abandon() or any(g.broken for g in self.run.gradients)
         if self.run.quorum is not None:
-            self.run.quorum.abandon()
+            broken = self.run.quorum.abandon() or broken
         self.session.world.leave(broken)
 
     # -- saving ----
@@ -334,7 +334,7 @@ class Driver:
         loaded.agree(session)
         self._take(loaded)
         if self.run.quorum is not None:
-            session.gather(torch.zeros(1))  # no worker arrives before rank 0 has loaded
+            session.gather(torch.zeros(1))  # no worker arrives before all have loaded
 
     @torch.no_grad()
     def load_here(self, state: States) -> str | None:

@@ -171,6 +171,11 @@ class CallGuard:
         """What the messages of the current call carry, and must carry."""
         return self._sequence.header
 
+    @property
+    def call(self) -> Call | None:
+        """The current call, as other ranks show it."""
+        return self._sequence.position.call
+
     def begin(self, call: Call) -> None:
         """``call`` is the next one; raises what another rank found wrong."""
         self._raise_verdict()

@@ -46,13 +46,11 @@ lost earlier are sent again while others are still being sent.
 Rounds with a quorum of q workers, at most every H steps, let worker i arrive after k_i steps of c_i
 seconds; k_i = H, or at own pace the steps that it takes while the fastest takes H. Then
 
-    t_i     = k_i * c_i + sum_r (T_ri + w_r) + s * sqrt(H)
+    t_i     = k_i * c_i + sum_r (T_r + w_r) + s * sqrt(H)
     closed  = min(largest t, q-th smallest t + grace)
     seconds = n / sum_i k_i / max(t_i, closed)                              per step of a worker
 
-T_ri is the time of what rank 0 receives from all and then sends to all (`QuorumMean.busiest`), or
-longer if worker i's own network needs more for its message or for the result. Rank 0's own message
-does not travel, so T_r0 = 0.
+Every worker takes part in every round, also those that go on computing, so all wait T_r.
 
 Rounds average the module's buffers, too (`buffer_rounds`), as far as training changes them: with
 b such buffers of v bytes, messages of 8 and of 16*b bytes compare digests among all ranks, and a
@@ -67,11 +65,10 @@ longer than it would without overlap.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -93,7 +90,6 @@ from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_channels import bucket_bytes
 from laconic.engine.overlap import AHEAD, turns_at_once
 from laconic.links import cost
-from laconic.links.cost import Cost
 from laconic.parts import Fragment, module_buffers
 from laconic.policy.facts import Facts
 
@@ -231,29 +227,19 @@ def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
     n, period = facts.workers, round(1 / often(recipe[0]))
     computes = facts.computes or (facts.compute,) * n
     fastest = 1 / min(computes) if min(computes) else 0.0
-    network, sent = [0.0] * n, 0.0
-    other = facts.skew * math.sqrt(period)
-    sendings = [0.0] * n
+    other, sent = facts.skew * math.sqrt(period), 0.0
     about = [(r, facts) for r in recipe]
-    if facts.buffers:  # all of them travel, since the workers do not meet
+    if facts.buffers:  # all of them travel, since not all workers have arrived
         buffers = of_buffers(facts, sum(facts.buffers))
         about += [(r, buffers) for r in buffer_rounds(recipe)]
-    for r, known in about:
-        there, back = quorum_travel(r, known)
-        sendings = [a + b for a, b in zip(sendings, there, strict=True)]
-        network = [a + b + c for a, b, c in zip(network, there, back, strict=True)]
-        sent += r.exchange.cost(elements(r, known, n), known.itemsize, n).bytes
-        other += known.work.get(work_key(r), 0.0)
+    for load in (load_of(r, known) for r, known in about):
+        other += load.exposed
+        sent += load.sent
     steps = [period] * n
     if exchange.pace == "own":
-        skip = (exchange.workers or n) < n
-        usual = statistics.median_low(sendings)
-        pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
-        steps = [
-            pace(1 / c if c else fastest, sending=t - usual)[0]
-            for c, t in zip(computes, sendings, strict=True)
-        ]
-    ends = [k * c + t + other for k, c, t in zip(steps, computes, network, strict=True)]
+        pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace)
+        steps = [pace(1 / c if c else fastest) for c in computes]
+    ends = [k * c + other for k, c in zip(steps, computes, strict=True)]
     reached = sorted(ends)[min(exchange.workers or n, n) - 1]
     closed = min(max(ends), reached + exchange.grace)
     spans = [max(end, closed) for end in ends]
@@ -270,58 +256,6 @@ def undisturbed(recipe: Recipe, facts: Facts) -> Facts:
     beside = predict(recipe, facts).seconds
     stretch = beside - predict(recipe, replace(facts, contention=0.0)).seconds
     return replace(facts, compute=max(facts.compute - stretch, facts.compute / 2))
-
-
-def quorum_travel(
-    r: AnyRound, facts: Facts, remote: int | None = None
-) -> tuple[list[float], list[float]]:
-    """Return, by worker, the seconds of its message to rank 0, and those of the result, in a round
-    of which so many ``remote`` workers are part, that is, all but rank 0 (None: all of them). The
-    messages of a round are under way together."""
-    n = facts.workers
-    remote = n - 1 if remote is None else remote
-    assert isinstance(r.exchange, QuorumMean), "it has a quorum"
-    amount = r.exchange.busiest(elements(r, facts, n), facts.itemsize, remote + 1)
-    way = Cost(amount.bytes // 2, amount.messages // 2)
-    known = facts.nets.get("workers")
-    rates = facts.rates or (facts.rate if known is None else known.rate,) * n
-    receives = facts.receives or rates
-
-    @lru_cache
-    def seconds(home: float, away: float, shared: float) -> float:
-        return facts.travel((r.over, "workers"), way, n, 1, min(home, remote * away, shared))
-
-    there, back = [0.0] * n, [0.0] * n
-    for first, last in pairwise(_alike(facts)):
-        up = _through(facts, first, to_first=True)
-        down = _through(facts, first, to_first=False)
-        for worker in range(max(first, 1), last):
-            there[worker] = seconds(receives[0], rates[worker], up)
-            back[worker] = seconds(rates[0], receives[worker], down)
-    return there, back
-
-
-def _alike(facts: Facts) -> list[int]:
-    """Return the ranks, and n, between which all workers share the same connections."""
-    ends = {0, facts.workers}
-    for each in facts.shared:
-        ends |= {each.begin, each.begin + each.ranks}
-        ends |= {each.end, each.end + each.others} if each.end is not None else set()
-    return sorted(ends)
-
-
-def _through(facts: Facts, worker: int, *, to_first: bool) -> float:
-    """Return the bit/s of all messages to rank 0 together, or from it, that the connections which
-    this ``worker`` shares with others allow. As many of each round's workers are behind each
-    connection as there are of all."""
-    least = math.inf
-    for each in facts.shared:
-        if to_first and each.sends(worker) and each.receives(0):
-            least = min(least, each.rate * (facts.workers - 1) / each.ranks)
-        elif not to_first and each.sends(0) and each.receives(worker):
-            ways = each.others if each.end is not None else facts.workers - each.ranks
-            least = min(least, each.rate * (facts.workers - 1) / ways)
-    return least
 
 
 def load_of(r: AnyRound, facts: Facts) -> Load:
