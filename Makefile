@@ -7,7 +7,7 @@ DOCS := $(VENV)/.docs
 COURSE := $(VENV)/.course
 LAB := $(VENV)/.lab
 
-.PHONY: demo test test-all check wheels try-wheels matrix torchtitan gpu bench science race survive validate-model peers mutations stress chaos look look-docs docs pictures tutorial course clean
+.PHONY: demo test test-all check wheels try-wheels matrix torchtitan gpu bench science race validate-model peers mutations stress chaos look look-docs docs pictures tutorial course clean
 
 demo: $(if $(wildcard $(READY)),$(READY),$(LAB))  ## what a slow network costs, and what laconic gains
 	$(BIN)/laconic demo
@@ -71,11 +71,6 @@ RACE ?=
 
 race: peers               ## recipes and other libraries on three networks; hours; goes on where it was
 	$(BIN)/python -m benchmarks.race $(RACE)
-
-SURVIVE ?=
-
-survive: peers            ## what a training loses when machines are lost; an hour; SURVIVE="--minutes 2"
-	$(BIN)/python -m benchmarks.survive $(SURVIVE)
 
 VALIDATE ?=
 

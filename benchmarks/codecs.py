@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from laconic.codecs import E3M0, Cast, Codec, Int2, Int4, Int8, TopK
+from laconic.codecs import Cast, Codec, Int2, Int4, Int8
 
 LENGTH = 2**23
 REPEATS = 7
@@ -25,9 +25,6 @@ CODECS: tuple[Codec, ...] = (
     Int8(),
     Int4(),
     Int2(),
-    E3M0(),
-    TopK(),
-    TopK(values=Int2(block=64)),
 )
 
 

@@ -44,7 +44,6 @@ RECIPES = {
     "easgd(1)": la.easgd(1),
     "easgd(8)": la.easgd(8),
     "easgd(8, 0.3)": la.easgd(8, 0.3),
-    "sparse_loco(16)": la.sparse_loco(16),
 }
 
 

@@ -37,7 +37,6 @@ ROWS = (
     *(f"outer_step(ddp(), {period}, outer='muon')" for period in (2, 4, 8, 16)),
     "outer_step(ddp(codec='int4'), 8, outer='muon')",
     "power_sgd(4, codec='int8')",
-    "sparse_loco(16)",
     "local_sgd(2, delay=2, codec='int4')",
     *(
         f"streaming_diloco({period}, 4, 1, codec='int4', lr=0.7, momentum=0.6)"

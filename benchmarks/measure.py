@@ -137,7 +137,8 @@ def step(every: str = "") -> None:
     """Measure a step. ``every`` is the interval of metrics records in seconds; "" writes none."""
     bare, attached = Training(), Training()
     with tempfile.TemporaryDirectory() as directory:
-        metrics = laconic.JsonLines(directory, float(every)) if every else None
+        path = Path(directory, "run.jsonl")
+        metrics = laconic.JsonLines(path, float(every)) if every else None
         recipe = laconic.local_sgd(10**9)
         sync = laconic.attach(attached.model, attached.optimizer, recipe, metrics=metrics)
         emit(ratio("", *pairs(attached.step, bare.step), bound=1.02))

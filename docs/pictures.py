@@ -126,11 +126,6 @@ class Timeline:
         self.marks.append(f'<line class="arrow" {x} y1="{y1 + 5 * down}" y2="{y2 - 5 * down}"/>')
         self.kinds.setdefault("arrow", "")
 
-    def pair(self, one: int, other: int, at: float) -> None:
-        """The same both ways."""
-        self.arrow(one, other, at)
-        self.arrow(other, one, at)
-
     def drawn(self, **legend: str) -> str:
         """The SVG; ``legend`` says what a kind of block means here, where it is special."""
         entries = {**self.kinds, **legend}
@@ -294,53 +289,6 @@ def streaming_diloco() -> str:
     return t.drawn(fragments="a fragment of a − x travels, in codes of 4 bits")
 
 
-def des_loc() -> str:
-    t = Timeline(*workers())
-    at = 0.0
-    for k in range(1, 7):
-        at = t.steps(at, 3, 12)
-        for due, kind, name in (
-            (1, "parameters", "x"),
-            (2, "gradients", "u"),
-            (4, "messages", "v"),
-        ):
-            if k % due == 0:
-                t.computes(at, 16, "wait")
-                t.sends(at, 16, kind, name)
-                at += 16
-        t.fold(at, "x ← mean(x)" if k == 1 else "means of x, u and v" if k == 4 else "")
-    return t.drawn(
-        parameters="x: parameters, in every round",
-        gradients="u: first moments, in every second",
-        messages="v: second moments, in every fourth",
-    )
-
-
-def sparse_loco() -> str:
-    t = Timeline(*workers())
-    at = 0.0
-    for k in range(3):
-        if at:
-            t.sends(at, 130, "kept", "e")
-        at = t.waits(t.steps(at, 10, 13), 10, "parameters")
-        t.fold(at, "a ← a − mean(q); x ← a" if k == 1 else "")
-    return t.drawn(
-        parameters="q: 64 of 4096 elements travel", kept="e: the rest, kept for the next round"
-    )
-
-
-def noloco() -> str:
-    t = Timeline(*workers(4))
-    at = 0.0
-    for k, pairs in enumerate((((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))):
-        at = t.steps(at, 8, 12)
-        for (one, other), x in zip(pairs, (16, 16 + 16 * bool(k)), strict=True):
-            t.pair(one, other, at + x)
-        at += 48
-        t.fold(at, "both step; x ← a" if not k else "")
-    return t.drawn(arrow="(a − x, a) of two workers, drawn anew each time")
-
-
 def power_sgd() -> str:
     t = Timeline(*workers())
     for k in range(2):
@@ -358,23 +306,6 @@ def power_sgd() -> str:
         back="backward",
         gradients="factors of rank r travel",
         kept="e: what they leave out, kept",
-    )
-
-
-def demo() -> str:
-    t = Timeline(*workers())
-    for at in (0, 224):
-        t.computes(at, 76, text="forward")
-        t.computes(at + 76, 112, "back", "backward")
-        t.computes(at + 188, 24, "wait")
-        t.sends(at, 184, "kept", "e")
-        t.sends(at + 184, 28, "gradients", "q")
-        t.fold(at + 212, "" if at else "g ← sign(mean(q))")
-    return t.drawn(
-        step="forward",
-        back="backward",
-        gradients="q: the largest frequencies of e travel",
-        kept="e: momentum, each worker's own",
     )
 
 
@@ -415,11 +346,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     lsgd,
     diloco,
     streaming_diloco,
-    des_loc,
-    sparse_loco,
-    noloco,
     power_sgd,
-    demo,
     auto,
 )
 

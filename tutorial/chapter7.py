@@ -278,10 +278,9 @@ assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 #
 # ## Let it choose
 #
-# Before a training, from numbers, or measured with your own workload:
+# Before a training, from numbers:
 #
 #     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 2ms --workers 2
-#     laconic advise --workload my.py:make --workers 4 --bandwidth 100mbit
 #
 # For these hosts, with the computing measured above, it chooses among more recipes than these four:
 

@@ -23,13 +23,12 @@ EQUAL = {
     "laconic.post_local_sgd(300, 4)": (4, 300),
     "laconic.slowmo(laconic.local_sgd(3), period=6)": (3, 0),
     "laconic.diloco(8)": (8, 0),
-    "laconic.sparse_loco(6)": (6, 0),
 }
 DELAYED = "local_sgd(4, delay=2, codec='int8')", "diloco(8, delay=3)", "streaming_diloco(8)"
-GOSSIP = "sgp()", "sgp(delay=1)", "d_psgd()", "noloco(4)"
+GOSSIP = "sgp()", "sgp(delay=1)", "d_psgd()"
 OTHERS = *DELAYED, *GOSSIP, "easgd(3)", "auto()"
 RECIPES = *EQUAL, *(f"laconic.{name}" for name in OTHERS)
-CODED = "int4", "int8", "streaming_diloco", "sparse_loco"
+CODED = "int4", "int8", "streaming_diloco"
 
 PHASES_OF = {
     "newcomer": ["replay", "replay", "connect", "compare"],

@@ -14,8 +14,7 @@ import laconic as la
 from benchmarks.cuda import FailedError, Numbers, part
 from benchmarks.cuda.checks import PARTS  # which come first
 from laconic.codecs import Int4, Int8
-from laconic.codecs.blocks import largest_scale
-from laconic.codecs.integers import Integers
+from laconic.codecs.integers import Integers, largest_scale
 from laconic.device import accelerator, seconds_between, synchronize, time_mark
 from laconic.links.null import NullLink
 from laconic.links.staged import StagedLink

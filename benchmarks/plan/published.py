@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import laconic as la
 from laconic.advisor.plan.cluster import Cluster, uniform
+from laconic.advisor.quorum import predict
 from laconic.algorithms.round import Recipe
-from laconic.policy.predict import predict
 
 # -- bandwidth for 95% compute utilization ----
 

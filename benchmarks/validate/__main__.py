@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,8 @@ from benchmarks.study import DOCS, Journal, Parser, command, machine
 from benchmarks.validate import page
 from benchmarks.validate.launches import Launch, Timed, facts_of, journal
 from benchmarks.validate.rows import HOSTS, QUICK, RATES, ROWS, Network
-from benchmarks.validate.worker import STEPS, Job
-from laconic.advisor import cluster
-from laconic.advisor.worker import Spec
 from laconic.lab.emulation.cluster import Cluster
+from laconic.lab.emulation.cluster import launch as launch_on
 from laconic.lab.emulation.jobs import terminate_as_exit
 from laconic.lab.emulation.network import Network as LabNetwork
 from laconic.units import format_rate, parse_rate
@@ -84,11 +81,13 @@ def shared(seconds: float) -> dict[str, object]:
 
 def launch(network: Network, common: dict[str, object], seconds: float) -> Launch:
     """Run one launch: measure the facts, and time all rows."""
-    spec = Spec("text", None, [], STEPS, 0, cluster.TIMEOUT)
-    specification = json.dumps([asdict(spec), asdict(Job(list(ROWS), seconds))])
+    argv = [sys.executable, "-m", "benchmarks.validate.worker", json.dumps([list(ROWS), seconds])]
     with Cluster(LabNetwork(network.hosts, network.rate)) as hosts:
-        argv = ["-m", "benchmarks.validate.worker", specification]
-        lines = cluster.output_lines(hosts, argv, network.per_host, LONGEST)
+        job = launch_on(hosts, argv, per_host=network.per_host)
+        for outcome in job.wait(LONGEST):
+            if outcome.failed:
+                raise SystemExit(f"{outcome}\n{outcome.stderr}")
+        lines = [line for line in job.stdout(0).splitlines() if line.startswith("{")]
     first, *rest = map(json.loads, lines)
     rows = tuple(Timed(**{n: event["row"][n] for n in Timed.__annotations__}) for event in rest)
     return Launch(common, network, facts_of(first["measured"]["facts"]), rows)

@@ -14,18 +14,20 @@ from typing import Any
 
 from benchmarks.study import Journal, checked, key
 from benchmarks.validate.rows import Network
+from laconic.advisor.quorum import predict
 from laconic.algorithms.parse import parse_recipe
 from laconic.policy.facts import Facts, Net
-from laconic.policy.predict import predict
 
 
 def facts_of(plain: dict[str, Any]) -> Facts:
-    """Rebuild facts from the result of `asdict`."""
+    """Rebuild facts from the result of `asdict`, also of an earlier version, which had more."""
     nets = {name: Net(**net) for name, net in plain["nets"].items()}
     shapes = tuple(tuple(shape) for shape in plain["shapes"])
-    names = ("computes", "rates", "receives", "shared", "buffers")
-    alike = {name: tuple(plain.get(name, ())) for name in names}
-    return Facts(**{**plain, **alike, "nets": nets, "shapes": shapes})
+    known = {name: plain[name] for name in Facts.__dataclass_fields__ if name in plain}
+    alike = {
+        name: tuple(plain.get(name, ())) for name in ("computes", "rates", "receives", "shared")
+    }
+    return Facts(**{**known, **alike, "nets": nets, "shapes": shapes})
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,22 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 import laconic
-from laconic.advisor.worker import Spec, Training, link_of
+from laconic.advisor.quorum import predict
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
-from laconic.lab.race.worker import run
+from laconic.lab.race import workloads
+from laconic.lab.race.worker import TIMEOUT, run
 from laconic.links.link import Link
+from laconic.links.rank_sets import own_link
 from laconic.policy.facts import Facts
-from laconic.policy.predict import often, predict
+from laconic.policy.predict import often
 
 STEPS = 24
 """Steps per timing of the advisor's measurement."""
@@ -36,12 +39,23 @@ PASSES = 2
 """Minimum number of passes through all recipes."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """The ``recipes`` to time, pass by pass, for about ``seconds`` in total."""
+class Training:
+    """The text model and its optimizer on this rank."""
 
-    recipes: list[str]
-    seconds: float
+    def __init__(self) -> None:
+        self._workload = workloads.load("text")
+        torch.manual_seed(0)
+        self.model = self._workload.model()
+        self.optimizer = self._workload.optimizer(self.model)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._batches = self._workload.batches(rank, size, 0)
+
+    def step(self) -> None:
+        """Run one local step: forward, backward, optimizer."""
+        loss = self._workload.loss(self.model, next(self._batches))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
 
 
 def whole_period(recipe: Recipe) -> int:
@@ -70,11 +84,12 @@ class Race:
         self._model = copy.deepcopy(training.model.state_dict())
         self._optimizer = copy.deepcopy(training.optimizer.state_dict())
 
-    def run(self, job: Job, facts: Facts) -> dict[str, list[Turn]]:
-        """Run all recipes in turn, pass by pass, so that the machine's pace affects all equally."""
-        turns: dict[str, list[Turn]] = {text: [] for text in job.recipes}
+    def run(self, recipes: Sequence[str], seconds: float, facts: Facts) -> dict[str, list[Turn]]:
+        """Run all recipes in turn, for about ``seconds`` in total, pass by pass, so that the
+        machine's pace affects all equally."""
+        turns: dict[str, list[Turn]] = {text: [] for text in recipes}
         start, passes, spent = time.perf_counter(), 0, 0.0
-        while passes < PASSES or spent * (passes + 1) / passes < job.seconds:
+        while passes < PASSES or spent * (passes + 1) / passes < seconds:
             for text, found in turns.items():
                 found.append(self._time(text, facts))
             passes, spent = passes + 1, self._mean(time.perf_counter() - start)
@@ -118,7 +133,8 @@ class Race:
         period, delay = whole_period(recipe), max(r.delay for r in recipe)
         expected = period * predict(recipe, facts).seconds
         periods = max(1 if period > 1 else 2, round(TURN / expected))
-        sync.step = max(period - 2, 0)  # start with a round, which creates state and warms up
+        session = sync.driver.session
+        session.step = max(period - 2, 0)  # start with a round, which creates state and warms up
         for _ in range(3 + delay):
             self._training.step()
         # Messages in flight now make up for those that will be in flight at the end.
@@ -149,28 +165,27 @@ def emit(**event: Any) -> None:
         print(json.dumps(event), file=sys.__stdout__, flush=True)
 
 
-def work(spec: Spec, job: Job) -> None:
+def work(recipes: Sequence[str], seconds: float) -> None:
     """Measure, predict, and time."""
     laconic.init()
-    training = Training(spec)
-    link = link_of(spec)
+    training = Training()
+    link = own_link(torch.device("cpu"), TIMEOUT)
     start = time.perf_counter()
     facts = laconic.advise(
         training.model,
         training.step,
         optimizer=training.optimizer,
-        recipes=job.recipes,
-        steps=spec.steps,
+        recipes=recipes,
+        steps=STEPS,
         link=link,
     ).facts
     emit(measured={"facts": asdict(facts)}, took=time.perf_counter() - start)
-    for text, turns in Race(training, link).run(job, facts).items():
+    for text, turns in Race(training, link).run(recipes, seconds, facts).items():
         emit(row=row(text, turns))
 
 
 def main() -> None:
-    spec, job = json.loads(sys.argv[1])
-    run(lambda: work(Spec(**spec), Job(**job)))
+    run(lambda: work(*json.loads(sys.argv[1])))
 
 
 if __name__ == "__main__":

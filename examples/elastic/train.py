@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--pause", type=float, default=0.01, help="seconds after each step")
     parser.add_argument("--model", type=Path, help="store the model here at the end")
-    parser.add_argument("--metrics", type=Path, help="a file for the metrics, for laconic watch")
+    parser.add_argument("--metrics", type=Path, help="a file for the metrics")
     parser.add_argument("--trace", type=Path, help="a directory that records who took part in what")
     parser.add_argument("--repeat", type=Path, help="repeat the run of such a directory, and exit")
     options = parser.parse_args()

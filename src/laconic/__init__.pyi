@@ -12,12 +12,12 @@ from laconic.algorithms import (
 )
 from laconic.algorithms.exchange import Arrival as Arrival, Exchange as Exchange
 from laconic.algorithms.diloco_recipes import (
-    des_loc as des_loc, diloco as diloco, outer_step as outer_step,
-    sparse_loco as sparse_loco, streaming_diloco as streaming_diloco,
+    diloco as diloco, outer_step as outer_step,
+    streaming_diloco as streaming_diloco,
 )
 from laconic.algorithms.recipes import (
-    d_psgd as d_psgd, ddp as ddp, demo as demo, easgd as easgd,
-    hierarchical as hierarchical, local_sgd as local_sgd, lsgd as lsgd, noloco as noloco,
+    d_psgd as d_psgd, ddp as ddp, easgd as easgd,
+    hierarchical as hierarchical, local_sgd as local_sgd, lsgd as lsgd,
     post_local_sgd as post_local_sgd, power_sgd as power_sgd, sgp as sgp, slowmo as slowmo,
 )
 from laconic.algorithms.round import (
@@ -50,7 +50,7 @@ from laconic.errors import LinkError as LinkError
 from laconic.links import simulate as simulate
 from laconic.links.elastic.faults import Faults as Faults, Trace as Trace
 from laconic.links.polls import Closing as Closing
-from laconic.metrics import JsonLines as JsonLines, Metrics as Metrics
+from laconic.metrics import JsonLines as JsonLines
 from laconic.muon import muon as muon
 from laconic.sampler import ElasticSampler as ElasticSampler
 

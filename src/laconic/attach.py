@@ -85,15 +85,7 @@ def init() -> None:
         store, rank, size = open_store()
     else:
         store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
-    try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    except RuntimeError as error:
-        if "unsupported gloo device" not in str(error) or tls.settings() is None:
-            raise
-        raise ValueError(
-            f"this torch is built without TLS in gloo: unset {tls.TRANSPORT}, and set "
-            f"{tls.SWITCH}=1, which encrypts laconic's own connections (docs/security.md)"
-        ) from error
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     rendezvous.publish()
 
 
@@ -121,9 +113,11 @@ def attach(
     or use the synchronizer in a ``with``.
 
     Args:
-        model: the plain module, on one device. Buffers may be on the CPU and parameters on a GPU if
-            the process group takes CPU tensors, as that of `laconic.init` does. A model in torch's
-            DistributedDataParallel, which averages all gradients at every step, is an error.
+        model: the plain module, on one device, made in this process (``mp.spawn`` puts models that
+            it passes on into memory that all processes share). Buffers may be on the CPU and
+            parameters on a GPU if the process group takes CPU tensors, as that of `laconic.init`
+            does. A model in torch's DistributedDataParallel, which averages all gradients at every
+            step, is an error.
         optimizer: any torch optimizer, or a list, such as Muon for the matrices and AdamW for the
             rest. The loop then calls ``step()`` of each once per training step, in any order; the
             last one runs the rounds. With gossip that is weighted (`sgp`), compute all gradients
@@ -156,9 +150,9 @@ def attach(
         timeout: seconds after which a rank that does not answer is an error on all others; in an
             elastic run, the longest that a worker may be silent. A `Link` as ``link`` has its own.
         seed: for a recipe's random choices, such as pairs: at least 0, the same on all ranks.
-        metrics: where the run's metrics go: a file, as lines of JSON; a directory, for one file per
-            rank; a `laconic.Metrics` of your own; or a list of these. ``laconic watch`` shows
-            files. None: nowhere.
+        metrics: the file that gets the run's metrics, as lines of JSON, or a `laconic.JsonLines`.
+            With ``{rank}`` in its path, one file per rank. None:
+            nowhere.
         elastic: workers come and go; see `Elastic`. Workers of one rank need no process group
             then. None: LACONIC_COORDINATOR in the environment, if it is set, makes the run elastic.
         offload: keep what parameter rounds store between rounds (anchors, outer momenta, residuals)
@@ -201,7 +195,7 @@ def attach(
             elastic_runs.check(elastic, recipe, ranks)
         check_buffers(rounds, buffers, elastic=elastic is not None)
         check_offload(rounds, offload and not isinstance(recipe, Auto))  # which may choose others
-        places = check_metrics(metrics)
+        records = check_metrics(metrics)
         attached.check_free_link(given)
     joined = number = elastic_link = None
     if elastic is not None:
@@ -210,7 +204,7 @@ def attach(
     with ExitStack() as on_error:
         at = joined, given, choice, timeout
         sets = _meet(model, params, *at, nprocs_per_node, mesh, group_size, on_error)
-        places = agree_on_metrics(places, sets["world"], number)
+        records = agree_on_metrics(records, sets["world"], number)
         arrange = partial(_arrange, sets, params, buffers, joined is not None)
         at_work = scaler if scaler is not None and scaler.is_enabled() else None
         inside = Inside() if joined is None else joined.inside
@@ -221,7 +215,8 @@ def attach(
     if joined is not None:
         joined.take_part(driver)
     sync = Synchronizer(driver)
-    sync.record(places, number)
+    if records is not None:
+        sync.record(records, number)
     attached.claim(optimizer, sync)
     if scaler is not None:
         attached.watch(scaler)
@@ -248,7 +243,7 @@ def _check(
     if any(p.device.type == "meta" for p in params):
         raise ValueError("the model's parameters are on the meta device: materialize them first")
     attached.check_free(one, params)
-    check_devices(model, params, cpu_buffers=True if given is not None else None)
+    check_devices(model, params)
     check_tensors(model, params)
     if check_bool("offload", offload) and all(p.device.type == "cpu" for p in params):
         raise ValueError(

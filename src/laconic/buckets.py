@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.tensors import is_sharded, local, overwrite, writing
+from laconic.tensors import is_sharded, local, writing
 
 BUCKET_BYTES = 25 * 2**20
 """Most bytes in a bucket: enough that a round's time depends on its bytes, not its messages."""
@@ -29,19 +29,6 @@ class Segment:
     tensor: Tensor
     start: int
     stop: int
-
-    def view(self) -> Tensor:
-        """The elements, flat, sharing storage where the tensor is contiguous."""
-        return local(self.tensor).reshape(-1)[self.start : self.stop]
-
-    def write(self, values: Tensor) -> None:
-        """Write ``values`` to the elements."""
-        shard = local(self.tensor)
-        if shard.is_contiguous():
-            overwrite(shard.view(-1)[self.start : self.stop], values)
-        else:
-            assert (self.start, self.stop) == (0, shard.numel()), "a strided tensor is never cut"
-            overwrite(shard, values.view(shard.shape))
 
 
 def _data_ptr(tensor: Tensor) -> int:
@@ -71,46 +58,51 @@ class Bucket:
         self.numel = sum(self.sizes)
         """Elements that are not padding."""
         self.length = -(-max(self.numel, 1) // multiple) * multiple
-        self._views: list[Tensor] | None = None
+        self._views: list[Tensor] = []
         self._pointers: list[int] = []
+        self._strided = False
+        """Whether a tensor is strided, so that its view has its shape."""
 
     def empty(self) -> Tensor:
         """An uninitialized flat tensor of the bucket's length."""
         return _empty(self.length, self.dtype, self.device)
 
-    def views(self) -> list[Tensor] | None:
-        """The segments as flat views of the tensors' storage; None if one tensor is strided. Made
-        again after a user rebinds ``p.data``, or FSDP pads a shard."""
+    def views(self) -> list[Tensor]:
+        """The segments as views of the tensors' storage: flat, or in the shape of a strided tensor,
+        which is never cut. Made again after a user rebinds ``p.data``, or FSDP pads a shard."""
         pointers = [_data_ptr(s.tensor) for s in self.segments]
-        if self._views is None or pointers != self._pointers:
+        if pointers != self._pointers:
             now = [local(s.tensor) for s in self.segments]
             kinds = {(t.dtype, t.device) for t in now}
             if [t.shape for t in now] != self.shapes or kinds != {(self.dtype, self.device)}:
                 raise ValueError(RESHAPED)
-            contiguous = all(t.is_contiguous() for t in now)
-            self._views = [s.view() for s in self.segments] if contiguous else None
-            self._pointers = pointers
+            self._views = [
+                t.view(-1)[s.start : s.stop] if t.is_contiguous() else t
+                for s, t in zip(self.segments, now, strict=True)
+            ]
+            self._pointers, self._strided = pointers, not all(t.is_contiguous() for t in now)
         return self._views
 
     def pack(self, out: Tensor) -> Tensor:
         """Copy the segments' values, one after the other, to ``out``, and return it."""
-        torch.cat(self.views() or [s.view() for s in self.segments], out=out[: self.numel])
+        views = self.views()
+        flat = [view.reshape(-1) for view in views] if self._strided else views
+        torch.cat(flat, out=out[: self.numel])
         out[self.numel :].zero_()
         return out
 
     def unpack(self, flat: Tensor) -> None:
         """Copy ``flat`` to the segments."""
         views = self.views()
-        if views is not None:
-            with writing(views):
-                torch._foreach_copy_(views, list(self.split(flat)))
-        else:
-            for segment, values in zip(self.segments, self.split(flat), strict=True):
-                segment.write(values)
+        with writing(views):
+            torch._foreach_copy_(views, list(self.split(flat)))
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """``flat`` as one view per segment."""
-        return torch.split(flat[: self.numel], self.sizes)
+        """``flat`` as one view per segment, in the shapes of `views`."""
+        pieces = torch.split(flat[: self.numel], self.sizes)
+        if self._strided:
+            return [p.view(v.shape) for p, v in zip(pieces, self._views, strict=True)]
+        return pieces
 
 
 def _segments(

@@ -115,7 +115,8 @@ def load(
     Raises ``ValueError`` (`OSError` for unreadable files) on every rank if any rank cannot load;
     then nothing has changed. Needs memory for a copy of the model's and the optimizer's state. To
     continue from a consensus it needs memory for three more copies of the model and for all ranks'
-    state, and disk space for received files. Files are read as plain data: their code is never run.
+    state, and disk space for received files, until the next save. Files are read as plain data:
+    their code is never run.
 
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8))

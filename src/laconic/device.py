@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -182,68 +183,39 @@ def seconds_between(start: Any, end: Any) -> float:
     return float(start.elapsed_time(end)) / 1000
 
 
+_PRECISION = threading.Lock()
+"""Held while `full_precision` is in force, which holds for the process."""
+
+
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """A context in which matrices on ``device`` are multiplied in their own dtype: not under
-    autocast, nor in TF32 or bfloat16, whatever `torch.set_float32_matmul_precision` says. What it
-    says holds for the process, and is restored when the last thread leaves."""
-    with torch.autocast(device.type, enabled=False), _PRECISIONS[device.type == "cuda"].full():
-        yield
-
-
-_BY_DEVICE = hasattr(torch.backends, "fp32_precision")
-"""Whether torch has a setting for each kind of device: since torch 2.9."""
-
-
-class _Precision:
-    """What torch multiplies float32 matrices in, by CUDA or by all other devices."""
-
-    def __init__(self, cuda: bool) -> None:
-        self._cuda = cuda
-        self._lock, self._inside = threading.Lock(), 0
-        self._restore: Callable[[], object] = _nothing
-
-    @contextmanager
-    def full(self) -> Iterator[None]:
-        with self._lock:
-            if not self._inside:
-                self._restore = self._set()
-            self._inside += 1
+    autocast, nor in TF32 or bfloat16, whatever `torch.set_float32_matmul_precision` says."""
+    with torch.autocast(device.type, enabled=False), _PRECISION:
+        restore = _set_full_precision(device)
         try:
             yield
         finally:
-            with self._lock:
-                self._inside -= 1
-                if not self._inside:
-                    self._restore()
-
-    def _set(self) -> Callable[[], object]:
-        """Set full precision; returns what undoes it."""
-        if not _BY_DEVICE:
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("highest")
-            return lambda: torch.set_float32_matmul_precision(before)
-        backends: Any = torch.backends  # the older functions raise in programs that use this
-        setting = (backends.cuda if self._cuda else backends.mkldnn).matmul
-        before = setting.fp32_precision
-        if before in ("ieee", "none"):
-            return _nothing
-        setting.fp32_precision = "ieee"
-
-        def restore() -> None:
-            setting.fp32_precision = "none"  # follows `torch.backends.fp32_precision`
-            if setting.fp32_precision != before:
-                setting.fp32_precision = before
-
-        return restore
+            restore()
 
 
-def _nothing() -> None:
-    pass
+def _set_full_precision(device: torch.device) -> Callable[[], None]:
+    """Returns what undoes it."""
+    if not hasattr(torch.backends, "fp32_precision"):  # torch 2.9 has one for each kind of device
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        return partial(torch.set_float32_matmul_precision, before)
+    backends: Any = torch.backends  # the older functions raise in programs that use this
+    setting = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul
+    own = setting.fp32_precision
+    setting.fp32_precision = "ieee"
 
+    def restore() -> None:
+        setting.fp32_precision = "none"  # follows `torch.backends.fp32_precision`
+        if setting.fp32_precision != own:
+            setting.fp32_precision = own
 
-_OTHERS = _Precision(cuda=False)
-_PRECISIONS = {True: _Precision(cuda=True) if _BY_DEVICE else _OTHERS, False: _OTHERS}
+    return restore
 
 
 # -- streams ----

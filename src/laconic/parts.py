@@ -134,34 +134,9 @@ def _tensors_of(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
             yield str(name), value
 
 
-SECOND_MOMENTS = (
-    *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "sum"),
-    *("row_var", "col_var", "variance", "acc_delta"),
-)
-"""What the optimizers of ``torch.optim`` call state that follows the size of squared gradients."""
-
-
-@dataclass(frozen=True)
-class Moments:
-    """The part of `optimizer_state` that follows the squares of gradients (``second``, the names in
-    `SECOND_MOMENTS`), or all the rest of it, such as momenta."""
-
-    second: bool
-
-    def __call__(self, model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]]:
-        return [
-            {
-                name: value
-                for name, value in group.items()
-                if (name.partition(".")[2] in SECOND_MOMENTS) == self.second
-            }
-            for group in optimizer_state(model, optimizer)
-        ]
-
-
 def is_of_optimizer(part: Selector | Fragment) -> bool:
     """Whether ``part`` selects state of the optimizer, of which there is none at the start."""
-    return part is optimizer_state or isinstance(part, Moments)
+    return part is optimizer_state
 
 
 def module_buffers(model: nn.Module, optimizer: Optimizer | None = None) -> list[dict[str, Tensor]]:

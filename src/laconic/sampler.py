@@ -180,19 +180,9 @@ class ElasticSampler(Sampler[int]):
         or for a lost worker how many of them others have received. Every worker calls it with the
         same arguments, except for ``worker``. A newcomer first freezes its sampler and loads the
         state of another worker from before the deal.
-
-        Raises ``ValueError``, and changes nothing, if ``drawn`` does not have one number for each
-        worker of the old deal, or if a number exceeds that worker's share.
         """
-        assert 0 <= worker < workers
+        assert 0 <= worker < workers and len(drawn) == self._workers
         with self._condition:
-            if len(drawn) != self._workers:
-                raise ValueError(
-                    f"drawn must have {self._workers} numbers, one for each worker of the old "
-                    f"deal, not {len(drawn)}"
-                )
-            for r, count in enumerate(drawn):
-                self._check_share(f"drawn[{r}]", count, self._remaining, r, self._workers)
             self._remaining = self._remaining.after(drawn)
             self._worker, self._workers = worker, workers
             self._drawn = 0
@@ -237,8 +227,6 @@ class ElasticSampler(Sampler[int]):
         if self.epochs is not None and remaining.frontier > self.num_samples * self.epochs:
             reached = (remaining.frontier - 1) // self.num_samples + 1
             raise ValueError(f"the state has drawn from epoch {reached} of epochs={self.epochs}")
-        at = state_dict["worker"], state_dict["workers"]
-        self._check_share("drawn in the state", state_dict["drawn"], remaining, *at)
         with self._condition:
             self._remaining = remaining
             for name in _PLACE:
@@ -270,15 +258,3 @@ class ElasticSampler(Sampler[int]):
             order = torch.randperm(self.num_samples, generator=generator, device="cpu")
             self._order = epoch, order
         return self._order[1]
-
-    def _check_share(
-        self, name: str, count: int, remaining: _Remaining, worker: int, workers: int
-    ) -> None:
-        if self.epochs is None:
-            return
-        share = remaining.share(worker, workers, self.num_samples * self.epochs)
-        if count > share:
-            raise ValueError(
-                f"{name} must be at most {share}, the share of worker {worker} of {workers} in "
-                f"epochs={self.epochs}, not {count}"
-            )

@@ -29,23 +29,10 @@ _OF_SPARSE = {
 _WITH_MEAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def read_only(tensor: Tensor) -> str:
-    """What ``tensor`` is if its values cannot be written part by part, such as ``quantized``; empty
-    if they can be."""
-    if is_traceable_wrapper_subclass(tensor):
-        return ""
-    if tensor.is_quantized:
-        return "quantized"
-    if tensor.is_nested:
-        return "nested with the layout torch.strided"
-    known = tensor.layout is torch.strided or tensor.layout in _OF_SPARSE
-    return "" if known else f"of the layout {tensor.layout}"
-
-
 def parts(tensor: Tensor) -> dict[str, Tensor]:
     """The plain tensors that hold the values of ``tensor``, by name, detached, in its memory: those
-    that a wrapper subclass or a sparse tensor consists of; else one without a name. A `read_only`
-    tensor's are copies. Dimensions in which a tensor is expanded have the size 1."""
+    that a wrapper subclass or a sparse tensor consists of; else one without a name. Dimensions in
+    which a tensor is expanded have the size 1."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         own = {name: getattr(tensor, name) for name in names}
@@ -54,10 +41,6 @@ def parts(tensor: Tensor) -> dict[str, Tensor]:
         tensor = tensor.detach()
         return _parts_of({name: getattr(tensor, name)() for name in _OF_SPARSE[tensor.layout]})
     tensor = tensor.detach()
-    if tensor.is_nested:
-        return _parts_of({str(index): each for index, each in enumerate(tensor.unbind())})
-    if read_only(tensor):
-        return {"values": tensor.dequantize() if tensor.is_quantized else tensor.to_dense()}
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -102,8 +85,8 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
 
 
 def copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-    """Those of ``tensors`` that can be written, each with copies of its parts, for `restore`."""
-    return [(t, [_copy(p) for p in parts(t).values()]) for t in tensors if not read_only(t)]
+    """``tensors``, each with copies of its parts, for `restore`."""
+    return [(t, [_copy(p) for p in parts(t).values()]) for t in tensors]
 
 
 def _copy(plain: Tensor) -> Tensor:
@@ -126,6 +109,14 @@ def check_values(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{name} has no shape yet, as in a LazyLinear: run one batch through the model "
             "before making the optimizer"
+        )
+    if not is_traceable_wrapper_subclass(tensor) and (
+        tensor.is_quantized or tensor.is_nested or tensor.layout not in (torch.strided, *_OF_SPARSE)
+    ):
+        raise ValueError(
+            f"{name} is nested, quantized or of a layout that ranks cannot exchange "
+            f"({tensor.layout}, {tensor.dtype}): keep it outside of the model's parameters and "
+            "buffers"
         )
     if any(part.numel() and not part.data_ptr() for part in parts(tensor).values()):
         if type(tensor) in (Tensor, Parameter):

@@ -125,15 +125,12 @@ def test_the_example_of_the_page_on_choosing() -> None:
 def test_a_slow_worker_rank_or_network_is_named_and_own_pace_is_compared() -> None:
     found = advice_on(SLOW, computes=SLOW.computes)
     (slow,) = found.slow
-    assert (slow.rank, slow.what) == (3, "steps") and slow.factor == pytest.approx(3)
-    assert slow.gain == pytest.approx((3 + 3 + 3 + 1) / 4)
-    assert slow.ddp == found.rows[0].seconds
-    assert slow.ddp_without == pytest.approx(predict(la.ddp(), replace(SLOW, compute=0.15)).seconds)
+    assert slow.startswith("Rank 3 computes 3 times as long as the median rank")
+    assert "2.5 times as many steps per second" in slow and slow in found.reason  # (3+3+3+1) / 4
     own = [row for row in found.rows if "pace='own'" in row.recipe]
     assert "diloco(16, quorum=3, grace=0.9, pace='own')" in [row.recipe for row in own]
     assert found.alternatives[0] == "ddp()" and "pace='own'" in found.alternatives[1]
     assert max(row.share for row in own) <= 1, "of the speed at which nobody waits"
-    assert "Rank 3 computes 3 times as long" in found.reason
     two = advice_on(replace(SLOW, workers=2, computes=(0.15, 0.45)))
     assert any("pace='own'" in row.recipe for row in two.rows)
     assert not any("quorum=1" in row.recipe for row in two.rows)
@@ -141,14 +138,12 @@ def test_a_slow_worker_rank_or_network_is_named_and_own_pace_is_compared() -> No
     assert not equal.slow and not any("quorum" in row.recipe for row in equal.rows)
     larger = replace(SLOW, workers=2, ranks=2, computes=())
     found = advice_on(larger, computes=SLOW.computes)
-    assert found.slow[0].rank == 3 and not any("quorum" in row.recipe for row in found.rows)
+    assert "Rank 3 " in found.slow[0] and not any("quorum" in row.recipe for row in found.rows)
     with pytest.raises(ValueError, match="workers of one rank"):
         advice_on(larger, ["diloco(16, quorum=2)"])
     net = replace(TEXT, rate=2e6, nets={"workers": Net(2e6, 1e-3)}, rates=(20e6, 20e6, 2e6, 20e6))
     (slow,) = advice_on(net).slow
-    assert (slow.rank, slow.what) == (2, "network") and slow.factor == pytest.approx(10)
-    fast = replace(net, rate=20e6, rates=(), nets={"workers": Net(20e6, 1e-3)})
-    assert slow.ddp_without == pytest.approx(predict(la.ddp(), fast).seconds) and slow.gain is None
+    assert slow.startswith("Rank 2 sends 10 times as slowly as the median rank")
 
 
 # -- the command ----
@@ -176,13 +171,12 @@ def test_the_answer_comes_first(
     assert float(match[3]) == round(100 * advice.row.share)
     assert float(match[4]) == pytest.approx(advice.rows[0].seconds, rel=5e-3)
     assert advice.code in short and all(f"\n{text} " in short for text in advice.alternatives)
-    assert "sparse_loco" not in short, "more steps than twice as many: no alternative"
     assert main([*NUMBERS, "power_sgd(2)", "--all", "--loss", "0.1%"]) == 0
     said = capsys.readouterr().out
-    assert all(f"\n{name}(" in said for name in ("power_sgd", "sparse_loco", "sgp"))
+    assert all(f"\n{name}(" in said for name in ("power_sgd", "diloco", "sgp"))
     assert main([*NUMBERS, "--ranks", "8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     row = next(row for row in told["rows"] if row["recipe"] == "local_sgd(16)")
     facts = facts_from(**KNOWN, ranks=8)  # type: ignore[arg-type]
     assert row["seconds"] == predict(la.local_sgd(16), facts).seconds
-    assert {"period", "megabytes", "memory", "steps", "steps_from", "quality"} <= {*row}
+    assert {"megabytes", "memory", "steps", "steps_from", "quality"} <= {*row}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,7 +73,7 @@ def test_workers_are_measured_and_told_the_same(monkeypatch: pytest.MonkeyPatch)
     assert facts.largest > 0.25, "fragments by layers are unequal"
     assert work_key(la.outer_step(la.ddp(), 8, outer="muon")[-1]) in facts.work, "it computes"
     assert facts.skew == 0.0 and 0 < facts.backward < 1
-    assert first.slow[0].rank == 1 and first.slow[0].factor == pytest.approx(3, rel=0.01)
+    assert first.slow[0].startswith("Rank 1 computes 3 times as long")
     assert any("pace='own'" in row.recipe for row in first.rows)
     assert first.rows[-1].recipe == "power_sgd(2)"
 
@@ -143,22 +143,39 @@ def test_wrong_arguments_are_refused() -> None:
         assert all(named in said for said in la.simulate(partial(one, options=options), workers))
 
 
+PROGRAM = """
+import os, time
+import torch
+import laconic
+from laconic.lab.race import workloads
+
+laconic.init()
+rank, task = int(os.environ["RANK"]), workloads.load("digits")
+model = task.model()
+optimizer, batches = task.optimizer(model), task.batches(rank, 3, 0)
+
+def step():
+    task.loss(model, next(batches)).backward()
+    optimizer.step()
+    time.sleep(0.2 * (rank == 2))
+
+advice = laconic.advise(model, step, optimizer=optimizer, steps=6)
+if rank == 0:
+    print("ADVICE", " ".join(advice.to_json().split()), flush=True)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.hosts
 def test_emulated_hosts_are_measured_and_lost_packets_found(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     network = ["--bandwidth", "20mbit", "--bandwidth", "1=2mbit", "--loss", "2%"]
-    options = ["--workers", "3", "--slow-host", "2=50", "--latency", "5ms", "--json"]
-    options += ["--steps", "6"]
-    assert main(["advise", "--workload", "digits", *network, *options]) == 0
-    told = json.loads(capsys.readouterr().out)
+    options = ["--hosts", "3", "--latency", "5ms", *network]
+    assert main(["lab", *options, "--", sys.executable, "-c", PROGRAM]) == 0
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if "ADVICE " in line)
+    told = json.loads(line.partition("ADVICE ")[2])
     assert 0 < told["facts"]["loss"] < 0.2
     assert told["facts"]["one_way"] > 2.4e-3, "never less than was given"
-    assert {(2, "steps"), (1, "network")} <= {(s["rank"], s["what"]) for s in told["slow"]}
-    text = (Path(__file__).parents[2] / "examples" / "my_workload.py").read_text()
-    broken = tmp_path / "mine.py"
-    broken.write_text(text.replace("while True:", "assert False, 'out of luck'\n    while 1:"))
-    assert main(["advise", "--workload", str(broken), "--workers", "2"]) == 2
-    said = capsys.readouterr().err
-    assert "out of luck" in said and said.count("\n") == 1
+    steps, network = told["slow"]
+    assert steps.startswith("Rank 2 computes ") and network.startswith("Rank 1 sends ")

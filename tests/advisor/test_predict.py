@@ -9,15 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import laconic as la
 from laconic.advisor import advice_on
 from laconic.advisor.numbers import facts_from
+from laconic.advisor.quorum import predict
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.policy.candidates import candidates
 from laconic.policy.facts import Facts, Net
-from laconic.policy.predict import predict, work_key
+from laconic.policy.predict import work_key
 
 FACTS = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
 WHOLE = 4.8
@@ -85,9 +88,9 @@ def test_what_a_round_sends_by_hand() -> None:
     assert seconds(la.local_sgd(1), one_way=0.1) == pytest.approx(0.5 + WHOLE + 2 * 0.1)
     streaming = la.streaming_diloco(4, 4, 0, codec=None)  # a quarter is one bucket
     assert seconds(streaming, one_way=0.1) == pytest.approx(0.5 + WHOLE / 4 + 2 * 0.1)
-    # x and its partner's model; of 7 workers one sits still, another one each time
-    assert predict(la.noloco(1), FACTS).bytes == 64e6
-    assert predict(la.noloco(1), replace(FACTS, workers=7)).bytes == pytest.approx(64e6)
+    # of 7 workers one sits still, another one each time
+    assert predict(la.d_psgd("random"), FACTS).bytes == 32e6
+    assert predict(la.d_psgd("random"), replace(FACTS, workers=7)).bytes == pytest.approx(32e6)
 
 
 def test_sums_travel_where_nothing_is_coded() -> None:
@@ -156,7 +159,6 @@ def test_what_rounds_keep_in_models() -> None:
         "slowmo(local_sgd(4), 48, sharded=False)": 2.0,
         "diloco(8, codec='int4')": 2 / 4 + 2 + 1 / 4,
         "local_sgd(8, delay=4)": 0.5 * 2,
-        "sparse_loco(16)": 3.0,  # anchor, reference, residual; nothing is an owner's
     }
     rows = {row.recipe: row for row in advice_on(FACTS, list(models)).rows}
     for text, count in models.items():
@@ -262,3 +264,29 @@ def test_a_better_network_is_never_slower() -> None:
         for name, values in better.items():
             found = [seconds(text, base, **{name: value}) for value in values]
             assert all(a >= b * (1 - 1e-9) for a, b in itertools.pairwise(found)), (text, name)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(la.ddp(), la.streaming_diloco(8), la.local_sgd(4, delay=2, codec="int4"), la.sgp()),
+        la.diloco(4, quorum=2),
+    ],
+    ids=str,
+)
+def test_as_many_bytes_are_predicted_as_are_sent(recipe: Recipe) -> None:
+    shapes = (32, 5), (32,), (4, 32), (4,)
+
+    def worker(rank: int) -> int:
+        model = nn.ParameterList([torch.ones(shape).double() for shape in shapes])
+        sync = la.attach(model, optimizer := torch.optim.SGD(model.parameters(), 0.01), recipe)
+        sent = [0, 0]
+        for step in range(16):
+            torch.stack([(rank + p).square().sum() for p in model]).sum().backward()
+            optimizer.step()
+            sent[step // 8] = sync.stats().bytes_sent
+        return sent[1] - sent[0]
+
+    facts = Facts(4, shapes, 8, compute=0.1, rate=1e9, one_way=0.0)
+    sent = sum(la.simulate(worker, 4)) / 4 / 8
+    assert predict(recipe, facts).bytes == pytest.approx(sent)

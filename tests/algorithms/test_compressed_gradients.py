@@ -1,4 +1,4 @@
-"""Gradients that travel coded, in low rank, or as a few frequencies: what they leave out is sent
+"""Gradients that travel coded, or in low rank: what they leave out is sent
 later, and hard inputs. `test_contract` compares them with their references."""
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.codecs import TopK
-from laconic.codecs.dct import Tiling, cosines
 from laconic.errors import NotFiniteError
 
 SHAPES = ((12, 9), (7,), (6, 3, 4), (3, 3), (11, 8))
@@ -22,7 +20,6 @@ RECIPES: dict[str, la.Recipe] = {
     "int4": la.ddp(codec="int4"),
     "low rank": la.power_sgd(1),
     "low rank, int4": la.power_sgd(1, codec="int4"),
-    "frequencies": la.demo(0.9, 3, 4),
 }
 
 
@@ -81,7 +78,6 @@ def test_nothing_gets_lost(name: str) -> None:
 ENDING: dict[str, la.Recipe] = {
     "int4": la.post_local_sgd(5, 4, codec="int4"),
     "int4, elastic": la.post_local_sgd(5, 4, codec="int4"),
-    "gathered": la.post_local_sgd(5, 4, codec=TopK(4, 16)),
     "low rank": (replace(la.power_sgd(1)[0], when=la.until(5, la.every(1))),),
 }
 """Without gradient rounds after step 5."""
@@ -179,10 +175,9 @@ def test_a_grad_scaler_skips_the_step_on_all_ranks() -> None:
     assert la.simulate(run, workers=2) == [[256.0, 128.0, 128.0]] * 2
 
 
-@pytest.mark.parametrize("name", ["low rank", "frequencies"])
-def test_autocast_changes_nothing(name: str) -> None:
+def test_autocast_changes_nothing() -> None:
     def run(rank: int, autocast: bool) -> list[Tensor]:
-        task = Task(RECIPES[name], torch.float32)
+        task = Task(RECIPES["low rank"], torch.float32)
         for t in range(3):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 found = task.backward(drawn(rank, t, dtype=torch.float32))
@@ -193,37 +188,6 @@ def test_autocast_changes_nothing(name: str) -> None:
         assert all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize(
-    ("shape", "tiling"),
-    [
-        ((128, 192), (128, 192, 64, 64)),
-        ((100, 7), (100, 7, 50, 7)),
-        ((67, 96), (67, 96, 1, 48)),
-        ((512,), (1, 512, 1, 64)),
-        ((), (1, 1, 1, 1)),
-        ((8, 3, 5, 5), (8, 75, 8, 25)),
-    ],
-)
-def test_tiles_have_the_largest_sides_that_divide(
-    shape: tuple[int, ...], tiling: tuple[int, ...]
-) -> None:
-    found = Tiling.of(shape, 64)
-    assert found == Tiling(*tiling)
-    x = torch.randn(math.prod(shape), dtype=torch.float64)
-    assert torch.allclose(found.inverse(found.forward(x)), x, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 64])
-def test_cosines(n: int) -> None:
-    """What is 0 is so exactly, as the sign of a rounding error would be that of a step."""
-    c = cosines(n, torch.float64, torch.device("cpu"))
-    assert torch.allclose(c @ c.mT, torch.eye(n, dtype=torch.float64), rtol=0, atol=1e-13)
-    assert (c == 0).nonzero().tolist() == {3: [[1, 1]], 5: [[1, 2], [3, 2]]}.get(n, [])
-
-
 def test_refused() -> None:
-    for exchange in (la.exchanges.LowRank(1), la.exchanges.FastComponents(0.9, 2, 4)):
-        with pytest.raises(ValueError, match="for rounds on gradients: use GradientRound"):
-            la.Round(la.every(2), la.updates.Average(), exchange)
-    with pytest.raises(ValueError, match="chunk must be at most 64, not 65"):
-        la.demo(chunk=65)
+    with pytest.raises(ValueError, match="for rounds on gradients: use GradientRound"):
+        la.Round(la.every(2), la.updates.Average(), la.exchanges.LowRank(1))

@@ -190,32 +190,8 @@ def test_own_steps_count_a_step_that_is_begun_once() -> None:
         (lambda: own_steps(optimizer_state="average"), "optimizer_state= has no effect"),
         (lambda: own_steps(outer=torch.optim.Adam), "outer must be None or 'muon'"),
         (lambda: la.outer_step(la.diloco(8, quorum=1), 4, average=False), "without quorum="),
-        (lambda: la.des_loc(0), "period must be an integer"),
-        (lambda: la.des_loc(4, first=0), "first must be an integer"),
-        (lambda: la.des_loc(4, second=1.5), "second must be"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_is_said_when_the_recipe_is_made(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
-
-
-@pytest.mark.parametrize(("elements", "chunk"), [(32, 8), (32, 16), (30, 5)])
-def test_chunks_begin_anew_in_the_slice_of_each_rank(elements: int, chunk: int) -> None:
-    """So where chunks end with the slices, a worker of two ranks is like one of one."""
-
-    def run(rank: int, ranks: int) -> Tensor:
-        x = nn.Parameter(torch.zeros(elements, dtype=torch.float64))
-        model, optimizer = nn.ParameterList([x]), torch.optim.SGD([x], 0.1)
-        recipe = la.sparse_loco(2, 2, chunk)
-        with la.attach(model, optimizer, recipe, nprocs_per_node=ranks) as sync:
-            for step in range(8):
-                numbers = torch.Generator().manual_seed(100 * (rank // ranks) + step)
-                x.grad = torch.randn(elements, generator=numbers, dtype=torch.float64)
-                optimizer.step()
-            with sync.consensus(mean=False):
-                return x.detach().clone()
-
-    alone, *_ = la.simulate(lambda rank: run(rank, 1), 2)
-    both = la.simulate(lambda rank: run(rank, 2), 4)
-    assert all(torch.equal(x, alone) for x in both)

@@ -226,7 +226,7 @@ def test_switching_and_several_synchronizers() -> None:
                 assert sync.mean(float(rank)) == 1.0
             if t == (12 if late else 22):
                 sync.switch(la.local_sgd(5))
-                sync.step = 0
+                sync.driver.session.step = 0
             if t in (6, 12 if late else 22):
                 found.append(flat(model))
         sync.finish()
@@ -333,7 +333,7 @@ def test_resuming_with_a_late_contribution(row: str, at: tuple[int, ...], tmp_pa
             assert all(np.array_equal(a[k], b[k]) for k in NAMES)
 
 
-def test_states_that_do_not_go_together_are_refused() -> None:
+def test_states_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     """Of another number of ranks, and of ranks that were not saved together: worker 1's is that of
     a later round than rank 0's."""
     job = Job(ROWS["local_sgd, first come"][0], 2, 30, "nesterov")
@@ -361,9 +361,13 @@ def test_states_that_do_not_go_together_are_refused() -> None:
         with pytest.raises(ValueError, match="load states that all ranks saved"):
             sync.load_state_dict(saved[rank][-1])
 
+    def save(rank: int) -> None:
+        la.save(tmp_path, *parts(rank)[:2])
+
     def fewer(rank: int) -> None:
         with pytest.raises(ValueError, match="resumed by the same ranks"):
-            parts(rank)[2].load_state_dict([state for _, _, state in saved])
+            la.load(tmp_path, *parts(rank)[:2])
 
     la.simulate(resume, workers=2)
+    la.simulate(save, workers=2)
     la.simulate(fewer, workers=1)

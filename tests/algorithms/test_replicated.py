@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from laconic.algorithms.compile import STATIC, replicated
 from laconic.algorithms.exchange import Combine
 from laconic.algorithms.exchanges.coded import ReplicatedMean
 from laconic.algorithms.exchanges.mean import Mean
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.update import Clock, State
-from laconic.codecs import CODECS, Codec, Int2, Int4, Int8, TopK
-from laconic.codecs.blocks import Blockwise
+from laconic.codecs import CODECS, Codec, Int2, Int4, Int8
+from laconic.codecs.integers import Integers
 from laconic.errors import NotFiniteError
 from laconic.links.simulated import current_link
 from laconic.links.simulation import simulate
@@ -22,9 +25,7 @@ from laconic.links.simulation import simulate
 from tests.support.exchanges import sent_by
 
 KINDS: list[Codec] = [
-    replace(codec, block=4) if isinstance(codec, Blockwise) else codec
-    for codec in CODECS.values()
-    if not isinstance(codec, TopK)
+    replace(codec, block=4) if isinstance(codec, Integers) else codec for codec in CODECS.values()
 ]
 ROUNDS = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 2, 3, 4], [2, 3, 4], [2, 4], [4], [4, 5], [4, 5, 6]]
 """The ids of the workers of each round, by rank. Those that were lost never come again."""
@@ -55,7 +56,6 @@ class Loop:
 
     codec: Codec
     relative: bool
-    b: float
     r: Tensor
     e: dict[int, Tensor]
     o: dict[int, Tensor]
@@ -68,7 +68,7 @@ class Loop:
         r = self.padded(self.r, end) if self.relative else torch.zeros(end, dtype=self.r.dtype)
         arrived = {}
         for i, m in messages.items():
-            v = self.padded(m, end) - r + self.b * self.padded(self.e[i], end)
+            v = self.padded(m, end) - r + self.padded(self.e[i], end)
             arrived[i] = torch.cat([q(self.codec, v[at]) for at in slices])
             self.e[i] = (v - arrived[i])[:length]
         p = torch.zeros_like(r)
@@ -76,7 +76,7 @@ class Loop:
             total = torch.zeros_like(p[at])
             for i in messages:
                 total += arrived[i][at]
-            w = total / n + self.b * self.padded(self.o[owner], end)[at]
+            w = total / n + self.padded(self.o[owner], end)[at]
             p[at] = q(self.codec, w)
             for k in range(length):
                 if at.start <= k < at.stop:
@@ -84,9 +84,6 @@ class Loop:
                 else:  # it was the owner there: the next mean divides it by n
                     self.e[owner][k] += n * self.o[owner][k]
                     self.o[owner][k] = 0
-        if not self.b:
-            self.e = {i: torch.zeros_like(self.r) for i in self.e}
-            self.o = {i: torch.zeros_like(self.r) for i in self.o}
         result = combine((r + p)[:length])
         if self.relative:
             self.r = result.clone()
@@ -132,7 +129,7 @@ def rounds(
     """Check rounds of workers that come and go, bit for bit; returns the states after them."""
     generator = torch.Generator().manual_seed(length)
     start = torch.randn(length, generator=generator).to(dtype)
-    loop = Loop(exchange.codec, exchange.relative, exchange.feedback, start.clone(), {}, {})
+    loop = Loop(exchange.codec, exchange.relative, start.clone(), {}, {})
     states: dict[int, State] = {}
     combine: Callable[[Tensor], Tensor] = halfway if exchange.relative else unchanged
     for step, ids in enumerate(rounds, 1):
@@ -145,9 +142,8 @@ def rounds(
         for i, result in results.items():
             assert result.dtype == dtype
             assert torch.equal(result, expected), f"round {step}, worker {i}"
-            if exchange.feedback:
-                assert torch.equal(states[i]["residual"], loop.e[i]), f"e of {i}, round {step}"
-                assert torch.equal(states[i]["lag"], loop.o[i]), f"o of {i}, round {step}"
+            assert torch.equal(states[i]["residual"], loop.e[i]), f"e of {i}, round {step}"
+            assert torch.equal(states[i]["lag"], loop.o[i]), f"o of {i}, round {step}"
             if exchange.relative:
                 assert torch.equal(states[i]["reference"], loop.r)
     return loop, states
@@ -155,11 +151,8 @@ def rounds(
 
 @pytest.mark.parametrize("codec", KINDS, ids=str)
 @pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("feedback", [0.0, 0.5, 1.0])
-def test_the_rounds_of_workers_that_come_and_go(
-    codec: Codec, relative: bool, feedback: float
-) -> None:
-    rounds(ReplicatedMean(codec, relative, feedback), ROUNDS, 13, torch.float32)
+def test_the_rounds_of_workers_that_come_and_go(codec: Codec, relative: bool) -> None:
+    rounds(ReplicatedMean(codec, relative), ROUNDS, 13, torch.float32)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
@@ -207,3 +200,19 @@ def test_what_it_sends(n: int, length: int) -> None:
     each = -(-length // (4 * n)) * (4 + 2)  # bytes: 4 elements of a byte each, and a scale
     cost = ReplicatedMean(Int8(block=4), False).cost(length, 4, n)
     assert cost.bytes == 2 * (n - 1) * each
+
+
+def test_all_recipes_but_those_named_are_for_workers_that_come_and_go() -> None:
+    texts = {name: f"{name}()" for name in RECIPES}
+    texts |= {name: f"{name}(4)" for name in ("local_sgd", "easgd", "lsgd")}
+    texts |= {name: f"{name}(2, 4)" for name in ("post_local_sgd", "hierarchical")}
+    texts |= {name: f"{name}(ddp())" for name in ("slowmo", "outer_step")}
+    for name, text in texts.items():
+        recipe = parse_recipe(text)
+        assert isinstance(recipe, tuple)
+        if name not in STATIC:
+            replicated(recipe)
+            continue
+        with pytest.raises(ValueError) as raised:
+            replicated(recipe)
+        assert "over all workers" in str(raised.value) or "outer_step, auto" in str(raised.value)

@@ -30,8 +30,6 @@ FILES: dict[str, str | bytes] = {
     "field.yaml": CLUSTER.replace("    rate: 1gbit", "    rat: 1gbit", 1),
     "syntax.yaml": CLUSTER.replace("sites:", "sites: ["),
     "bytes.yaml": b"step: 1\xff",
-    # metrics
-    "no.jsonl": "hello\n",
 }
 BASE = {
     "COMPARE": "compare --workload digits",
@@ -63,7 +61,7 @@ COMPARE --peer nobody : choose from accelerate, fairscale, torch-ddp, torch-post
 lab : no program given
 lab -- no-such : program not found
 lab --latency 5ms --jitter 6ms true : jitter must be
-lab --seed 7 true : is the seed of --jitter, --loss and --kill-every
+lab --seed 7 true : is the seed of --jitter and --loss
 lab -- PYTHON -m torch.distributed.run --nnodes 2 t.py : in place of torchrun's --nnodes
 lab --kill 4@1s true : choose from 0 to 3
 advise : --params, --step-time, --bandwidth, --workers
@@ -81,11 +79,7 @@ plan --cluster rate.yaml : rate.yaml: sites[0].uplink: not a rate
 plan --cluster field.yaml : unknown field sites[0].rat (did you mean 'rate'?)
 plan --cluster syntax.yaml : syntax.yaml, line
 plan --cluster bytes.yaml : is not a text file in UTF-8
-PLAN --from-metrics no.jsonl --spread 9% : --spread is measured with --from-metrics
-PLAN --from-metrics no.jsonl : no.jsonl, line 1: not a record of laconic.attach
 doctor --master h:1 --rank 0 : belong together
-watch missing --once : no metrics in missing: check that the run writes there
-watch no.jsonl --once : no metrics in no.jsonl
 coordinator --address 192.0.2.1:29400 : cannot listen at 192.0.2.1:29400
 keys new --days 0 : --days: not a count: '0'
 report nowhere : cannot read a result from nowhere

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import gpu_kernels, kernels
-from laconic.codecs.blocks import largest_scale
+from laconic.codecs.integers import largest_scale
 
 BLOCKS = (1, 2, 3, 7, 8, 31, 64, 100, 128, 255, 256, 256, 257, 300, 512, 1000, 4096)
 MOST = torch.finfo(torch.float32).max

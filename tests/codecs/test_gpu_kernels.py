@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laconic.codecs import Int4, Int8, compiled, kernels
+from laconic.codecs import Int4, Int8, kernels
 
 ROOT = Path(__file__).parents[2]
 SHAPES, PARTS = 500, 2
@@ -43,7 +43,7 @@ def test_who_serves_which_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(device)
         return "gpu"
 
-    monkeypatch.setattr(compiled, "gpu_kernels", on_gpu)
+    monkeypatch.setattr(kernels, "gpu_kernels", on_gpu)
     four, here = Int4(), torch.ones(8)
     assert four.kernels(here, here) is (kernels if kernels.library() else None)
     assert four.kernels(here.double()) is None
@@ -63,8 +63,8 @@ class OnGpu(torch.Tensor):
 
 def test_without_triton_tensor_operations_code(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
-    assert compiled.gpu_kernels.__wrapped__(device) is None
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    assert kernels.gpu_kernels.__wrapped__(device) is None
 
 
 def test_kernels_that_do_not_compile_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,4 +73,4 @@ def test_kernels_that_do_not_compile_are_a_warning(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch, "ones", fail)
     with pytest.warns(UserWarning, match=r"\(Failed to find C compiler\): codecs use tensor"):
-        assert compiled.gpu_kernels.__wrapped__(torch.device("cuda", 0)) is None
+        assert kernels.gpu_kernels.__wrapped__(torch.device("cuda", 0)) is None

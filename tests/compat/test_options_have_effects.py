@@ -110,7 +110,7 @@ def test_options_of_attach(tmp_path: Path) -> None:
     alike = {"nprocs_per_node": 2, "buffers": "keep", "scaler": True, "offload": True}
     written = tmp_path / "run.jsonl"
     check(attach, alike, {"recipe": la.local_sgd(2)})
-    check(attach, {"seed": 1}, {"recipe": la.noloco(2)})
+    check(attach, {"seed": 1}, {"recipe": la.sgp("random")})
     check(attach, {"buffers": "broadcast"}, {"recipe": la.ddp()})
     groups = [attach(la.hierarchical(1, 2), group_size=size) for size in (1, 2)]
     assert groups[0] != groups[1]

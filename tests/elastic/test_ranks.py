@@ -79,7 +79,7 @@ def test_calls_of_all_ranks(tmp_path: Path) -> None:
 
 @slow
 def test_all_ranks_leave_on_sigterm(tmp_path: Path) -> None:
-    """Also if only one of them gets it. Each hands over what only it holds."""
+    """Also if only one of them gets it."""
     with RanksRun("laconic.sgp(delay=1)", 2, buffers="keep", trace=str(tmp_path)) as run:
         first = run.ready()[0]
         id, leaves = first.wait_for("ready")["id"], run.ranks[1]

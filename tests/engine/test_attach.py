@@ -292,12 +292,12 @@ def test_an_outer_optimizer_that_keeps_numbers_is_refused() -> None:
     assert re.search(r"outer= stores \[.*'seen'.*\] as Python numbers", said), said
 
 
-@pytest.mark.fault("complex parameters under sgp() and demo() failed in the middle of a step")
+@pytest.mark.fault("complex parameters under sgp() and a codec failed in the middle of a step")
 def test_complex_parameters_are_trained_or_refused() -> None:
     def run(rank: int) -> Tensor:
         p = nn.Parameter(torch.arange(5).to(torch.complex64))
         optimizer, model = torch.optim.SGD([p], 0.1), nn.ParameterList([p])
-        said = refusal(lambda: la.attach(model, optimizer, la.demo()))
+        said = refusal(lambda: la.attach(model, optimizer, la.ddp(codec="int4")))
         assert "not torch.complex64: choose a recipe" in said
         with la.attach(model, optimizer, la.sgp(delay=2)):
             for _ in range(4):
@@ -328,9 +328,9 @@ def in_fsdp1(module: nn.Module) -> nn.Module:
 
 
 WRAPS: list[tuple[Callable[[nn.Module], nn.Module], str, str]] = [
-    (nn.DataParallel, "the model is wrapped in nn.DataParallel", "model.module"),
-    (in_fsdp1, "the model is wrapped in FullyShardedDataParallel (FSDP1)", "fully_shard"),
-    (lambda m: nn.Sequential(nn.Linear(3, 3), Own(m)), "'1' is wrapped in D", "model.module"),
+    (nn.DataParallel, "the model is wrapped in DataParallel", "model.module"),
+    (in_fsdp1, "the model is wrapped in FullyShardedDataParallel,", "fully_shard"),
+    (lambda m: nn.Sequential(nn.Linear(3, 3), Own(m)), "'1' is wrapped in Own", "model.module"),
 ]
 
 

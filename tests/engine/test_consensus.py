@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging.handlers
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -219,16 +218,6 @@ def test_evaluating_in_another_mode_changes_no_training(recipe: la.Recipe) -> No
     assert close(agreed, finished[1]) and close(agreed, again)
 
 
-SWAPS = {
-    ("", "half own", ""): False,
-    ("half", "", "own"): False,
-    ("", "half", "own"): True,
-    ("half", "own", ""): True,
-}
-"""By the weights that are put in place before, inside and after the block: whether it warns."""
-
-
-@pytest.mark.fault("weights swapped inside consensus() and swapped back after it, without a word")
 @pytest.mark.parametrize("name", ["consensus_state_dict", "mean", "finish"])
 def test_a_call_on_rank_0_alone_is_refused_with_the_reason(name: str) -> None:
     calls: dict[str, Callable[[la.Synchronizer], object]] = {
@@ -249,28 +238,6 @@ def test_a_call_on_rank_0_alone_is_refused_with_the_reason(name: str) -> None:
                 optimizer.step()
 
     la.simulate(run, workers=2)
-
-
-def test_a_swap_across_the_edge_of_the_block_warns() -> None:
-    def run(rank: int) -> None:
-        model, _, sync = attached(rank, la.local_sgd(2))
-        weights = {"own": flat(model), "half": flat(model) / 2}
-
-        def put(names: str) -> None:
-            for name in names.split():
-                nn.utils.vector_to_parameters(weights[name].clone(), model.parameters())
-
-        for (before, inside, after), warns in SWAPS.items():
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                put(before)
-                with sync.consensus():
-                    put(inside)
-                put(after)
-            said = [str(w.message) for w in caught]
-            assert len(said) == warns and all("changed inside sync.consensus()" in s for s in said)
-
-    la.simulate(run, workers=1)
 
 
 # -- tensors that no round is about ----

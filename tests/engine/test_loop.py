@@ -201,9 +201,7 @@ def test_a_group_that_is_added_or_thawed_later(recipe: str, added: bool) -> None
     assert equal(befores) == (recipe == "ddp"), "it trains on each worker's own batches"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "ends"), [(la.ddp(), True), (la.ddp(codec="int8"), False), (la.demo(), False)]
-)
+@pytest.mark.parametrize(("recipe", "ends"), [(la.ddp(), True), (la.ddp(codec="int8"), False)])
 def test_reentrant_checkpointing_is_refused_on_all_ranks(recipe: la.Recipe, ends: bool) -> None:
     """It runs backward passes within one, each of which would be averaged on its own. ``ends``:
     whether there are trained parameters outside the blocks."""

@@ -161,7 +161,7 @@ def folder_of(base: Path, rank: int, shared: bool = False) -> Path:
 def constant_run(rank: int, value: float) -> Run:
     """A worker whose parameters are ``value``, after as many steps."""
     run = Run(la.local_sgd(4, delay=3), rank, hidden=2)
-    run.sync.step = max(int(value), 0)
+    run.sync.driver.session.step = max(int(value), 0)
     with torch.no_grad():
         for p in run.model.parameters():
             p.fill_(value)
@@ -607,16 +607,12 @@ OF_TWO: Mistakes = [
     (lambda r, s: (s[2][0], *s[r][1:]), "load the model"),
     (lambda r, s: (s[2 * r][0], *s[r][1:]), "load the model|ranks [1]"),
     (lambda r, s: (s[0][0], *s[r][1:]), "load the model|ranks"),
-    (sync_of(lambda r, s: [s[1], s[0]]), "by rank: number 0"),
+    (sync_of(lambda r, s: [s[r]]), "not what"),
+    (lambda r, s: (*s[r][:2], {**s[r][2], "rounds": []}), "not what"),
     (sync_of(lambda r, s: {**s[r], "version": 999}), "version|999"),
     (sync_of(lambda r, s: shortened(s[r]) if r else s[r]), "u"),
 ]
-OF_THREE: Mistakes = [
-    (sync_of(lambda r, s: [s[0], s[1], s[1]]), "list of all"),
-    (sync_of(lambda r, s: [s[0], {**s[1], "step": 5}]), "by rank: number 1"),
-    (sync_of(lambda r, s: [s[0], {**s[1], "recipe": "another"}]), "by rank: number 1"),
-    (sync_of(lambda r, s: [s[0], {**s[1], "rounds": []}]), "not what"),
-]
+OF_THREE: Mistakes = [(sync_of(lambda r, s: s[r % 2]), "laconic.load")]
 
 
 @pytest.mark.parametrize(

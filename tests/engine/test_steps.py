@@ -244,20 +244,6 @@ def test_slow_steps_use_the_lr_of_their_group(several: bool) -> None:
     assert all(map(torch.equal, early, late))
 
 
-@pytest.mark.fault("ranks whose parameters lie in the same shared memory move them together")
-def test_shared_memory_is_refused() -> None:
-    weight = torch.zeros(1, 6).share_memory_()
-
-    def train(rank: int, own: bool) -> None:
-        model = nn.Linear(6, 1, bias=False)
-        model.weight = nn.Parameter(weight.clone().share_memory_() if own else weight)
-        la.attach(model, sgd(model), la.ddp()).detach()
-
-    la.simulate(lambda rank: train(rank, own=True), workers=2)
-    with pytest.raises(ValueError, match="in the same memory"):
-        la.simulate(lambda rank: train(rank, own=False), workers=2)
-
-
 @pytest.mark.fault("a model attached twice averages the same gradients twice")
 def test_a_second_attach_is_refused() -> None:
     def train(_: int) -> None:

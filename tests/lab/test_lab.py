@@ -192,7 +192,7 @@ def test_lines_say_whose_they_are_and_files_have_every_byte(
     assert kept["failed"] is None and kept["command"][:2] == ["sh", "-c"]
     assert [host["bandwidth"] for host in kept["hosts"]] == [20e6, 40e6]
     assert [host["latency"] for host in kept["hosts"]] == [0.04, 0.04]
-    assert bool(kept["samples"]) == (refusal() is None) == (kept["network"] == "emulated")
+    assert bool(kept["sent"]) == (refusal() is None) == (kept["network"] == "emulated")
 
 
 def test_torchrun_starts_once_on_a_host_and_finds_the_others(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -126,7 +127,8 @@ def test_a_rank_that_ends_before_attach_is_named_within_seconds(clock: FakeTime)
     store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = str(Address("127.0.0.1", server.getsockname()[1], "00" * 8))
-    dist.PrefixStore("laconic", store).set("beacon/1", address)  # type: ignore[attr-defined]
+    entry = json.dumps(rendezvous.Entry(beacon=address))
+    dist.PrefixStore("laconic", store).set("beacon/1", entry)  # type: ignore[attr-defined]
     with pytest.raises(LinkError, match="rank 1 ") as caught:
         rendezvous.Rendezvous(store).exchange("", 600.0)
     assert caught.value.ranks == (1,) and clock.now < 10

@@ -118,7 +118,7 @@ def test_nothing_can_be_read_on_the_way(job: Jobs, monkeypatch: pytest.MonkeyPat
         with connected() as (first, second, between):
             for each in (pattern, pattern[:0], pattern):
                 both_send(first, second, each, each + 1)
-            assert first.closed() == {} and first.heard(1) < 60
+            assert first.closed() == {} and first.connections.heard(1) < 60
             return pattern.numpy().tobytes()[64:128] in between.passed
 
     assert not seen()
@@ -243,13 +243,11 @@ def test_files_that_do_not_go_together(
     coded = s.BestAvailableEncryption(b"1234")
     protected = tmp_path / "key.pem"
     protected.write_bytes(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, coded))
-    one, none = jobs.one, tmp_path / "none"
+    one = jobs.one
     for folder, changed, said in (
         (one, {"PKEY": jobs.other / "key.pem"}, rf"key.pem \({PREFIX}PKEY\) is not the key of the"),
         (one, {"PKEY": protected}, "is protected by a passphrase"),
         (one, {"CA_FILE": jobs.other / "ca.pem"}, rf"cert.pem \({PREFIX}CERT\) is not signed by"),
-        (one, {"CA_FILE": "", "CA_PATH": tmp_path}, "is not signed by the CA"),
-        (one, {"CA_FILE": "", "CA_PATH": none}, rf"none \({PREFIX}CA_PATH\) is not a directory"),
         (jobs.expired, {}, rf"^the certificate .*cert.pem \({PREFIX}CERT\) has expired"),
         (jobs.expired_ca, {}, rf"^the CA's certificate .*ca.pem \({PREFIX}CA_FILE\) has expired"),
     ):

@@ -1,15 +1,14 @@
-"""Connections that a firewall forgets, while both processes live and new connections pass."""
+"""Connections that nothing passes over, while both processes live and new ones pass."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import re
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
@@ -19,7 +18,7 @@ import pytest
 import torch
 
 import laconic
-from laconic.links import handshake, health
+from laconic.links import connections, handshake, health
 from laconic.links.addresses import listen
 from laconic.links.elastic.coordinator import KEY, PURPOSE, Coordinator, secret_of_callers
 from laconic.links.sockets import borrowed
@@ -31,15 +30,14 @@ from tests.support.elastic_runs import Run
 from tests.support.loops import descend
 
 STEPS, PAUSE = 40, 20
-slow = pytest.mark.slow
 
 
-def fit(rank: int, recipe: str, pausing: Callable[[], None], **options: Any) -> bytes:
+def fit(rank: int, pausing: Callable[[], None]) -> bytes:
     """Train, and call ``pausing()`` after `PAUSE` steps. Returns the parameters."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with laconic.attach(model, optimizer, eval(recipe, {"laconic": laconic}), **options):
+    with laconic.attach(model, optimizer, laconic.ddp(), link="tcp", timeout=200.0):
         draw = torch.Generator().manual_seed(rank)
         for step in range(STEPS):
             if step == PAUSE:
@@ -49,133 +47,105 @@ def fit(rank: int, recipe: str, pausing: Callable[[], None], **options: Any) -> 
     return torch.cat([p.detach().view(-1) for p in model.parameters()]).numpy().tobytes()
 
 
-def train(pipe: Connection, recipe: str) -> tuple[bytes, int]:
-    """Pause until the test says so. Returns the parameters, and how many connections were made
-    again."""
+def train(pipe: Connection) -> bytes:
+    """Pause until the test says so. Returns the parameters."""
     forgetful.hasten()
-    made: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = made.append  # type: ignore[method-assign, assignment]
-    logging.getLogger("laconic").addHandler(handler)
     laconic.init()
 
     def pausing() -> None:
         pipe.send("pausing")
-        if pipe.recv() == "drop packets":
-            port = int(os.environ["MASTER_PORT"])
-            threading.Timer(0.02, forgetful.drop_packets, (port,)).start()
+        port, deed = int(os.environ["MASTER_PORT"]), pipe.recv()
+        if deed == "drop":
+            forgetful.drop_packets(port)
+        elif deed == "close":
+            forgetful.close(port)
 
-    params = fit(torch.distributed.get_rank(), recipe, pausing, link="tcp", timeout=200.0)
-    return params, sum("made again" in record.msg for record in made)
-
-
-Ranks = list[launched.Rank]
+    return fit(torch.distributed.get_rank(), pausing)
 
 
-def run(
-    size: int,
-    recipe: str,
-    variables: dict[str, str],
-    before: Callable[[Ranks], object],
-    how: str = "go",
-    after: Callable[[Ranks], object] = len,
-) -> list[Any]:
-    """What each of ``size`` processes returns, or its error. They go on ``how``, between what
-    happens ``before`` and ``after``."""
-    world = [{**given, **variables} for given in launched.of_torchrun(size)]
-    with launched.running(world, train, recipe) as made:
-        assert [rank.next() for rank in made] == ["pausing"] * size
-        before(made)
-        for rank in made:
-            rank.pipe.send(how)
+def run(variables: dict[str, str], how: Sequence[str], after: Callable[..., object]) -> list[Any]:
+    """What each process returns, or its error. They go on as ``how`` says, by rank, and then
+    ``after`` is called with them."""
+    world = [{**given, **variables} for given in launched.of_torchrun(len(how))]
+    with launched.running(world, train) as made:
+        assert {rank.next() for rank in made} == {"pausing"}
+        for rank, deed in zip(made, how, strict=True):
+            rank.pipe.send(deed)
         after(made)
         return [rank.next() for rank in made]
 
 
-def undisturbed(size: int, recipe: str) -> list[bytes]:
-    return laconic.simulate(lambda rank: fit(rank, recipe, lambda: None), workers=size)
-
-
 @pytest.mark.fault("a connection that a firewall had forgotten stopped a run until its time-out")
-@pytest.mark.parametrize(
-    ("size", "recipe", "settings", "what"),
-    [
-        (2, "laconic.ddp()", "", "forgotten between rounds"),
-        pytest.param(3, "laconic.sgp()", "not compiled", "forgotten in a round", marks=slow),
-        pytest.param(2, "laconic.ddp()", "TLS", "forgotten in a round", marks=slow),
-        pytest.param(2, "laconic.ddp()", "", "reset", marks=slow),
-        pytest.param(3, "laconic.ddp()", "", "drop packets", marks=slow),
-    ],
-)
-def test_a_static_run_goes_on_over_new_connections(
-    size: int, recipe: str, settings: str, what: str, jobs: job_keys.Jobs
+@pytest.mark.parametrize("secure", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_forgotten_connection_is_one_error_on_all_ranks(
+    secure: bool, jobs: job_keys.Jobs
 ) -> None:
-    """With the same bits as without the firewall."""
-    ports = gloo.free_ports(2 * size + 2)
-    variables = forgetful.variables(ports)
-    if settings == "TLS":
-        variables |= job_keys.variables(jobs.one)
-    elif settings:
-        variables["LACONIC_WITHOUT_KERNELS"] = "1"
-    with forgetful.firewall(ports) as wall:
-
-        def before(made: Ranks) -> None:
-            assert what != "forgotten between rounds" or wall.forget()
-
-        def after(made: Ranks) -> None:
-            time.sleep(0.02)
-            if what == "forgotten in a round":
-                assert wall.forget()
-            elif what == "reset":
-                wall.reset()
-
-        found = run(size, recipe, variables, before, what, after)
-    for said, expected in zip(found, undisturbed(size, recipe), strict=True):
-        assert not isinstance(said, str), said
-        assert said[0] == expected and said[1]
+    variables = job_keys.variables(jobs.one) if secure else {}
+    (said,) = set(run(variables, ["drop"] * 3, len))
+    assert re.search(r"gradient.* step \d+: nothing passes over the connection to rank \d", said)
+    assert "a firewall or NAT" in said and "Start all ranks again" in said
 
 
-@slow
+def test_a_slow_reader_is_no_stalled_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host acknowledges, though there is no room for more. Where packets are dropped, nothing
+    does."""
+    monkeypatch.setattr(connections, "QUIET_SECONDS", 0.3)
+    each = connections.Connections()
+    each.answers = lambda rank: True
+    with socket.create_server((forgetful.HERE, 0)) as server:
+        caller = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    each.keep(1, caller)
+    with other:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(each[1], bytes(2**16))
+        until = time.monotonic() + 4.0
+        quiet = 0.0
+        while time.monotonic() < until:
+            quiet = max(quiet, each.heard(1))
+            assert each.forgotten() == []
+            time.sleep(0.05)
+        assert quiet > 0.3, "it was asked, less and less often"
+        assert other.recv(2**20)
+        forgetful.drop(other)
+        with borrowed(each[1]) as end:
+            forgetful.drop(end)
+        while not each.forgotten():
+            assert time.monotonic() < until + 60
+            time.sleep(0.1)
+    each.close()
+
+
+def test_a_connection_that_ends_while_all_processes_live() -> None:
+    (said,) = set(run({}, ["close", "go"], len))
+    assert "all processes live, and a connection between two of them has ended" in said
+
+
+@pytest.mark.slow
 def test_a_process_that_is_stopped_for_a_while_keeps_its_connections() -> None:
     """Slow is not dead."""
 
-    def stop(made: Ranks) -> None:
+    def stop(made: Sequence[launched.Rank]) -> None:
         os.kill(made[1].process.pid, signal.SIGSTOP)
         time.sleep(6.0)
         os.kill(made[1].process.pid, signal.SIGCONT)
 
-    found = run(2, "laconic.ddp()", {}, len, "go", stop)
-    assert found == [(params, 0) for params in undisturbed(2, "laconic.ddp()")]
-
-
-@slow
-def test_new_connections_that_pass_small_messages_only_are_an_error() -> None:
-    """On both ranks, and soon."""
-    ports = gloo.free_ports(6)
-    with forgetful.firewall(ports) as wall:
-
-        def forget(made: Ranks) -> None:
-            wall.small_only = True
-            assert wall.forget()
-
-        (said,) = set(run(2, "laconic.ddp()", forgetful.variables(ports), forget))
-    assert "lower the MTU of the path (`ip link set mtu 1400`)" in said
+    found = run({}, ["go", "go"], stop)
+    assert found == laconic.simulate(lambda rank: fit(rank, lambda: None), workers=2)
 
 
 @pytest.mark.fault("an elastic run waited a minute and more for a connection that was forgotten")
-@pytest.mark.parametrize("secure", [False, pytest.param(True, marks=slow)])
+@pytest.mark.parametrize("secure", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_elastic_run_goes_on_with_the_same_workers(
     secure: bool, jobs: job_keys.Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ports = gloo.free_ports(12)
-    for name, value in forgetful.variables(ports).items():
-        monkeypatch.setenv(name, value)
     if secure:
         job_keys.turn_on(monkeypatch, jobs.one)
     options: Any = {"hasten": True, "timeout": 600}  # the test waits for less
-    with forgetful.firewall(ports) as wall, Run("laconic.ddp()", count=3, **options) as elastic:
-        elastic.ready()
-        assert wall.forget()
+    with Run("laconic.ddp()", count=3, **options) as elastic:
+        for worker in elastic.ready():
+            worker.send(signal.SIGUSR1)  # it drops what comes over its connections of now
         elastic.check_same(3)
         for worker in elastic.workers:
             assert worker.wait_for("done")["workers"] == 3, "nobody was given up"

@@ -86,7 +86,7 @@ def test_what_is_not_ready_is_sent_when_it_is() -> None:
     with ends[0][1] as one, ends[1][1] as other:
         sends = {0: first, 1: second}
         waits = Transfer(connections, sends, {0: room}, HERE, 5, range(2), ready=False)
-        waits.send(0, 3)
+        waits.send(3, 0)
         one.send(as_sent(HERE, b"x"))
         waits.wait(0)
         assert bytes(room.tolist()) == b"x"
@@ -95,12 +95,12 @@ def test_what_is_not_ready_is_sent_when_it_is() -> None:
         with pytest.raises(BlockingIOError):
             other.recv(99)
         second += 7
-        waits.send(1, 2)
+        waits.send(2, 1)
         assert other.recv(99) == as_sent(HERE, b"\7\7\x08")[: HEADER + 2]
         second[2] = 8
         with pytest.raises(AssertionError, match="not ready"):
             waits.wait()
-        waits.send(1, 3)
+        waits.send(3, 1)
         waits.wait()
         assert other.recv(99) == as_sent(HERE, b"\7\7\x08")[HEADER + 2 :]
 

@@ -90,19 +90,6 @@ def cast(name: str) -> Codec:
     return Codec(casts[name])
 
 
-def topk(k: int, chunk: int, values: Codec) -> Codec:
-    """Per chunk the k largest |x| (ties: the lower index); these, in the order of their indices,
-    are coded by `values` as a vector of their own; the others are 0."""
-
-    def q(x: Array) -> Array:
-        kept = np.sort(np.argsort(-np.abs(x), kind="stable")[:k])
-        out = np.zeros_like(x)
-        out[kept] = values(x[kept])
-        return out
-
-    return Codec(blocks(q, chunk), chunk)
-
-
 def together(p: Params, names: Sequence[str]) -> Array:
     return np.concatenate([p[name].reshape(-1) for name in names])
 
@@ -120,14 +107,13 @@ def unchanged(mean: Params) -> Params:
 class CodedMean:
     """m_i are the workers' messages, Q codes each of `vectors` (names of parameters) as one vector:
 
-        v_i = (m_i - r) + b*e_i ;  q_i = Q(v_i) ;  e_i <- v_i - q_i        b = 0: e_i stays 0
-        mean = r + b*o + (1/n)*sum_i q_i ;  result = combine(mean)
-        w = result - r ;  p = Q(w) ;  o <- w - p                           b = 0: o stays 0
+        v_i = (m_i - r) + e_i ;  q_i = Q(v_i) ;  e_i <- v_i - q_i
+        mean = r + o + (1/n)*sum_i q_i ;  result = combine(mean)
+        w = result - r ;  p = Q(w) ;  o <- w - p
         received = r + p ;  relative: r <- received
 
     e_i is what worker i still owes, o what the owners of the mean owe. r starts as `start` if
-    relative; else it is 0 and stays so. Gathered: everyone gets all q_i, so that the way back is
-    not coded: received = combine(r + (1/n)*sum_i q_i). No codec: received = combine(mean(m))."""
+    relative; else it is 0 and stays so. No codec: received = combine(mean(m))."""
 
     def __init__(
         self,
@@ -137,10 +123,8 @@ class CodedMean:
         n: int,
         *,
         relative: bool = True,
-        feedback: float = 1.0,
-        gathered: bool = False,
     ) -> None:
-        self.codec, self.b, self.gathered, self.relative = codec, feedback, gathered, relative
+        self.codec, self.relative = codec, relative
         self.vectors = [names for names in vectors if names]
         self.r = copy(start) if relative else scale(0.0, start)
         self.e, self.o = [scale(0.0, start) for _ in range(n)], scale(0.0, start)
@@ -159,19 +143,14 @@ class CodedMean:
             return copy(combine(mean(m)))
         sent = []
         for i, message in enumerate(m):
-            v = add(minus(message, self.r), scale(self.b, self.e[i]))
+            v = add(minus(message, self.r), self.e[i])
             sent.append(self.q(v))
-            if self.b:
-                self.e[i] = minus(v, sent[i])
+            self.e[i] = minus(v, sent[i])
         average = add(self.r, mean(sent))
-        if self.gathered:
-            received = copy(combine(average))
-        else:
-            w = minus(combine(add(average, scale(self.b, self.o))), self.r)
-            p = self.q(w)
-            if self.b:
-                self.o = minus(w, p)
-            received = add(self.r, p)
+        w = minus(combine(add(average, self.o)), self.r)
+        p = self.q(w)
+        self.o = minus(w, p)
+        received = add(self.r, p)
         if self.relative:
             self.r = copy(received)
         return received

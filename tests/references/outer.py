@@ -1,5 +1,5 @@
-"""Plain-loop references of outer steps: SlowMo, the DiLoCo family, NoLoCo; and a few
-closed forms that some of them become."""
+"""Plain-loop references of outer steps: SlowMo, the DiLoCo family, and a few closed forms that some
+of them become."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from tests.references.coded import Codec, CodedMean, cast, topk
+from tests.references.coded import Codec, CodedMean
 from tests.references.problem import (
     FLAT,
     GROUP_OF,
@@ -140,17 +140,13 @@ class DiLoCo(Recipe):
     muon: bool = False
     codec: Codec | None = None
     fragments: Sequence[Sequence[str]] = (NAMES,)
-    gathered: bool = False
-    feedback: float = 1.0
 
     def start(self, x0: Params, n: int) -> None:
         assert self.delay <= self.period or len(self.fragments) == 1
         self.anchor, self.m = copy(x0), scale(0.0, x0)
         self.outer_state: dict[str, State] = {name: {} for name in NAMES}
-        options = {"gathered": self.gathered, "feedback": self.feedback}
         self.means = [
-            CodedMean(self.codec, [in_order(part)], some(x0, part), n, **options)  # type: ignore[arg-type]
-            for part in self.fragments
+            CodedMean(self.codec, [in_order(part)], some(x0, part), n) for part in self.fragments
         ]
         self.flight: list[tuple[int, Params, list[Params]]] = []
         # (step it is due, the anchor it brings, the workers' y)
@@ -275,22 +271,6 @@ def adam_outer(lr: float) -> tuple[Optimizer, float]:
     return AdamW(weight_decay=0.0), lr
 
 
-def sparse_loco(
-    period: int,
-    k: int,
-    chunk: int,
-    decay: float = 0.95,
-    lr: float = 1.0,
-    values: Codec | None = None,
-) -> DiLoCo:
-    """every H: e_i <- b*e_i + (a - x_i) ; q_i = topk(e_i) ; e_i <- e_i - q_i
-             a <- a - alpha*mean(q) ;  x <- a
-
-    Sarfi et al. 2025 (2508.15706): an outer step without momentum on means of sparse messages."""
-    codec = topk(k, chunk, values or cast("float32"))
-    return DiLoCo(period, lr, 0.0, codec=codec, gathered=True, feedback=decay)
-
-
 def length(v: Array) -> float:
     return float(np.sqrt(np.sum(v * v)))
 
@@ -320,42 +300,6 @@ def muon_direction(s: Array) -> Array:
     left, sigma, right = np.linalg.svd(s, full_matrices=False)
     o = left @ np.diag(near_one(sigma)) @ right
     return np.asarray(o * length(s) / length(o))
-
-
-@dataclass
-class NoLoCo(Recipe):
-    """every H, of worker i and its partner:
-        m_i <- mu*m_i + eta*mean(a - x) + gamma*(a_i - mean(a)) ;  a_i <- a_i - m_i ;  x_i <- a_i
-
-    Kolehmainen et al. 2025 (2506.10911). `pairing(g, n)` are the pairs of gossip g, counted from
-    0; who is in none is its own partner."""
-
-    period: int
-    lr: float = 0.7
-    momentum: float = 0.5
-    gamma: float = 0.7
-    pairing: Callable[[int, int], list[tuple[int, int]]] = lambda g, n: []
-
-    def start(self, x0: Params, n: int) -> None:
-        self.a, self.m = ([copy(p) for _ in range(n)] for p in (x0, scale(0.0, x0)))
-        self.gossips = 0
-
-    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
-        if t % self.period:
-            return
-        n, a = len(workers), self.a
-        partner = list(range(n))
-        for i, j in self.pairing(self.gossips, n):
-            partner[i], partner[j] = j, i
-        self.gossips += 1
-        d = [minus(own, w.x) for own, w in zip(a, workers, strict=True)]
-        for i, j in enumerate(partner):
-            away = minus(a[i], mean([a[i], a[j]]))
-            pull = add(scale(self.lr, mean([d[i], d[j]])), scale(self.gamma, away))
-            self.m[i] = add(scale(self.momentum, self.m[i]), pull)
-        self.a = [minus(own, m) for own, m in zip(a, self.m, strict=True)]
-        for w, own in zip(workers, self.a, strict=True):
-            w.x = copy(own)
 
 
 # ---------------------------------------------------------------- closed forms
@@ -416,4 +360,4 @@ def large_batch_momentum(
 
 
 # The names a user writes; fields above are their arguments, in order.
-slowmo, diloco, noloco = SlowMo, DiLoCo, NoLoCo
+slowmo, diloco = SlowMo, DiLoCo

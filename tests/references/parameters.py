@@ -107,37 +107,6 @@ class Hierarchical(Mixing):
         return [mean([w.x for w in workers[first : first + size]]) for first in firsts]
 
 
-@dataclass
-class DesLoc(Recipe):
-    """t % period == 0: x <- mean(x)
-    t % first == 0:  m <- mean(m), the first moment (Adam's) or the momentum buffer (SGD's)
-    t % second == 0: v <- mean(v), the second moment
-
-    Iacob et al. 2025 (2505.22549). Each worker's step count stays."""
-
-    period: int
-    first: int
-    second: int
-    codec: Codec | None = None
-
-    def start(self, x0: Params, n: int) -> None:
-        self.mean = CodedMean(self.codec, [FLAT], x0, n)
-
-    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
-        if t % self.period == 0:
-            xbar = self.mean([w.x for w in workers])
-            for w in workers:
-                w.x = copy(xbar)
-        due = ["exp_avg", "momentum_buffer"] * (t % self.first == 0)
-        due += ["exp_avg_sq"] * (t % self.second == 0)
-        for name in NAMES:
-            for entry in due:
-                if entry in workers[0].state[name]:
-                    shared = mean([{"": w.state[name][entry]} for w in workers])[""]
-                    for w in workers:
-                        w.state[name][entry] = shared.copy()
-
-
 # ---------------------------------------------------------------- a center
 @dataclass
 class EASGD(Recipe):
@@ -253,5 +222,5 @@ class LSGD(Recipe):
 
 
 # The names a user writes; fields above are their arguments, in order.
-local_sgd, hierarchical, des_loc = LocalSGD, Hierarchical, DesLoc
+local_sgd, hierarchical = LocalSGD, Hierarchical
 easgd, lsgd = EASGD, LSGD

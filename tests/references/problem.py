@@ -37,7 +37,7 @@ Rates: TypeAlias = Callable[[int, int], float]  # lr(group, step)
 StatePolicy: TypeAlias = Literal["keep", "average", "reset"]
 
 # Odd sizes: no tensor divides by 2, 3 or 4, so an even split into slices must pad.
-SIZES = 5, 7, 11  # input, hidden, output
+INPUTS, HIDDEN, OUTPUTS = 5, 7, 11
 NAMES = ("w1", "b1", "w2", "b2")
 GROUPS = (("w1", "w2"), ("b1", "b2"))  # weights | biases
 GROUP_OF = {name: group for group, names in enumerate(GROUPS) for name in names}
@@ -45,29 +45,26 @@ FLAT = tuple(name for names in GROUPS for name in names)  # in the order of the 
 LAYERS = (("w1", "b1"), ("w2", "b2"))
 
 
-def shapes_of(sizes: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
-    inputs, hidden, outputs = sizes
-    return {"w1": (hidden, inputs), "b1": (hidden,), "w2": (outputs, hidden), "b2": (outputs,)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "w1": (HIDDEN, INPUTS),
+    "b1": (HIDDEN,),
+    "w2": (OUTPUTS, HIDDEN),
+    "b2": (OUTPUTS,),
+}
 
 
-SHAPES = shapes_of(SIZES)
-
-
-def make_data(
-    n: int, steps: int, seed: int, batch: int = 4, sizes: tuple[int, int, int] = SIZES
-) -> Data:
+def make_data(n: int, steps: int, seed: int, batch: int = 4) -> Data:
     """Batches that differ by worker and by step; each worker has its own teacher and inputs."""
-    inputs, _, outputs = sizes
     data: Data = []
     for worker in range(n):
         own = np.random.default_rng([seed, worker, 0])
-        center = own.standard_normal(inputs)
-        teacher = own.standard_normal((outputs, inputs))
+        center = own.standard_normal(INPUTS)
+        teacher = own.standard_normal((OUTPUTS, INPUTS))
         data.append([])
         for step in range(1, steps + 1):
             rng = np.random.default_rng([seed, worker, step])
-            x = center + rng.standard_normal((batch, inputs))
-            t = np.sin(x @ teacher.T) + 0.1 * rng.standard_normal((batch, outputs))
+            x = center + rng.standard_normal((batch, INPUTS))
+            t = np.sin(x @ teacher.T) + 0.1 * rng.standard_normal((batch, OUTPUTS))
             data[worker].append((x, t))
     return data
 
@@ -82,13 +79,12 @@ def join(data: Data, size: int) -> Data:
     return [[whole(parts) for parts in zip(*ranks, strict=True)] for ranks in groups]
 
 
-def initial(n: int, seed: int, sizes: tuple[int, int, int] = SIZES) -> list[Params]:
+def initial(n: int, seed: int) -> list[Params]:
     """Different parameters on every worker; `run` starts them all from worker 0's."""
     found = []
     for worker in range(n):
         rng = np.random.default_rng([seed, worker])
-        shapes = shapes_of(sizes).items()
-        found.append({name: 0.5 * rng.standard_normal(shape) for name, shape in shapes})
+        found.append({name: 0.5 * rng.standard_normal(shape) for name, shape in SHAPES.items()})
     return found
 
 

@@ -193,6 +193,8 @@ def work(pipe: Connection, given: dict[str, str], at: Any, options: dict[str, An
     own = {name: options.pop(name) for name in OWN if name in options}
     if "hasten" in own:
         forgetful.hasten()
+        port = int(coordinator.rpartition(":")[2])
+        signal.signal(signal.SIGUSR1, lambda *_: forgetful.drop_packets(port))
     if "hold" in own:
         reporter.say("held")
         pipe.recv()

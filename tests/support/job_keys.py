@@ -14,7 +14,7 @@ from laconic.links import job_secret, tls
 if TYPE_CHECKING:
     from laconic.cli.authority import Authority
 
-VARIABLES = (tls.TRANSPORT, tls.SWITCH, *(tls.KEY, tls.CERTIFICATE, tls.CA_FILE, tls.CA_PATH))
+VARIABLES = (tls.TRANSPORT, tls.SWITCH, *(tls.KEY, tls.CERTIFICATE, tls.CA_FILE))
 
 
 class Jobs:

@@ -19,10 +19,10 @@ from laconic.algorithms.topology import Graph
 from laconic.codecs import Int2, Int4
 
 from tests.references import coded, gossip, outer, parameters
-from tests.references.gradients import BUCKET, DDP, DeMo, PowerSGD
+from tests.references.gradients import BUCKET, DDP, PowerSGD
 from tests.references.problem import LAYERS, SHAPES, Recipe
 from tests.support import own_updates
-from tests.support.training import Job, constant_lr
+from tests.support.training import Job
 
 Reference: TypeAlias = Callable[[int], Recipe]  # by the size of groups
 
@@ -156,8 +156,6 @@ row("ddp", la.ddp(), DDP, "golden equal")
 row("ddp, coded", la.ddp(codec="int4"), lambda: DDP(coded.int4(256)), "golden whole equal")
 low = la.power_sgd(2), lambda: PowerSGD(2, first_basis(2))
 row("power_sgd", *low, "golden whole equal")
-tiles: dict[str, Any] = {"optimizer": "sgd", "lr": constant_lr, "sizes": (4, 8, 16)}
-row("demo", la.demo(k=8, chunk=8), lambda: DeMo(0.999, 8, 8), "golden whole equal", **tiles)
 row("local_sgd", la.local_sgd(4), lambda: p_.LocalSGD(4), "golden conserves")
 row("local_sgd, late", la.local_sgd(6, delay=4), lambda: p_.LocalSGD(6, 4), "golden conserves")
 alike("local_sgd, average", "golden moments conserves", LOCAL, 3, optimizer_state="average")
@@ -190,10 +188,6 @@ late = la.diloco(5, momentum=0.6, outer="muon", delay=4)
 row("diloco, muon, late", late, lambda: o_.DiLoCo(5, 0.7, 0.6, 4, muon=True), "golden lags", MUON)
 coded_muon = la.diloco(5, momentum=0.6, outer="muon", codec="int2")
 row("diloco, muon, coded", coded_muon, None, "golden lags")
-row("des_loc", la.des_loc(2, 4, 6), lambda: p_.DesLoc(2, 4, 6), "golden moments conserves")
-sparse = la.sparse_loco(3, 8, 64), lambda: o_.sparse_loco(3, 8, 64, values=coded.int2(8))
-row("sparse_loco", *sparse, "golden lags whole")
-row("noloco", la.noloco(3), lambda: o_.NoLoCo(3, pairing=pairs), "golden gossip irregular")
 
 # ---------------------------------------------------------------- other settings
 with warnings.catch_warnings():
@@ -327,12 +321,6 @@ with warnings.catch_warnings():
     row("streaming_diloco(3, 1, muon)", recipe, muon, "lags", MUON)
     muon = partial(o_.DiLoCo, 4, 0.7, 0.6, muon=True)
     row("diloco(4, muon)", la.diloco(4, 0.7, 0.6, outer="muon"), muon, "lags variant", MUON)
-    row("des_loc(2)", la.des_loc(2, codec="int8"), lambda: p_.DesLoc(2, 6, 12, BYTE[1]), "moments")
-    recipe = la.sparse_loco(3, 5, 32, decay=0.8, lr=0.7, values="int8")
-    loop = partial(o_.sparse_loco, 3, 5, 32, 0.8, 0.7, BYTE[1])
-    row("sparse_loco(3, 5, 32)", recipe, loop, "lags whole")
-    mixed = partial(o_.NoLoCo, 2, 0.5, 0.2, 1.0, pairs)
-    row("noloco(2)", la.noloco(2, 0.5, 0.2, 1.0), mixed, "gossip irregular variant")
 
 
 # ---------------------------------------------------------------- of a user's own

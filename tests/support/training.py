@@ -68,7 +68,6 @@ class Job:
     seed: int = 3
     options: tuple[tuple[str, Any], ...] = ()
     reports: bool = True
-    sizes: tuple[int, int, int] = reference.SIZES
 
     @property
     def ranks(self) -> int:
@@ -76,12 +75,12 @@ class Job:
         return int(dict(self.options).get("nprocs_per_node", 1))
 
     def data(self) -> reference.Data:
-        return _data(self.workers, self.steps, self.seed, sizes=self.sizes)
+        return _data(self.workers, self.steps, self.seed)
 
     def expected(self, recipe: reference.Recipe) -> reference.Trace:
         """By worker, of which each has the batches of all of its ranks."""
         rules, n = OPTIMIZERS[self.optimizer][1], self.workers // self.ranks
-        data, init = self.data(), reference.initial(n, self.seed, self.sizes)
+        data, init = self.data(), reference.initial(n, self.seed)
         if self.ranks > 1:
             data = reference.join(data, self.ranks)
         return reference.run(recipe, n, self.steps, rules, self.lr, data, init)
@@ -90,9 +89,11 @@ class Job:
 def build(job: Job, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     """This worker's model, initialized differently from every other's, and optimizer."""
     model = nn.Sequential(
-        nn.Linear(job.sizes[0], job.sizes[1]), nn.Tanh(), nn.Linear(job.sizes[1], job.sizes[2])
+        nn.Linear(reference.INPUTS, reference.HIDDEN),
+        nn.Tanh(),
+        nn.Linear(reference.HIDDEN, reference.OUTPUTS),
     ).double()
-    values = reference.initial(job.workers, job.seed, job.sizes)[rank]
+    values = reference.initial(job.workers, job.seed)[rank]
     by_name = dict(zip(reference.NAMES, model.parameters(), strict=True))
     with torch.no_grad():
         for name, p in by_name.items():

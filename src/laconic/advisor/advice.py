@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -23,24 +22,22 @@ from laconic.advisor.choices import (
     more_steps,
     steps_of,
 )
-from laconic.advisor.show import Advice, Row, Slow
+from laconic.advisor.network import unequal_hosts, unequal_workers
+from laconic.advisor.quorum import predict
+from laconic.advisor.show import Advice, Row
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.parse import qualified
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fragments_of
 from laconic.policy.choice import TIE, choose
 from laconic.policy.facts import Facts
-from laconic.policy.predict import often, predict
-from laconic.policy.probe import unequal_hosts, unequal_workers
+from laconic.policy.predict import often
 from laconic.units import three_digits
 
 MOST_ALTERNATIVES = 5
 """The number of other recipes shown beside the recommended one."""
 LEAST_SHARE = 1 / 3
 """The least progress of an alternative, as a share of that of the recommended recipe."""
-FLATTERED = ("sparse_loco",)
-"""Recipes that are not offered as alternatives, because they need more steps than assumed: the one
-setting that was measured needs more than twice those of DDP."""
 
 
 def advice_on(
@@ -54,37 +51,35 @@ def advice_on(
     rows = rows_of(compared, facts)
     text, _ = choose(Auto(), facts, None, {})
     best = next(row for row in rows if row.recipe == text)
-    slow = slow_ranks(facts, computes or facts.computes, compared[0].recipe)
+    slow = slow_ranks(facts, computes or facts.computes)
     node = f", nprocs_per_node={facts.ranks}" if facts.ranks > 1 else ""
     return Advice(
         facts=facts,
         rows=tuple(rows),
         recommendation=text,
         code=f"sync = laconic.attach(model, optimizer, {qualified(text)}{node})",
-        reason=" ".join([*reason(rows[0], best), *map(str, slow)]),
+        reason=" ".join([*reason(rows[0], best), *slow]),
         computes=computes,
         slow=slow,
         alternatives=tuple(row.recipe for row in alternatives(rows, best)),
     )
 
 
-def slow_ranks(facts: Facts, computes: Sequence[float], ddp: Recipe) -> tuple[Slow, ...]:
-    """Return the rank whose steps take much longer than the median rank's, from each rank's
-    seconds, and that whose network is much slower, by `Facts.rates`."""
+def slow_ranks(facts: Facts, computes: Sequence[float]) -> tuple[str, ...]:
+    """Return a sentence on the rank whose steps take much longer than the median rank's, from each
+    rank's seconds, and on that whose network is much slower, by `Facts.rates`."""
     found, each = [], torch.tensor(computes, dtype=torch.float64)
-    now = predict(ddp, facts).seconds
+    wait = "the median rank, and the others wait for it."
     if len(each) and unequal_workers(each):
-        factor = float(each.max() / each.median())
-        without = predict(ddp, replace(facts, compute=facts.compute / factor)).seconds
-        gain = float((each.max() / each).mean())
-        found.append(Slow(int(each.argmax()), "steps", factor, now, without, gain))
+        factor, gain = float(each.max() / each.median()), float((each.max() / each).mean())
+        found.append(
+            f"Rank {int(each.argmax())} computes {factor:.2g} times as long as {wait} If none "
+            f"waited, all together would take {gain:.2g} times as many steps per second."
+        )
     rates = torch.tensor(facts.rates, dtype=torch.float64)
     if len(rates) and unequal_hosts(rates):
         factor = float(rates.median() / rates.min())
-        nets = {k: replace(net, rate=net.rate * factor) for k, net in facts.nets.items()}
-        faster = replace(facts, rate=facts.rate * factor, nets=nets)
-        without = predict(ddp, faster).seconds
-        found.append(Slow(int(rates.argmin()), "network", factor, now, without, None))
+        found.append(f"Rank {int(rates.argmin())} sends {factor:.2g} times as slowly as {wait}")
     return tuple(found)
 
 
@@ -99,7 +94,6 @@ def _row(choice: Choice, facts: Facts, ddp: float) -> Row:
     factor = Steps(1.0, UNKNOWN) if choice.quality == OWN else steps_of(choice.recipe)
     return Row(
         recipe=choice.text,
-        period=choice.period,
         seconds=p.seconds,
         hidden=p.hidden,
         megabytes=p.bytes / 1e6,
@@ -154,7 +148,7 @@ def alternatives(rows: Sequence[Row], best: Row) -> list[Row]:
     kinds: dict[str, Row] = {}
     for row in sorted(rows[1:], key=lambda row: -row.progress):
         enough = row.progress >= LEAST_SHARE * best.progress
-        if enough and not row.own and _kind(row) not in (_kind(best), *FLATTERED):
+        if enough and not row.own and _kind(row) != _kind(best):
             kinds.setdefault(_kind(row), row)
     others = sorted(
         kinds.values(),

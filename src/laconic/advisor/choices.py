@@ -48,8 +48,6 @@ QUALITY = {
     "slowmo": "recovers what local SGD loses in runs of many slow steps (Wang et al., ICLR 2020)",
     "diloco": "as good as synchronous training in long runs, with 100 and more rounds "
     "(Douillard et al. 2023); the steps here are those of short runs",
-    "sparse_loco": "ahead of DiLoCo in long runs (Sarfi et al. 2025); sparse_loco(16) needed more "
-    "than 2 steps for one of ddp(), on text (docs/coded.md)",
     "streaming_diloco": "like DiLoCo in long runs (Douillard et al. 2025)",
 }
 """What the literature, or this repository, says about a recipe, by its text or name."""
@@ -83,10 +81,7 @@ OWN_SOURCE = "a cautious number: 1.25 times what was measured in runs of 480 ste
 UNKNOWN = "unknown: counted as 1"
 """The source of the steps of a recipe about which nothing is known."""
 UNMEASURED = "a recipe with these options was not measured"
-FAMILIES = (
-    *("ddp", "power_sgd", "sgp", "local_sgd", "slowmo", "diloco", "sparse_loco"),
-    "streaming_diloco",
-)
+FAMILIES = (*("ddp", "power_sgd", "sgp", "local_sgd", "slowmo", "diloco", "streaming_diloco"),)
 """The recipes whose steps are assumed from others. Nothing is assumed of the rest."""
 MEASURED_ELEMENTS, MEASURED_WORKERS, MEASURED_STEPS = 865_280, 4, 480
 """What all steps were measured with, by ``python -m benchmarks.factors``: the text model's
@@ -95,15 +90,11 @@ parameters, the workers, and the length of a run."""
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe with its text.
-
-    ``period``: steps between two of its rounds, None if every step has one. ``quality``: what is
-    known about it, with the source. ``own``: whether the user asked for it.
-    """
+    """A recipe with its text. ``quality``: what is known about it, with the source. ``own``:
+    whether the user asked for it."""
 
     text: str
     recipe: Recipe
-    period: int | None
     quality: str
     own: bool = False
 
@@ -118,18 +109,18 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
     for candidate in candidates(facts):
         first = first_sent(candidate.recipe)
         period = None if isinstance(first, GradientRound) else round(1 / often(first))
-        choice = _choice(candidate.text, period)
+        choice = _choice(candidate.text)
         if period is None or candidate.text.startswith("local_sgd"):
             gradients.append(choice)
         else:
             streams[period] = choice
     if facts.workers > 2:  # with two workers, gossip sends what an all-reduce does
-        gradients += [_choice("sgp()", None), _choice("sgp(delay=1)", None)]
+        gradients += [_choice("sgp()"), _choice("sgp(delay=1)")]
     found = []
     for period in sorted({*PERIODS, *streams}):
         others = _with_period(period, facts) if period in PERIODS else []
         stream = [streams[period]] if period in streams else []
-        found += [*others[:-1], *stream, *others[-1:]]  # `sparse_loco` gives up more
+        found += others + stream
         if facts.computes or facts.rates:
             found += _at_own_pace(period, facts) if period in PERIODS else []
     table = {choice.text: choice for choice in gradients + found}
@@ -147,9 +138,8 @@ def _with_period(period: int, facts: Facts) -> list[Choice]:
         f"local_sgd({period})",
         *([slow] if momentum else []),  # below four workers it does not help
         f"diloco({period})",
-        f"sparse_loco({period})",
     ]
-    return [_choice(text, period) for text in texts]
+    return [_choice(text) for text in texts]
 
 
 def _at_own_pace(period: int, facts: Facts) -> list[Choice]:
@@ -161,7 +151,7 @@ def _at_own_pace(period: int, facts: Facts) -> list[Choice]:
         slowest = max(facts.computes, default=facts.compute)
         options = f"quorum={facts.workers - 1}, grace={2 * slowest:.1g}, {options}"
     texts = [f"diloco({period}, {options})", f"diloco({period}, {options}, codec='int4')"]
-    return [_choice(text, period) for text in texts]
+    return [_choice(text) for text in texts]
 
 
 def more_steps(steps: float) -> str:
@@ -171,10 +161,10 @@ def more_steps(steps: float) -> str:
     return "no more steps" if steps == 1 else f"{steps - 1:.0%} more steps"
 
 
-def _choice(text: str, period: int | None) -> Choice:
+def _choice(text: str) -> Choice:
     recipe = parse_recipe(text)
     assert isinstance(recipe, tuple), "a recipe of this module"
-    return Choice(text, recipe, period, _quality(text, recipe))
+    return Choice(text, recipe, _quality(text, recipe))
 
 
 def _quality(text: str, recipe: Recipe) -> str:
@@ -199,7 +189,7 @@ def _user_choice(text: str, facts: Facts, table: Mapping[str, Choice]) -> Choice
         )
     check_quorum(recipe, facts.workers, plain=facts.ranks == 1)
     same = (c.quality for c in table.values() if c.recipe == recipe and not c.own)
-    return Choice(text, recipe, None, next(same, _quality(text, recipe)), own=True)
+    return Choice(text, recipe, next(same, _quality(text, recipe)), own=True)
 
 
 def rehearsed(workers: int, recipes: Sequence[str] = ()) -> list[Recipe]:

@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.advisor.bench import Bench, error_context
-from laconic.advisor.network import network_of
+from laconic.advisor.network import network_of, unequal_workers
 from laconic.advisor.rehearse import now, rehearsals, rehearse
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Recipe
 from laconic.device import seconds_between, time_mark
 from laconic.policy.candidates import largest_fragment, takes_muon, takes_own
 from laconic.policy.facts import BACKWARD, Facts
-from laconic.policy.probe import BufferWatch, unequal_workers
 from laconic.tensors import itemsize_of
 
 WARMUP = 3
@@ -54,9 +53,7 @@ def measure(
     """
     params = trained(model, optimizer)
     timed = _Steps(bench, step, params)
-    watch = BufferWatch(model)
     timed.run(WARMUP)
-    buffers, changing = watch.sizes()
     computes, pace = _pace(bench, timed, steps)
     facts = Facts(
         workers=bench.workers.size,
@@ -69,8 +66,6 @@ def measure(
         muon=bool(bench.gather(float(takes_muon(optimizer, [p.shape for p in params]))).min()),
         own=bool(bench.gather(float(takes_own(optimizer))).min()),
         largest=0.0 if optimizer is None else largest_fragment(model, _groups(optimizer)),
-        buffers=buffers,
-        changing=int(bench.gather(float(changing)).max()),
     )
     quorums = bench.replica.size == 1 and bench.device.type == "cpu"  # see `check_quorum`
     if not quorums:

@@ -24,7 +24,6 @@ def facts_from(
     dtype: str = "float32",
     local_bandwidth: float | None = None,
     loss: float = 0.0,
-    buffers: int = 0,
 ) -> Facts:
     """Return facts for training on ``workers`` nodes of ``ranks`` ranks each.
 
@@ -32,8 +31,7 @@ def facts_from(
     ``backward_share`` of them in the backward pass. Each node's network interface has ``bandwidth``
     bit/s and ``one_way`` seconds per message, half of a round trip. Ranks of a node are connected
     by ``local_bandwidth`` (None: averages inside a node are free). A share ``loss`` of the packets
-    between nodes is lost. ``buffers``: so many numbers of the model's buffers change in training
-    (float32), and rounds average them.
+    between nodes is lost.
 
     The ranks of a node share its interface: each sends its part of a round between nodes. An
     all-reduce over all ranks passes each interface once, like NCCL's rings. An exchange from every
@@ -52,7 +50,6 @@ def facts_from(
     check_choice("dtype", dtype, ITEMSIZES)
     if not 0 <= check_float("loss", loss, 0.0) < 1:
         raise ValueError(f"loss must be from 0 to less than 1, not {loss!r}")
-    size = ITEMSIZES["float32"] * check_int("buffers", buffers, 0)
     if local_bandwidth is not None:
         if ranks == 1:
             raise ValueError(
@@ -85,6 +82,4 @@ def facts_from(
         nets=nets,
         muon=True,
         own=True,
-        buffers=(size,) if size else (),
-        changing=size,
     )

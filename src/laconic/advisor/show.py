@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from laconic.advisor.choices import (
     KNOWN,
@@ -26,7 +26,6 @@ from laconic.units import (
 )
 
 COLUMNS = ("s/step", "speed", "steps", "progress", "hidden", "MB", "memory")
-IF_NONE_WAITED = " If none waited, all together would take {:.2g} times as many steps per second."
 FEW = 4
 """Columns shown with the alternatives."""
 LEGEND = (
@@ -53,7 +52,6 @@ class Row:
     """
 
     recipe: str
-    period: int | None
     seconds: float
     hidden: float
     megabytes: float
@@ -72,34 +70,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Slow:
-    """A rank that the others wait for.
-
-    ``what``: "steps" if its steps take ``factor`` times as long as the median rank's, "network" if
-    its network is so many times slower. ``ddp``: seconds per step of ddp(), and ``ddp_without`` if
-    the rank were as fast as the median rank. ``gain``: how many times as many steps all ranks
-    together would take if none waited for slower ones; None for a network.
-    """
-
-    rank: int
-    what: Literal["steps", "network"]
-    factor: float
-    ddp: float
-    ddp_without: float
-    gain: float | None
-
-    def __str__(self) -> str:
-        """Return a sentence."""
-        verb = "computes" if self.what == "steps" else "sends"
-        gain = "" if self.gain is None else IF_NONE_WAITED.format(self.gain)
-        return (
-            f"Rank {self.rank} {verb} {self.factor:.2g} times as long as the median rank: a step "
-            f"of ddp() takes {three_digits(self.ddp)} s because the others wait for it, and would "
-            f"take {three_digits(self.ddp_without)} s otherwise.{gain}"
-        )
-
-
-@dataclass(frozen=True)
 class Advice:
     """The result of `laconic.advise`, equal on every rank.
 
@@ -110,7 +80,7 @@ class Advice:
         code: the line for a training loop.
         reason: the explanation.
         computes: seconds of a step on each rank. None without a measurement.
-        slow: the ranks that the others wait for.
+        slow: a sentence for each rank that the others wait for.
         alternatives: other recipes to consider, at most 5.
 
     As text, an advice is what ``laconic advise`` prints.
@@ -130,7 +100,7 @@ class Advice:
     code: str
     reason: str
     computes: tuple[float, ...] | None = None
-    slow: tuple[Slow, ...] = ()
+    slow: tuple[str, ...] = ()
     alternatives: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -141,11 +111,6 @@ class Advice:
     def row(self) -> Row:
         """The row of the recommended recipe."""
         return next(r for r in self.rows if r.recipe == self.recommendation)
-
-    @property
-    def fastest(self) -> Row:
-        """The row with the fewest seconds per step, regardless of quality."""
-        return min(self.rows, key=lambda r: r.seconds)
 
     def to_json(self) -> str:
         """Return everything as JSON."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from laconic.algorithms.exchanges import Mean, QuorumMean
-from laconic.algorithms.recipes import WITH_GROUPS
+from laconic.algorithms.recipes import RECIPES, WITH_GROUPS
 from laconic.algorithms.round import (
     AnyRound,
     GradientRound,
@@ -177,15 +177,14 @@ def replicated(recipe: Recipe) -> Recipe:
         try:
             rounds.append(replace(r, exchange=r.exchange.replicated()))
         except ValueError as error:
-            raise ValueError(f"{r.name}: {error}. Recipes for elastic runs: {ELASTIC}") from None
+            names = ", ".join(name for name in (*RECIPES, "auto") if name not in STATIC)
+            raise ValueError(f"{r.name}: {error}. Recipes for elastic runs: {names}") from None
     return renamed(recipe, rounds)
 
 
-ELASTIC = (
-    "ddp, local_sgd, post_local_sgd, slowmo, diloco, streaming_diloco, outer_step, "
-    "des_loc, sparse_loco, easgd, sgp, d_psgd, noloco, auto"
-)
-"""The recipes for workers that come and go."""
+STATIC = ("hierarchical", "lsgd", "power_sgd")
+"""The recipes that are not for workers that come and go: they have groups or a leader, or send
+matrices."""
 
 
 def score_window(recipe: Recipe) -> int:

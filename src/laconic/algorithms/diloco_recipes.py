@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Alone, GatheredMean, Mean, QuorumMean
+from laconic.algorithms.exchanges import Alone, QuorumMean
 from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
@@ -18,20 +18,19 @@ from laconic.algorithms.recipe_parts import (
     check_merge,
     check_sharded,
     identical,
-    mean_over_workers,
     outer_update,
     outermost,
     pseudo_gradients,
     quorum_mean,
     skip,
+    with_quorum,
 )
 from laconic.algorithms.round import OptimizerState, Recipe, Round, workers_differ
 from laconic.algorithms.schedules import Every, every
-from laconic.algorithms.updates import Average, DelayedNesterov, OuterStep, OwnStep
+from laconic.algorithms.updates import OwnStep
 from laconic.algorithms.updates.outer_step import Merge
-from laconic.codecs import Int2, TopK, codec_of
-from laconic.errors import check_bool, check_choice, check_float, check_int
-from laconic.parts import Fragment, Moments, parameters
+from laconic.errors import check_bool, check_choice, check_int
+from laconic.parts import Fragment, parameters
 
 
 @named
@@ -90,12 +89,8 @@ def diloco(
     decided = {"codec": codec is not None, "quorum": some is not None}
     check_sharded(sharded, outer=outer == "muon", **decided)
     check_merge(merge, mix, delay)
-    if callable(outer):
-        check_effect("with a function as outer=", lr=lr != 0.7, momentum=momentum != 0.9)
-    update: OuterStep | DelayedNesterov = outer_update(lr, momentum, outer, merge, mix)
-    if some is not None and outer is None:
-        update = DelayedNesterov(lr, momentum)
-    exchange = some or pseudo_gradients(update, codec, sharded=sharded)
+    step = outer_update(outer, lr, momentum, (0.7, 0.9), merge, mix)
+    update, exchange = with_quorum(step, codec, some, sharded=sharded)
     check_delay(delay, period)
     return (Round(every(period), update, exchange, delay=delay),)
 
@@ -124,8 +119,8 @@ def streaming_diloco(
 
     Douillard et al. 2025, arXiv 2501.18512, Algorithm 2; ``mix`` is its alpha. The defaults are
     those of `auto`, and follow measurements in this repository (``docs/coded.md``). The paper's
-    settings, for long runs, are ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4,
-    momentum=0.9)``. Fragment k of K is sent after steps ``(k+1)*period/K, ... + period, ...``
+    settings, for long runs, are ``streaming_diloco(100, delay=1, lr=0.4, momentum=0.9)``, with four
+    bits of another kind. Fragment k of K is sent after steps ``(k+1)*period/K, ... + period, ...``
     (rounded down). With one fragment, no delay, and no codec this is DiLoCo.
 
     Args:
@@ -158,23 +153,18 @@ def streaming_diloco(
     """
     muon = outer == "muon"
     check_merge("mix" if merge is None else merge, MIX if mix is None else mix, delay)
-    if callable(outer):
-        check_effect("with a function as outer=", lr=lr is not None, momentum=momentum != 0.6)
     check_effect("with fragments=1", by=by is not None and fragments == 1)
-    lr = (1.0 if muon else 0.7) if lr is None else lr
     merge = ("loscar" if muon and mix is None else "mix") if merge is None else merge
     mix = MIX if mix is None else mix
     by = ("layers" if muon else "bytes") if by is None else by
-    update: OuterStep | DelayedNesterov = outer_update(lr, momentum, outer, merge, mix)
+    step = outer_update(outer, lr, momentum, (None, 0.6), merge, mix)
     check_int("period", period, 1)
     if check_int("fragments", fragments, 1) > period:
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
     check_choice("by", by, ("bytes", "layers"))
     check_delay(delay, period)
     some = quorum_mean(quorum, grace, pace, codec, delay, outer)
-    if some is not None and outer is None:
-        update = DelayedNesterov(lr, momentum)
-    exchange = some or pseudo_gradients(update, codec, sharded=True)
+    update, exchange = with_quorum(step, codec, some, sharded=True)
     return tuple(
         Round(
             every(period, offset=(k + 1) * period // fragments),
@@ -240,10 +230,7 @@ def outer_step(
     slow = Every(check_int("period", period, 1))
     check_base(base)
     check_bool("average", average)
-    if callable(outer):
-        check_effect("with a function as outer=", lr=lr is not None, momentum=momentum != 0.6)
-    lr = (1.0 if outer == "muon" else 0.7) if lr is None else lr
-    update = outer_update(lr, momentum, outer, "mix", MIX)
+    update = outer_update(outer, lr, momentum, (None, 0.6))
     exchange: Exchange
     if not average and workers_differ(base):
         check_effect("with average=False", sharded=not sharded, codec=codec is not None)
@@ -252,7 +239,7 @@ def outer_step(
             raise ValueError("average=False needs a base without quorum= and pace='own'")
         if callable(outer):
             raise ValueError("with average=False, outer must be None or 'muon', not a function")
-        own = OwnStep(lr, momentum, muon=outer == "muon")
+        own = OwnStep(update.lr, momentum, muon=outer == "muon")
         return (outermost(slow, own, Alone(), optimizer_state), *base)
     if workers_differ(base):
         check_sharded(sharded, outer=outer == "muon", codec=codec is not None)
@@ -261,77 +248,3 @@ def outer_step(
         exchange = identical(sharded, codec, optimizer_state, average=average)
     last = outermost(slow, update, exchange, optimizer_state)
     return (*(skip(r, slow) for r in base), last)
-
-
-@named
-def des_loc(
-    period: int = 16,
-    first: int | None = None,
-    second: int | None = None,
-    *,
-    codec: CodecOption = None,
-) -> Recipe:
-    """`local_sgd` that also averages the optimizer's moments, less often.
-
-    Iacob et al. 2025, arXiv 2505.22549, Algorithm 1. After every ``period`` steps ``x <- mean(x)``.
-    With equal periods this is local Adam, ``local_sgd(period, optimizer_state="average")``, bit for
-    bit.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        first: steps between two averages of first moments, such as momenta. None: 3 times
-            ``period``, as the paper recommends.
-        second: steps between two averages of second moments, which follow the squares of gradients
-            and change slowly. None: 6 times ``period``.
-        codec: how the changes in x are coded: a name such as ``"int8"`` or ``"int4"``, or a codec
-            of `laconic.codecs`. None: not coded. Moments are sent as they are.
-
-    Examples:
-        >>> sync = laconic.attach(model, optimizer, laconic.des_loc(16))
-    """
-    check_int("period", period, 1)
-    moments = {
-        Moments(second=False): check_int("first", 3 * period if first is None else first, 1),
-        Moments(second=True): check_int("second", 6 * period if second is None else second, 1),
-    }
-    return (
-        Round(every(period), Average(), mean_over_workers(codec)),
-        *(Round(every(p), Average(), Mean(), part) for part, p in moments.items()),
-    )
-
-
-@named
-def sparse_loco(
-    period: int = 30,
-    k: int = 64,
-    chunk: int = 4096,
-    *,
-    decay: float = 0.95,
-    lr: float = 1.0,
-    values: CodecOption = None,
-) -> Recipe:
-    """`diloco` without outer momentum that sends only the ``k`` largest elements of each ``chunk``.
-
-    The rest is kept for the next round. Sarfi et al. 2025, arXiv 2508.15706, Algorithm 1: ``e <-
-    decay*e + (a - x) ; q = Q(e) ; e <- e - q ; a <- a - lr*mean(q) ; x <- a``. Indices take 12
-    bits. Chunks are consecutive elements and may span tensors. Every worker sends its message to
-    every other.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        k: how many elements of a chunk are sent, at least 1.
-        chunk: elements of a chunk, at most 4096.
-        decay: what remains of e from round to round, in [0, 1].
-        lr: the outer learning rate, above 0.
-        values: how the k values are coded: a name or a codec of `laconic.codecs`. None: two bits
-            each, with one scale per chunk.
-
-    Examples:
-        >>> sync = laconic.attach(model, optimizer, laconic.sparse_loco(30))
-    """
-    values = Int2(block=k) if values is None else codec_of(values)
-    sparse = TopK(check_int("k", k, 1), check_int("chunk", chunk, 1), values)
-    feedback = check_float("decay", decay, 0.0, most=1.0)
-    exchange = GatheredMean(sparse, relative=True, feedback=feedback)
-    check_float("lr", lr, 0.0, strict=True)
-    return (Round(every(period), OuterStep(lr, 0.0), exchange),)

@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import (
+    CodedMean,
     Identical,
     Mean,
     QuorumMean,
     ShardedMean,
-    coded,
 )
 from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.round import (
@@ -47,7 +47,7 @@ def mean_over_workers(
 ) -> Exchange:
     """Return the average over workers, coded or not."""
     if codec is not None:
-        return coded(codec, relative=relative)
+        return CodedMean(codec_of(codec), relative)
     return ShardedMean() if sharded else Mean()
 
 
@@ -86,8 +86,19 @@ def quorum_mean(
 
 
 def outer_update(
-    lr: float, momentum: float, outer: Outer | None, merge: Merge, mix: float
+    outer: Outer | None,
+    lr: float | None,
+    momentum: float,
+    usual: tuple[float | None, float],
+    merge: Merge = "mix",
+    mix: float = MIX,
 ) -> OuterStep:
+    """Return the outer step. ``usual``: the defaults of ``lr``, where None depends on ``outer``,
+    and of ``momentum``."""
+    if callable(outer):
+        given = {"lr": lr != usual[0], "momentum": momentum != usual[1]}
+        check_effect("with a function as outer=", **given)
+    lr = (1.0 if outer == "muon" else 0.7) if lr is None else lr
     check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
     if outer == "muon":
@@ -118,12 +129,20 @@ def check_sharded(sharded: bool, **others: bool) -> None:
         check_effect(f"with {name}=", sharded=given and not sharded)
 
 
-def pseudo_gradients(
-    update: OuterStep | DelayedNesterov, codec: CodecOption, *, sharded: bool
-) -> Exchange:
+def pseudo_gradients(update: OuterStep, codec: CodecOption, *, sharded: bool) -> Exchange:
     """Return the exchange for the pseudo-gradients of ``update``."""
     relative = update.sends == "model"
     return mean_over_workers(codec, relative=relative, sharded=sharded and relative)
+
+
+def with_quorum(
+    update: OuterStep, codec: CodecOption, some: QuorumMean | None, *, sharded: bool
+) -> tuple[Update, Exchange]:
+    """Return the update and the exchange of rounds that do not wait for all workers, if there is
+    ``some`` average over those that have arrived."""
+    if some is None:
+        return update, pseudo_gradients(update, codec, sharded=sharded)
+    return (update if update.outer else DelayedNesterov(update.lr, update.momentum)), some
 
 
 def identical(

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from laconic.algorithms.diloco_recipes import (
-    des_loc,
     diloco,
     outer_step,
-    sparse_loco,
     streaming_diloco,
 )
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Alone, FastComponents, Leader, LowRank, Mean, Push
+from laconic.algorithms.exchanges import Alone, Leader, LowRank, Mean, Push
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
     CodecOption,
@@ -38,9 +36,7 @@ from laconic.algorithms.updates import (
     Elastic,
     LeaderPull,
     Mix,
-    NoLoCo,
     PushSum,
-    Sign,
     SlowMomentum,
 )
 from laconic.codecs import codec_of
@@ -365,54 +361,6 @@ def power_sgd(rank: int = 4, *, start: int = 0, codec: CodecOption = None) -> Re
     return _followed(ddp(), start, (low,)) if start else (low,)
 
 
-@named
-def demo(decay: float = 0.999, k: int = 32, chunk: int = 64) -> Recipe:
-    """The sign of the ``k`` largest frequencies of every ``chunk x chunk`` tile of the momentum.
-
-    The rest of the momentum remains private to each worker. Peng, Quesnelle, Kingma 2024, arXiv
-    2411.19870, Algorithm 1 with sign; see `FastComponents` and `Sign`. The backward pass computes
-    ``e <- decay*e + g ; q = topk(DCT(e)) ; e <- e - q ; g <- sign(mean(q))``. Afterwards gradients
-    are 1, -1, or 0. Use ``torch.optim.SGD(params, lr)`` without momentum, which then moves every
-    parameter by lr. Do not clip these gradients. Do not use a GradScaler, which would divide them
-    by its scale. Accumulate gradients only under ``no_sync()``, because signs must not be added to
-    gradients.
-
-    Args:
-        decay: the momentum of e, in [0, 1).
-        k: how many frequencies of a tile are sent, at least 1.
-        chunk: the side of a tile, in elements.
-
-    Examples:
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        >>> sync = laconic.attach(model, optimizer, laconic.demo())
-    """
-    exchange = FastComponents(check_float("decay", decay, 0.0, 1.0), k, chunk)
-    return (GradientRound(every(1), Sign(), exchange, over="world"),)
-
-
-@named
-def noloco(period: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: float = 0.7) -> Recipe:
-    """`diloco` without any all-reduce: every ``period`` steps, an outer step with one other worker.
-
-    The pairs are drawn at random for each round. Kolehmainen et al. 2025, arXiv 2506.10911; see
-    `NoLoCo`. Each round sends twice the model, whatever the number of workers. If that number is
-    odd, one worker steps alone. Workers never agree exactly: the consensus is their mean.
-
-    Args:
-        period: steps between two rounds, at least 1.
-        lr: the outer learning rate, above 0.
-        momentum: of the outer steps, in [0, 1).
-        gamma: how strongly the two anchors attract each other, at least 0.
-
-    Examples:
-        >>> sync = laconic.attach(model, optimizer, laconic.noloco(50))
-    """
-    check_float("lr", lr, 0.0, strict=True)
-    check_float("momentum", momentum, 0.0, 1.0)
-    check_float("gamma", gamma, 0.0)
-    return (Round(every(period), NoLoCo(lr, momentum, gamma), Push(Graph("random"))),)
-
-
 RECIPES: dict[str, Callable[..., Recipe]] = {
     recipe.__name__: recipe
     for recipe in (
@@ -428,11 +376,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
         diloco,
         streaming_diloco,
         outer_step,
-        des_loc,
-        sparse_loco,
         power_sgd,
-        demo,
-        noloco,
     )
 }
 """All recipes by name, for the command line."""

@@ -69,8 +69,6 @@ class Round:
         tensors = update.scope == "tensors"
         return {
             f"{e} is for rounds on gradients: use GradientRound": exchange.scope == "tensors",
-            f"{e} keeps state for messages as long as the parameters, and those of {u} are "
-            f"{update.models} times as long": update.models > 1 and exchange.slots,
             f"{u} sends changes of the parameters, which {e} would take relative to the last "
             "result: give the exchange relative=False": (
                 update.sends == "change" and exchange.accepts == "model"

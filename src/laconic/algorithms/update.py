@@ -16,7 +16,8 @@ Symbols are those of the papers:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -28,13 +29,13 @@ from laconic.algorithms.scores import NO_SCORE, Score
 State = MutableMapping[str, Tensor]
 """The state of one update on one bucket: named tensors, with the same names on every rank."""
 
-Slot = Literal["owner", "everywhere", "private", "pooled"]
+Slot = Literal["owner", "everywhere", "private"]
 """Where a state tensor lives.
 
 ``owner``: the same value on every worker, needed only where a message is combined; a sharded
 exchange keeps one slice per worker. ``everywhere``: the same value, needed on every worker.
-``private``: this worker's own. ``pooled``: this worker's own, and the mean over workers is what
-counts; when the number of workers changes, that mean stays the same."""
+``private``: this worker's own; when a checkpoint is loaded by another number of workers, each gets
+the mean."""
 
 
 Sends = Literal["model", "change"]
@@ -127,15 +128,13 @@ class Update:
 
         "owner"       the same on all workers, and used in `combine`: each stores a slice of it
         "everywhere"  the same on all workers, and used in `send` or `fold`
-        "private"     of each worker
-        "pooled"      of each worker; their mean stays the same when workers come or go
+        "private"     of each worker; with other workers, a checkpoint gives each the mean
 
     ``anchor``: the state tensor with the last common model. ``uses_lr``: the formula contains
     ``clock.lr``. ``replaces``: without a delay, what arrives is the new x, and `fold` is called for
     delayed rounds only. ``sends``: ``"model"``, or ``"change"`` where messages are changes, such as
-    a - x. ``weight``: a state tensor, a number, that travels with each message. ``models``: how
-    many times as long as x the message is. ``scope``: ``"elements"``, or ``"tensors"`` where x
-    consists of whole tensors.
+    a - x. ``weight``: a state tensor, a number, that travels with each message. ``scope``:
+    ``"elements"``, or ``"tensors"`` where x consists of whole tensors.
 
     Examples:
         >>> class HalfWay(laconic.Update):  # x <- (x + mean(x)) / 2
@@ -157,8 +156,6 @@ class Update:
     only, and no second copy of x is made."""
     weight: ClassVar[str | None] = None
     """The state tensor, a number, that travels with every message; None if there is none."""
-    models: ClassVar[int] = 1
-    """How many times as long as x the message is."""
     scope: ClassVar[Scope] = "elements"
     """``"tensors"``: the mathematics is about whole tensors, such as matrices: see
     ``clock.tensors``. `combine` may still get a slice, so it belongs in `send` and `fold`, and its
@@ -242,13 +239,15 @@ class _WithoutRate(Clock):
         return repr(vars(self)["given"])
 
 
-class NotOwned(MutableMapping[str, Tensor]):
+class NotOwned(UserDict[str, Tensor]):
     """``state`` for a ``method`` of ``update`` that does not run where the owners' slices are."""
 
     def __init__(self, state: State, update: Update, method: str) -> None:
-        self._state, self._update, self._method = state, update, method
+        self.data: State = state  # type: ignore[assignment]
+        self._update, self._method = update, method
 
-    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.data[name]
         if tensor.dim() and self._update.slots.get(name) == "owner":
             raise ValueError(
                 f"{type(self._update).__name__}.{self._method} uses state[{name!r}], of which each "
@@ -256,21 +255,6 @@ class NotOwned(MutableMapping[str, Tensor]):
                 'other methods give it the slot "everywhere"'
             )
         return tensor
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._checked(name, self._state[name])
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        self._state[name] = self._checked(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        del self._state[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
 
 
 def rated(update: Update, clock: Clock) -> Clock:

@@ -13,8 +13,8 @@ from typing import Any
 
 from laconic.checkpoints.all_ranks import AllRanks
 from laconic.checkpoints.manifest import Manifest, newest, read_manifest
-from laconic.checkpoints.plan import Plan, make_plan, received_files
-from laconic.checkpoints.random_state import check_random_state, load_random_state
+from laconic.checkpoints.plan import Plan, make_plan, send_missing
+from laconic.checkpoints.random_state import load_random_state, random_state
 from laconic.checkpoints.rank_file import read_rank_file
 from laconic.checkpoints.training_state import TrainingState, parameters
 from laconic.engine.saved_state import Stateful
@@ -36,32 +36,33 @@ def load(
     manifest = newest([Manifest(**m) if m else None for m in manifests], all_ranks)
     sync = training.sync
     plan = make_plan(folder, manifest, sync, all_ranks)
-    with received_files(folder, manifest, plan, sync, all_ranks) as path:
-        checked = all_ranks.do(lambda: _read(path, manifest, plan, training))
-        training.bind()
-        undo: list[Callable[[], Any]] = []
+    send_missing(folder, manifest, plan, sync, all_ranks)
+    checked = all_ranks.do(lambda: _read(folder, manifest, plan, training))
+    training.bind()
+    undo: list[Callable[[], Any]] = []
 
-        def load_objects() -> None:
-            before = [copy.deepcopy(target.state_dict()) for target, _ in checked.states]
-            for (target, state), previous in zip(checked.states, before, strict=True):
-                undo.append(partial(target.load_state_dict, previous))
-                target.load_state_dict(state)
+    def load_objects() -> None:
+        before = [copy.deepcopy(target.state_dict()) for target, _ in checked.states]
+        for (target, state), previous in zip(checked.states, before, strict=True):
+            undo.append(partial(target.load_state_dict, previous))
+            target.load_state_dict(state)
+        if checked.random is not None:
+            undo.append(partial(load_random_state, random_state()))
+            load_random_state(checked.random)
 
-        try:
-            all_ranks.do(load_objects)
-            # last, since it compares the parameters with those that it was saved with
-            if checked.averaged:
-                _load_consensus(training, checked.saved, checked.averaged)
-            else:
-                sync.load_state_dict(checked.saved["sync"])
-        except (OSError, ValueError):
-            for restore in undo:
-                with suppress(Exception):  # the first error is the one to raise
-                    restore()
-            raise
+    try:
+        all_ranks.do(load_objects)
+        # last, since it compares the parameters with those that it was saved with
+        if checked.averaged:
+            _load_consensus(training, checked.saved, checked.averaged)
+        else:
+            sync.load_state_dict(checked.saved["sync"])
+    except (OSError, ValueError):
+        for restore in undo:
+            with suppress(Exception):  # the first error is the one to raise
+                restore()
+        raise
     _deal_again(training, checked, all_ranks)
-    if checked.random is not None:
-        load_random_state(checked.random)
     if plan.note and sync.rank == 0:
         log.warning("%s", plan.note)
     plain = checked.saved["plain"]
@@ -86,19 +87,13 @@ class _Checked:
     random: Mapping[str, Any] | None
 
 
-def _read(
-    path: Callable[[int], Path], manifest: Manifest, plan: Plan, training: TrainingState
-) -> _Checked:
+def _read(folder: Path, manifest: Manifest, plan: Plan, training: TrainingState) -> _Checked:
     """Read the files that this rank needs, and check them against the run's objects."""
     rank, workers = training.sync.rank, training.sync.workers
     source = plan.source(rank)
-    saved = read_rank_file(path(source), manifest, source)
-    same = (manifest.ranks, manifest.workers) == (len(plan.visible), workers)
-    random = saved["random"] if same and source == rank else None
-    if random is not None:
-        check_random_state(random)
+    saved = read_rank_file(folder, manifest, source)
     chosen = plan.models(rank) if plan.averaged else []
-    averaged = {r: read_rank_file(path(r), manifest, r, mapped=True) for r in chosen}
+    averaged = {r: read_rank_file(folder, manifest, r, mapped=True) for r in chosen}
     sharded = [p for p in parameters(training.model) if is_sharded(p)]
     for file in (saved, *averaged.values()):
         for key in ("model", "optimizer", "objects") if averaged and sharded else ():
@@ -108,6 +103,8 @@ def _read(
         (value, saved["objects"][name]) for name, value in training.objects().items()
     ]
     states += [(training.model, saved["model"]), (training.optimizer, saved["optimizer"])]
+    same = (manifest.ranks, manifest.workers) == (len(plan.visible), workers)
+    random = saved["random"] if same and source == rank else None  # else two could draw alike
     return _Checked(states, saved, averaged, random)
 
 
@@ -134,13 +131,14 @@ def _load_consensus(
     training: TrainingState, saved: Mapping[str, Any], averaged: Mapping[int, Mapping[str, Any]]
 ) -> None:
     """Go on from the consensus of the ranks in ``averaged``; all other state is ``saved``."""
-    modules = training.modules()
+    holders = training.holders()
 
     def load_model(rank: int | None) -> None:
         state = saved if rank is None else averaged[rank]
-        for name, module in modules.items():
-            module.load_state_dict(state["objects"][name] if name else state["model"])
+        training.model.load_state_dict(state["model"])
+        for name, holder in holders.items():
+            holder.load_state_dict(state["objects"][name])
 
-    training.sync.load_parts({rank: file["sync"] for rank, file in averaged.items()}, load_model)
+    training.sync.load_parts([file["sync"] for _, file in sorted(averaged.items())], load_model)
     if training.front is not None:
         training.front.copy_masters()

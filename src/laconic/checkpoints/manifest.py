@@ -15,7 +15,7 @@ from laconic.links.agreement import rank_list
 
 MANIFEST = "laconic.json"
 _FORMAT, _VERSION = "laconic checkpoint", 1
-_RANK_FILE = re.compile(r"rank-\d+-of-\d+\.(\d+)-[0-9a-f]+\.(pt|json)")
+_RANK_FILE = re.compile(r"rank-\d+-of-\d+\.(\d+)-[0-9a-f]+\.(pt|json|part\d+)")
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,6 @@ def read_manifest(folder: Path) -> Manifest | None:
             f"{MANIFEST} has format and version {kind}, not {(_FORMAT, _VERSION)}: load it with "
             "the version of laconic that saved it"
         )
-    numbers = (manifest.serial, manifest.ranks, manifest.workers, manifest.step)
-    if any(type(number) is not int or number < 0 for number in numbers) or 0 in numbers[1:3]:
-        raise ValueError(f"{MANIFEST} is damaged: {saved}")
     return manifest
 
 
@@ -83,7 +80,7 @@ def newest(manifests: Sequence[Manifest | None], all_ranks: AllRanks) -> Manifes
 
 
 def serials(folder: Path) -> dict[str, int]:
-    """The serials of the rank files in ``folder``, and of manifests not yet renamed, by name."""
+    """The serials of the rank files in ``folder``, and of files not yet renamed, by name."""
     matches = {file: _RANK_FILE.fullmatch(file) for file in os.listdir(folder)}
     return {file: int(match[1]) for file, match in matches.items() if match is not None}
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from io import BufferedReader, BufferedWriter
+from functools import partial
+from io import BufferedWriter
 from pathlib import Path
 
 import torch
@@ -17,8 +18,6 @@ from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import after_step
 from laconic.links.agreement import rank_list
 
-RECEIVED = "received-"
-"""Begins the names of temporary folders for the files that other ranks send."""
 _CHUNK = 2**24
 """Bytes of a file that are sent at a time."""
 
@@ -29,16 +28,14 @@ class Plan:
 
     ``visible``: by rank, the saved ranks whose files it can see. ``available``: those that any rank
     can see. ``averaged``: those of them whose consensus the run goes on from; none if each goes
-    on from its own. ``shards``: in how many parts each worker has the model.
-    ``ranks_per_worker``: 1 if the saved run had another number of ranks or workers. ``note``: the
-    line for the log.
+    on from its own. ``shards``: in how many parts each worker has the model. ``note``: the line for
+    the log.
     """
 
     visible: Sequence[Sequence[int]]
     available: Sequence[int]
     averaged: Sequence[int]
     shards: int
-    ranks_per_worker: int
     note: str = ""
 
     def source(self, rank: int) -> int:
@@ -46,10 +43,7 @@ class Plan:
         if rank in self.available:
             return rank
         same_shard = [r for r in self.available if r % self.shards == rank % self.shards]
-        per_worker = self.ranks_per_worker
-        same_worker = [r for r in same_shard if r // per_worker == rank // per_worker]
-        choices = same_worker or same_shard
-        return choices[rank // self.shards % len(choices)]
+        return same_shard[rank // self.shards % len(same_shard)]
 
     def models(self, rank: int) -> list[int]:
         """The saved ranks whose models ``rank`` loads: to average, those with its shard."""
@@ -80,7 +74,7 @@ def make_plan(folder: Path, manifest: Manifest, sync: Synchronizer, all_ranks: A
             f"{saved}{files}, and with them the last copy of a shard of the model"
         )
     if same and not lost:
-        return Plan(visible, available, [], shards, per_worker)
+        return Plan(visible, available, [], shards)
     complete = [
         r for r in available if all(r // shards * shards + k in available for k in range(shards))
     ]
@@ -91,68 +85,47 @@ def make_plan(folder: Path, manifest: Manifest, sync: Synchronizer, all_ranks: A
         f"continue {after_step(manifest.step)} from the mean of {_count(count, 'saved worker')}; "
         "outer state is redistributed, private state averaged"
     )
-    return Plan(visible, available, averaged, shards, per_worker if same else 1, note)
+    return Plan(visible, available, averaged, shards, note)
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-@contextmanager
-def received_files(
+def send_missing(
     folder: Path, manifest: Manifest, plan: Plan, sync: Synchronizer, all_ranks: AllRanks
-) -> Iterator[Callable[[int], Path]]:
-    """Send the files that some ranks need and cannot see. Yields a function from a saved rank to
-    the path of its file. Files that were received are deleted at the end."""
+) -> None:
+    """Send the files that some ranks need and cannot see. They stay until the next save."""
     wanted = {
         source
         for rank, visible in enumerate(plan.visible)
         for source in {*plan.models(rank), plan.source(rank)} - {*visible}
     }
-    own = plan.visible[sync.rank]
+    for source in sorted(wanted):
+        sender = next(r for r, visible in enumerate(plan.visible) if source in visible)
+        receives = source not in plan.visible[sync.rank]
+        _send(manifest.file(folder, source), sender, receives, sync, all_ranks)
+
+
+def _send(file: Path, sender: int, receives: bool, sync: Synchronizer, all_ranks: AllRanks) -> None:
+    """Send ``file`` from ``sender`` to the ranks that cannot see it."""
+    part = file.with_suffix(f".part{sync.rank}")  # ranks may share the directory
+    size = all_ranks.share(lambda: file.stat().st_size if sync.rank == sender else 0)[sender]
     with ExitStack() as stack:
 
-        def make_received() -> Path:
-            if wanted <= {*own}:
-                return folder
-            make_folder(folder)
-            return Path(
-                stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=RECEIVED))
-            )
+        def open_files() -> tuple[torch.Tensor | None, BufferedWriter | None]:
+            if sync.rank == sender:
+                return torch.from_file(str(file), size=size, dtype=torch.uint8), None
+            if receives:
+                make_folder(part.parent)
+            return None, stack.enter_context(part.open("wb")) if receives else None
 
-        received = all_ranks.do(make_received) if wanted else folder
-
-        def path(rank: int) -> Path:
-            return manifest.file(folder if rank in own else received, rank)
-
-        for source in sorted(wanted):
-            sender = next(r for r, visible in enumerate(plan.visible) if source in visible)
-            _send(manifest.file(folder, source), sender, path(source), sync, all_ranks)
-        yield path
-
-
-def _send(file: Path, sender: int, target: Path, sync: Synchronizer, all_ranks: AllRanks) -> None:
-    """Send ``file`` from ``sender`` to ``target`` on every rank that cannot see it."""
-    sends, receives = sync.rank == sender, target != file
-    size = all_ranks.share(lambda: file.stat().st_size if sends else 0)[sender]
-    with ExitStack() as stack:
-
-        def open_files() -> tuple[BufferedReader | None, BufferedWriter | None]:
-            source = stack.enter_context(file.open("rb")) if sends else None
-            return source, stack.enter_context(target.open("wb")) if receives else None
-
-        source, sink = all_ranks.do(open_files)
+        whole, sink = all_ranks.do(open_files)
         for start in range(0, size, _CHUNK):
-            chunk = bytearray(min(_CHUNK, size - start))
-
-            def read(chunk: bytearray = chunk) -> None:
-                if source is not None and source.readinto(chunk) != len(chunk):
-                    raise OSError(f"{file.name} became shorter while it was read")
-
-            def write(chunk: bytearray = chunk) -> None:
-                if sink is not None:
-                    sink.write(chunk)
-
-            all_ranks.do(read)
-            sync.share_bytes(torch.frombuffer(chunk, dtype=torch.uint8), sender)
-            all_ranks.do(write)
+            length = min(_CHUNK, size - start)
+            chunk = torch.empty(length, dtype=torch.uint8)
+            if whole is not None:
+                chunk.copy_(whole[start : start + length])
+            sync.share_bytes(chunk, sender)
+            all_ranks.do(partial(sink.write, chunk.numpy().tobytes()) if sink else lambda: None)
+    all_ranks.do(partial(os.replace, part, file) if receives else lambda: None)

@@ -37,10 +37,11 @@ def write_rank_file(file: Path, payload: Mapping[str, Any]) -> None:
 
 
 def read_rank_file(
-    file: Path, manifest: Manifest, rank: int, *, mapped: bool = False
+    folder: Path, manifest: Manifest, rank: int, *, mapped: bool = False
 ) -> dict[str, Any]:
     """Read what `write_rank_file` wrote for ``rank`` in the save of ``manifest``. With ``mapped``
     the tensors stay on disk until they are used."""
+    file = manifest.file(folder, rank)
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()  # torch.load compares no checksums

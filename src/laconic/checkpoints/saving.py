@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from pathlib import Path
 
 from laconic.checkpoints.all_ranks import AllRanks
@@ -17,7 +16,6 @@ from laconic.checkpoints.manifest import (
     serials,
     sync_folder,
 )
-from laconic.checkpoints.plan import RECEIVED
 from laconic.checkpoints.rank_file import write_rank_file
 from laconic.checkpoints.training_state import TrainingState
 
@@ -29,8 +27,6 @@ def save(folder: Path, training: TrainingState, all_ranks: AllRanks) -> None:
     def prepare() -> tuple[int, str]:
         training.check_names()
         make_folder(folder)
-        for received in folder.glob(f"{RECEIVED}*"):  # of a load that was killed
-            shutil.rmtree(received, ignore_errors=True)
         return max(serials(folder).values(), default=0), secrets.token_hex(8)
 
     prepared = all_ranks.share(prepare)

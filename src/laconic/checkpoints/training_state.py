@@ -130,16 +130,10 @@ class TrainingState:
             objects[f"{_PREFIX}parameters outside the model"] = _OutsideParameters(outside)
         return objects
 
-    def modules(self) -> dict[str, Stateful]:
-        """The objects with the optimizer's parameters, by name; the model's name is empty."""
-        moved = {id(p) for group in self._groups() for p in group}
-        found = {
-            name: value
-            for name, value in self.objects().items()
-            if isinstance(value, _OutsideParameters)
-            or any(id(p) in moved for p in parameters(value))
-        }
-        return {"": self.model, **found}
+    def holders(self) -> dict[str, Stateful]:
+        """Those of `objects` that have parameters, by name."""
+        kinds = nn.Module, _OutsideParameters
+        return {name: each for name, each in self.objects().items() if isinstance(each, kinds)}
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this rank, as plain data."""

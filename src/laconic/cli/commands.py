@@ -22,7 +22,6 @@ COMMANDS = {
     "doctor": "check this host and the network to others",
     "keys": "make the keys and certificates of a job",
     "coordinator": "run the coordinator of elastic runs",
-    "watch": "show a run that writes metrics",
     "report": "rebuild the report of a race",
 }
 

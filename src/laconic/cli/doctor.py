@@ -29,7 +29,7 @@ def add(parser: Any) -> None:
     parser.description = (
         "Check torch, the network, the machine and the kernel, and say what to do about each "
         "problem. Run it on every host at about the same time, under torchrun or with --master, "
-        "--rank and --hosts, to also check connections, versions and speed between hosts, "
+        "--rank and --hosts, to also check versions, connections and speed between hosts, "
         "and for the command that predicts which recipe pays on this network."
     )
     declare(parser, OPTIONS, timeout="60s")
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"waiting for {others} other host(s) ...", file=sys.stderr, flush=True)
         network = network_checks.check_network(rendezvous, findings, timeout=timeout)
         findings += network.findings
-        numbers = network.numbers()
+        numbers = network.numbers
     if arguments.json:
         print_json({"findings": [asdict(f) for f in findings], **numbers})
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, TextIO
 
 from laconic.cli.options import (
@@ -27,12 +26,6 @@ if TYPE_CHECKING:
 
 COLORS = (36, 32, 33, 35, 34)
 """Of the hosts' names on a terminal: ANSI's cyan, green, yellow, magenta and blue."""
-CLEAR = b"\r\x1b[K"
-"""What erases the line of a terminal."""
-RESTART_SECONDS = 5.0
-"""After which a program that was killed at random starts again."""
-HORIZON_SECONDS = 24 * 3600.0
-"""How far random kills are planned."""
 
 
 def add(parser: Any) -> None:
@@ -49,11 +42,10 @@ def add(parser: Any) -> None:
     faults = parser.add_argument_group(
         "faults",
         "With any of them the lab runs a coordinator, and LACONIC_COORDINATOR names it to the "
-        "program. The summary shows how many steps of an elastic program counted, and who was "
-        "present. TIME counts from the start; HOST may be coordinator. Without --repair, killed "
-        "programs do not come back, except after 5s with --kill-every.",
+        "program. TIME counts from the start; HOST may be coordinator. Without --repair, killed "
+        "programs do not come back.",
     )
-    declare(faults, "--kill --kill-every --hang --cut --repair")
+    declare(faults, "--kill --hang --cut --repair")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -67,23 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     network = network_of(arguments)
     network.check()
-    if given(arguments, "--seed") and not given(arguments, "--jitter --loss --kill-every"):
-        raise ValueError(
-            "--seed is the seed of --jitter, --loss and --kill-every: give one of them"
-        )
-    restart = arguments.repair
-    if restart is None and arguments.kill_every is not None:
-        restart = RESTART_SECONDS
+    if given(arguments, "--seed") and not given(arguments, "--jitter --loss"):
+        raise ValueError("--seed is the seed of --jitter and --loss: give one of them")
     settings = program.Settings(
         tuple(command),
         network,
         arguments.per_host,
         arguments.out,
         faults_of(arguments, network.hosts),
-        restart,
+        arguments.repair,
     )
-    with terminate_as_exit(), Display(settings) as display:
-        ended = program.run(settings, display)
+    with terminate_as_exit():
+        ended = program.run(settings, Display(settings))
     return (ended.first and ended.first.outcome.exit_code) or 0
 
 
@@ -91,38 +78,29 @@ def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
     """Return the faults that the options describe, or None without such options."""
     from laconic.lab.emulation import faults
 
-    found: list[faults.Fault] = [
+    found = [
         *(faults.parse("kill", text) for text in arguments.kill),
         *(faults.parse("hang", text) for text in arguments.hang),
         *(faults.parse("cut", text) for text in arguments.cut),
     ]
-    plan = faults.Plan(tuple(found))
-    if arguments.kill_every is not None:
-        kills = faults.random_kills(arguments.kill_every, hosts, arguments.seed, HORIZON_SECONDS)
-        plan = faults.Plan((*found, *kills.faults))
-    plan.check(hosts)
-    if arguments.kill_every is None and not found:
+    if not found:
         if arguments.repair is not None:
-            raise ValueError("--repair needs --kill, --kill-every, --hang or --cut")
+            raise ValueError("--repair needs --kill, --hang or --cut")
         return None
+    plan = faults.Plan(tuple(found))
+    plan.check(hosts)
     return plan
 
 
 class Display:
-    """Shows the processes' output, a live line of the hosts' rates, and a summary.
+    """Shows the processes' output, and a summary.
 
-    Each line of output starts with the name of its process. The rates are shown on a terminal only.
-    The processes' stdout goes to our stdout; their stderr and everything else goes to our stderr.
+    Each line of output starts with the name of its process. The processes' stdout goes to our
+    stdout; their stderr and everything else goes to our stderr.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-
-    def __enter__(self) -> Display:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        write(sys.stderr, b"")
 
     def started(self, reason: str | None) -> None:
         """Print what the programs run on, and what is not emulated."""
@@ -141,12 +119,6 @@ class Display:
             prefix = f"\x1b[{COLORS[process.host % len(COLORS)]}m{prefix}\x1b[0m"
         write(stream, b"".join(prefix.encode() + line + b"\n" for line in lines))
 
-    def rates(self, seconds: float, rates: Sequence[float] | None) -> None:
-        """Update the line of rates."""
-        if sys.stderr.isatty():
-            line = rates_line(seconds, rates)[: get_terminal_size().columns - 1]
-            write(sys.stderr, line.encode())
-
     def happened(self, happened: Happened) -> None:
         """Print what the lab did to a host."""
         log(str(happened))
@@ -161,8 +133,6 @@ class Display:
 
     def ended(self, ended: Ended) -> None:
         """Print a summary."""
-        from laconic.lab.emulation.goodput import report
-
         if ended.sent is not None:
             log("sent, with all headers, and the mean rate:")
             for host, sent in enumerate(ended.sent):
@@ -172,9 +142,6 @@ class Display:
             log("faults:")
             for happened in ended.happened:
                 log(f"  {happened}")
-        if ended.goodput is not None:
-            for line in report(ended.goodput):
-                log(line)
         if ended.first is not None:
             name = ended.first.process.name
             log(f"{name} failed first: {ended.first.outcome.how}; its last lines:")
@@ -183,21 +150,12 @@ class Display:
         log(f"{ended.seconds:.1f} s")
 
 
-def rates_line(seconds: float, rates: Sequence[float] | None) -> str:
-    """Return what the hosts send now, in a line of 80 columns."""
-    if rates is None:
-        return f"{seconds:.0f} s"
-    shown = (f"{rate / 1e6:.3g}" if rate < 1e9 else f"{rate / 1e6:.0f}" for rate in rates)
-    hosts = "  ".join(f"host{host} ↑ {rate}" for host, rate in enumerate(shown))
-    return f"{hosts}  Mbit/s  {seconds:.0f} s"
-
-
 def log(text: str) -> None:
     """Print one line of our own on stderr."""
     write(sys.stderr, f"laconic: {text}\n".encode())
 
 
 def write(stream: TextIO, data: bytes) -> None:
-    """Write to one of our streams, over the line of rates if it is on a terminal."""
-    stream.buffer.write(CLEAR * stream.isatty() + data)
+    """Write to one of our streams."""
+    stream.buffer.write(data)
     stream.flush()

@@ -41,7 +41,6 @@ VOCABULARY = """
 --loss SHARE  share of packets lost in each direction, such as 0.1% or 0.001
 
 --params COUNT  number of parameters of the model, such as 1.3B
---buffers COUNT  numbers in the model's buffers that training changes, as BatchNorm's
 --dtype DTYPE  dtype of parameters and gradients
 --step-time TIME  compute time of an optimizer step with all batches that it accumulates
 --backward-share SHARE  share of the step time spent in the backward pass
@@ -64,10 +63,8 @@ VOCABULARY = """
 --checkpoint STEPS  steps between checkpoints, from which a run starts again (else it is elastic)
 --cluster FILE  the cluster in YAML or JSON; see --example
 --example  print such a file, and nothing else
---from-metrics FILE  records of a real run, to use its step times and network
 
 --kill HOST@TIME  kill a host's program; repeatable
---kill-every TIME  kill a random host's program again and again, with this mean time in between
 --hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
 --cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
 
@@ -77,7 +74,6 @@ VOCABULARY = """
 --timeout TIME  how long to wait for the other hosts
 
 --all  also print a table of all recipes, and how they compare
---once  show the current state and exit
 --json  print JSON
 --out DIR  directory for the results
 

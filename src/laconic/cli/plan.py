@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic.cli.options import attribute, declare, given
 
 if TYPE_CHECKING:
     from laconic.advisor.plan.cluster import Cluster
-    from laconic.advisor.plan.measured import Measured
 
 NEEDED = {
     **dict.fromkeys(("--repair", "--checkpoint"), "--mtbf 30d"),
@@ -47,7 +45,7 @@ def add(parser: Any) -> None:
     """Add the description and the options of the command."""
     parser.description = (
         "Simulate a training run on a described cluster: how long it takes, what the time goes to, "
-        "what it sends and costs, what limits it, and what would help."
+        "what it sends and costs, and what limits it."
     )
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -62,7 +60,7 @@ def add(parser: Any) -> None:
     )
     numbers: dict[str, Any] = {"sites": 1, "dtype": "float32", "step_time": "1s", "spread": "5%"}
     declare(what, CLUSTER, **numbers, latency="0", jitter="0", loss="0")
-    declare(parser.add_argument_group("from files"), "--cluster --from-metrics --example")
+    declare(parser.add_argument_group("from a file"), "--cluster --example")
     declare(parser, "--steps --repeat --json", steps=STEPS)
 
 
@@ -76,52 +74,23 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("--example prints a file, and nothing else: leave out the rest")
         print(fields.EXAMPLE, end="")
         return 0
-    cluster, measured = _cluster(arguments)
-    recipes = arguments.recipes
-    if measured is not None and not recipes:
-        recipes = [_recipe_of(measured, arguments.from_metrics)]
-    made = plan(cluster, recipes, steps=arguments.steps, seeds=arguments.repeat)
-    if arguments.json:
-        print(made.to_json())
-        return 0
-    from laconic.advisor.plan.show import text
-
-    print("\n".join(text(made)))
-    if measured is not None:
-        print(measured)
-    return 0
-
-
-def _recipe_of(measured: Measured, path: Path) -> str:
-    """Return the recipe of a measured run, to plan it."""
-    from laconic.algorithms.parse import parse_recipe
-
-    try:
-        parse_recipe(measured.recipe)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; or give a recipe to plan") from None
-    return measured.recipe
-
-
-def _cluster(arguments: argparse.Namespace) -> tuple[Cluster, Measured | None]:
-    from laconic.advisor.plan import fields
-
-    if arguments.cluster is not None:
+    if arguments.cluster is None:
+        cluster = _described(arguments)
+    else:
         for name in given(arguments, CLUSTER):
             raise ValueError(
                 f"{name} describes a cluster, and so does --cluster {arguments.cluster}: "
                 "change it there"
             )
         cluster = fields.read(arguments.cluster)
-    else:
-        cluster = _described(arguments)
-    if arguments.from_metrics is None:
-        return cluster, None
-    for name in given(arguments, "--step-time --spread"):
-        raise ValueError(f"{name} is measured with --from-metrics: leave out one of the two")
-    from laconic.advisor.plan.measured import calibrated
+    made = plan(cluster, arguments.recipes, steps=arguments.steps, seeds=arguments.repeat)
+    if arguments.json:
+        print(made.to_json())
+        return 0
+    from laconic.advisor.plan.show import text
 
-    return calibrated(cluster, arguments.from_metrics)
+    print("\n".join(text(made)))
+    return 0
 
 
 def _described(arguments: argparse.Namespace) -> Cluster:

@@ -10,18 +10,14 @@ follows from the number of elements, so ranks know it without communicating. Wit
 | ``Int8`` | s * q, q in -127..127, s = max(abs(x)) / 127 per block | 8.06                       |
 | ``Int4`` | s * q, q in -7..7                                      | 4.06                       |
 | ``Int2`` | s * q, q in -1, 0, 1                                   | 2.06                       |
-| ``E3M0`` | s * q, q in 0, +-1, +-2, +-4, ..., +-64                | 4.06                       |
-| ``TopK`` | the k largest of each chunk, the others 0              | 0.69                       |
 """
 
 from laconic.codecs.cast import Cast
 from laconic.codecs.codec import Codec
-from laconic.codecs.exponents import E3M0
 from laconic.codecs.integers import Int2, Int4, Int8
-from laconic.codecs.topk import TopK
 from laconic.errors import check_choice
 
-__all__ = ["CODECS", "E3M0", "Cast", "Codec", "Int2", "Int4", "Int8", "TopK", "codec_of"]
+__all__ = ["CODECS", "Cast", "Codec", "Int2", "Int4", "Int8", "codec_of"]
 
 CODECS: dict[str, Codec] = {
     "float32": Cast("float32"),
@@ -30,8 +26,6 @@ CODECS: dict[str, Codec] = {
     "int8": Int8(),
     "int4": Int4(),
     "int2": Int2(),
-    "e3m0": E3M0(),
-    "top64": TopK(values=Int2(block=64)),
 }
 """Codecs by name, as recipes accept them."""
 

@@ -1,4 +1,4 @@
-/* The codecs of integers.py and blocks.py in one pass over memory, for float32 on a CPU. They give
+/* The codecs of integers.py in one pass over memory, for float32 on a CPU. They give
    the same bits as the Python code, which serves all other cases and installations without a
    compiler.
 
@@ -13,7 +13,7 @@
 #include <string.h>
 
 #if defined(__FAST_MATH__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || __FLT_EVAL_METHOD__ != 0
-#error "the kernels would not give the bits of blocks.py"
+#error "the kernels would not give the bits of integers.py"
 #endif
 
 #define EXPORT __attribute__((visibility("default")))

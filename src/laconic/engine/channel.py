@@ -64,22 +64,18 @@ class Channel:
 
 
 def by_tensor(channel: Channel, update: Update) -> Iterator[tuple[Tensor, State]]:
-    """Each tensor of the bucket, with its part of the state that lives on all workers. Changes made
-    in place are written back."""
+    """Each tensor of the bucket, to be changed in place, with its part of the state that lives on
+    all workers."""
     bucket = channel.bucket
+    views = bucket.views()
     pieces = {
         name: bucket.split(t)
         for name, t in channel.state.items()
         if t.dim() and not is_owned(update, name, t)
     }
     rest = {name: t for name, t in channel.state.items() if name not in pieces}
-    views = bucket.views()
-    for index, segment in enumerate(bucket.segments):
-        x = segment.view() if views is None else views[index]
-        own = {name: split[index] for name, split in pieces.items()}
-        yield x, rest | own
-        if views is None:
-            segment.write(x)
+    for index, x in enumerate(views):
+        yield x, rest | {name: split[index] for name, split in pieces.items()}
 
 
 def is_owned(update: Update, name: str, tensor: Tensor) -> bool:
@@ -205,7 +201,7 @@ class ChannelSet:
         if missing := sorted(state.keys() - update.slots.keys()):
             raise ValueError(
                 f"{type(update).__name__}.init makes state {missing} that its slots do not list: "
-                'say where each lives, "owner", "everywhere", "private" or "pooled"'
+                'say where each lives, "owner", "everywhere" or "private"'
             )
         for name, slot in update.slots.items():
             check_choice(f"{type(update).__name__}.slots[{name!r}]", slot, get_args(Slot))
@@ -246,19 +242,21 @@ class HostState(UserDict[str, Tensor]):
         return self.data[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        if value.dim():
-            value = self._memory(self.get(name), value).copy_(value)
-        self.data[name] = value
+        """Keep ``value``. A copy from the device is queued there."""
+        if not value.dim():
+            self.data[name] = value
+            return
+        queued = value.device.type != "cpu"
+        memory = self.data.get(name) if queued else self.get(name)
+        if memory is None or (memory.shape, memory.dtype) != (value.shape, value.dtype):
+            memory = self._kind.pinned(value.nbytes).view(value.dtype).view(value.shape)
+        self.data[name] = memory.copy_(value, non_blocking=queued)
+        if queued:
+            self._copied[name] = self._kind.current_stream(self._device).record_event()
 
     def __delitem__(self, name: str) -> None:
         self[name]  # nothing may be copied to memory that is freed
         del self.data[name]
-
-    def _memory(self, now: Tensor | None, like: Tensor) -> Tensor:
-        """The memory of ``now``, if a tensor ``like`` this one fits there; else new memory."""
-        if now is not None and (now.shape, now.dtype) == (like.shape, like.dtype):
-            return now
-        return self._kind.pinned(like.nbytes).view(like.dtype).view(like.shape)
 
     @contextmanager
     def on_device(self) -> Iterator[State]:
@@ -266,7 +264,10 @@ class HostState(UserDict[str, Tensor]):
         first, and back at the end."""
         copies = _OnDevice(self)
         yield copies
-        copies.copy_back()
+        for name in self.data.keys() - copies.keys():
+            del self[name]
+        for name in copies.used & copies.keys():  # kernels may have changed it
+            self[name] = copies[name]
 
     def to_device(self, name: str) -> Tensor:
         """Queue a copy of a tensor to the device."""
@@ -277,36 +278,20 @@ class HostState(UserDict[str, Tensor]):
             self._copied[name].wait(self._kind.current_stream(self._device))
         return torch.empty_like(host, device=self._device).copy_(host, non_blocking=True)
 
-    def from_device(self, name: str, value: Tensor) -> None:
-        """Queue a copy of a tensor from the device."""
-        if not value.dim():
-            self[name] = value
-            return
-        memory = self._memory(self.data.get(name), value)
-        self.data[name] = memory.copy_(value, non_blocking=True)
-        self._copied[name] = self._kind.current_stream(self._device).record_event()
-
 
 class _OnDevice(UserDict[str, Tensor]):
     """A `HostState` on its device. A tensor is copied when it is first used."""
 
     def __init__(self, host: HostState) -> None:
         self._host = host
-        self._used: set[str] = set()
+        self.used: set[str] = set()
         self.data = dict(host.data)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self.data and name not in self._used:
+        if name in self.data and name not in self.used:
             self[name] = self._host.to_device(name)
         return self.data[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self.data[name] = value
-        self._used.add(name)
-
-    def copy_back(self) -> None:
-        """Queue copies to host memory of all that was used, since kernels may have changed it."""
-        for name in self._host.data.keys() - self.data.keys():
-            del self._host[name]
-        for name in self._used & self.data.keys():
-            self._host.from_device(name, self.data[name])
+        self.used.add(name)

@@ -18,7 +18,7 @@ from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.frames import crc32
 from laconic.links.link import Link
-from laconic.tensors import as_bytes, describe, local, parts
+from laconic.tensors import as_bytes, describe, local, parts, sums
 
 _COUNTED = 2**24
 """More than the number of tensors."""
@@ -101,28 +101,18 @@ class NonfiniteCheck:
             raise error or NotFiniteError("another shard of this worker's model was not finite")
 
 
-CHUNK = 2**20
-"""Elements summed at a time, so that no copy of a large gradient is made."""
-
-
 def fingerprint(params: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sums of |g|, of g^2 and of 1 over a rank's own gradients, as float64 on ``device``."""
-    total = torch.zeros(3, dtype=torch.float64, device=device)
-    for p in params:
-        if p.grad is not None and not p.grad.is_sparse:
-            for piece in torch.split(local(p.grad).reshape(-1), CHUNK):
-                g = piece.abs().double()  # abs: of complex gradients too
-                total += torch.stack([g.sum(), g.square().sum(), g.new_tensor(g.numel())]).to(
-                    device
-                )
-    return total
+    """Sums of g, of |g| and of 1 over a rank's own gradients, as float64 on ``device``."""
+    own = [local(p.grad) for p in params if p.grad is not None]
+    count = torch.tensor([sum(g.numel() for g in own)], dtype=torch.float64)
+    return torch.cat([sums(own), count]).to(device)
 
 
 def check_first_gradients(everyone: Tensor) -> None:
     """Warn if all ranks' fingerprints are identical, and not zero. With recipes that average
     gradients, they are taken before any averaging."""
-    squares = float(everyone[0, 1])
-    if len(everyone) > 1 and 0 < squares < math.inf and bool((everyone == everyone[0]).all()):
+    size = float(everyone[0, 1])
+    if len(everyone) > 1 and 0 < size < math.inf and bool((everyone == everyone[0]).all()):
         warnings.warn(
             "the first gradients are identical on all workers. Either they are reading the same "
             "batches: give each its share of the data (DistributedSampler, ElasticSampler, or seed "

@@ -7,10 +7,9 @@ computes gradients into the parameters, and ``eval()`` those that one evaluates.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,11 @@ from laconic.algorithms.updates import Average
 from laconic.engine.joint_optimizer import forget, members
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.recipe_run import RecipeRun, check_alike
+from laconic.engine.saved_state import loaded, round_state
 from laconic.engine.session import Session
 from laconic.errors import check_bool
 from laconic.parts import optimizer_state
-from laconic.tensors import copies, local, reshard, restore, sums, with_mean
+from laconic.tensors import copies, local, reshard, restore, with_mean
 
 
 @torch.no_grad()
@@ -39,26 +39,31 @@ def write_consensus(run: RecipeRun, *, mean: bool = True, state: bool = False) -
     differ. That of optimizers with modes always is, since it holds the weights of the other mode.
     """
     optimizer = run.session.optimizer
-    _write_own(run, mean, rest=True)
-    with evaluation(optimizer):
-        _write_mean(run, mean)
-        if run.differ and (state or modal(optimizer)):
-            r = Round(every(1), Average(), Mean(), optimizer_state)
-            ParameterRunner(r, run.session, run.scores).start(run.session.step)
+    with in_mode(optimizer, training=True):
+        _write_own(run, mean, rest=True)
+        with in_mode(optimizer, training=False):
+            _write_mean(run, mean)
+            if run.differ and (state or modal(optimizer)):
+                r = Round(every(1), Average(), Mean(), optimizer_state)
+                ParameterRunner(r, run.session, run.scores).start(run.session.step)
 
 
 def _write_own(run: RecipeRun, mean: bool, *, rest: bool) -> None:
-    """Write what this worker contributes. ``rest``: the rounds go on from there; otherwise they do
-    not change."""
+    """Write what this worker contributes. ``rest``: the rounds go on from there; otherwise copies
+    of them do this."""
     session = run.session
     reshard(session.model)
     run.undo_before_step()
-    for running in run.rounds:
-        (running.finish if rest else running.write_finished)(session.step)
+    rounds = run.rounds
+    if not rest:
+        needed = [r for r in rounds if r.round.update.quiesce] + _anchored(rounds, mean)
+        rounds = [loaded(r, [round_state(r)], run.joined, None) for r in dict.fromkeys(needed)]
+    for running in rounds:
+        running.finish(session.step)
     if run.quorum is not None:
         run.quorum.catch_up(keep=rest)
-    for running in _anchored(run, mean):
-        running.write_anchor(session.step)
+    for running in _anchored(rounds, mean):
+        running.write_anchor()
 
 
 def _write_mean(
@@ -68,7 +73,7 @@ def _write_mean(
     session = run.session
     covered = {
         id(segment.tensor)
-        for running in _anchored(run, mean)
+        for running in _anchored(run.rounds, mean)
         if running.round.exchange.agrees and not modal(session.optimizer)
         for channel in running.channels
         for segment in channel.bucket.segments
@@ -102,8 +107,8 @@ def _make_equal(run: RecipeRun, saved: list[tuple[Tensor, list[Tensor]]] | None)
     session.broadcast([t for t in differing if id(t) not in averaged])
 
 
-def _anchored(run: RecipeRun, mean: bool) -> list[ParameterRunner]:
-    return [r for r in run.rounds if r.round.update.anchor and not mean]
+def _anchored(rounds: Sequence[ParameterRunner], mean: bool) -> list[ParameterRunner]:
+    return [r for r in rounds if r.round.update.anchor and not mean]
 
 
 @contextmanager
@@ -126,16 +131,14 @@ def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
         saved = copies([*session.params(), *session.model.buffers()])
     session.holds_consensus = mean
     try:
-        with training_weights(session.optimizer):
+        with in_mode(session.optimizer, training=True):
             with torch.no_grad():
                 _write_own(run, mean, rest=False)
-            with evaluation(session.optimizer, session.params()):
+            with in_mode(session.optimizer, training=False, params=session.params()):
                 with torch.no_grad():
                     _write_mean(run, mean, saved)
-                    written = sums([local(p) for p in session.params()])
                 session.status("in consensus()")
                 yield session.model
-                _check_unchanged(session, written)
     finally:
         restore(reversed(saved))
         reshard(session.model)
@@ -143,53 +146,24 @@ def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
         session.status("computing")
 
 
-@torch.no_grad()
-def _check_unchanged(session: Session, written: Tensor) -> None:
-    """Warn if the program has replaced the consensus weights, whose `sums` were ``written``."""
-    if in_training(session.optimizer):
-        return  # it has asked for the other mode's weights
-    now = sums([local(p) for p in session.params()])
-    if not torch.allclose(now, written, 0, 0, equal_nan=True):
-        warnings.warn(
-            "the model's weights changed inside sync.consensus(), and leaving it discards that. If "
-            "the program swaps weights, such as a moving average, swap them in and out inside the "
-            "block, or in before and out after it: else it trains on with other weights than its "
-            "own",
-            stacklevel=5,
-        )
-
-
-def state_dict_copy(model: nn.Module) -> dict[str, Any]:
-    """A copy of ``model.state_dict()``, with its attribute: the modules' versions."""
-    state = model.state_dict()
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            state[key] = value.detach().clone()
-    return state
-
-
-def successor(run: RecipeRun, recipe: Recipe) -> tuple[RecipeRun, Callable[[], None]]:
-    """Start a run of ``recipe`` on workers that hold the same x, in place of ``run``. Also returns
-    a function that makes ``run`` the one at work again."""
-    session = run.session
-    new = None
+def successor(run: RecipeRun, new: RecipeRun) -> Callable[[], None]:
+    """Start ``new`` in place of ``run``, on workers that hold the same x. Returns a function that
+    makes ``run`` the one at work again."""
 
     def undo() -> None:
-        if new is not None:
-            new.detach()
-            new.close()
+        new.detach()
+        new.close()
         for gradients in run.gradients:
             gradients.listen()
 
     run.detach()
     try:
-        new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
         new.start_gradient_rounds()
         new.start()
     except BaseException:  # out of memory, for instance
         undo()
         raise
-    return new, undo
+    return undo
 
 
 def switched(run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
@@ -199,14 +173,14 @@ def switched(run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
     run.take_in()
     if not begun:
         session.call("switch()")
-    with training_weights(session.optimizer):
-        write_consensus(run, state=True)
+    write_consensus(run, state=True)
     if run.differ:
         _align_optimizer_state(session)
     run.rebase()  # its rounds go on if the ranks do not agree
-    new = RecipeRun(session, session.settings.arrange(recipe), run.drift)
-    check_alike(new, module=False, chosen=True)  # so what `successor` raises, all ranks raise
-    return successor(run, recipe)[0]
+    new = RecipeRun(session, recipe, run.drift)
+    check_alike(new, module=False)  # so what `successor` raises, all ranks raise
+    successor(run, new)
+    return new
 
 
 def _align_optimizer_state(session: Session) -> None:
@@ -260,64 +234,39 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-@runtime_checkable
-class Modal(Protocol):
-    """An optimizer with modes. Setting a mode twice does nothing the second time."""
-
-    param_groups: list[dict[str, Any]]
-
-    def train(self) -> object:
-        """Put the training weights into the parameters."""
-
-    def eval(self) -> object:
-        """Put the weights to evaluate into the parameters."""
-
-
-def modal(optimizer: Optimizer | None) -> list[Modal]:
-    """The optimizers with modes among ``optimizer``'s members."""
+def modal(optimizer: Optimizer | None) -> list[Any]:
+    """The optimizers with modes among ``optimizer``'s members. Setting a mode twice does nothing
+    the second time."""
     every = () if optimizer is None else members(optimizer)
-    return [each for each in every if isinstance(each, Modal)]
+    return [o for o in every if all(callable(getattr(o, mode, None)) for mode in ("train", "eval"))]
 
 
-def in_training(optimizer: Optimizer | None) -> list[Modal]:
-    """Those with modes that are in train mode."""
-    return [each for each in modal(optimizer) if _trains(each)]
-
-
-def _trains(optimizer: Modal) -> bool:
+def _trains(optimizer: Any) -> bool:
     """Whether its ``train_mode``, in the groups or its own, is set."""
     own = vars(optimizer).get("train_mode", True)
     return any(group.get("train_mode", own) for group in optimizer.param_groups)
 
 
 @contextmanager
-def training_weights(optimizer: Optimizer | None) -> Iterator[None]:
-    """A context in which optimizers with modes are in train mode: rounds are about its weights."""
-    evaluating = [each for each in modal(optimizer) if not _trains(each)]
-    for each in evaluating:
-        each.train()
+def in_mode(
+    optimizer: Optimizer | None, *, training: bool, params: Sequence[Tensor] = ()
+) -> Iterator[None]:
+    """A context in which optimizers with modes are in train mode (rounds are about its weights), or
+    else in eval mode, and ``params`` may be overwritten. Afterward modes are those of before,
+    whatever is called inside, and ``params`` are so up to rounding."""
+    every = modal(optimizer)
+    changed = [each for each in every if _trains(each) != training]
+
+    def put(optimizers: Sequence[Any], training: bool) -> None:
+        for each in optimizers:
+            each.train() if training else each.eval()
+
+    put(changed, training)
+    before = [local(p).clone() for p in params] if every else []
     try:
         yield
     finally:
-        for each in evaluating:
-            each.eval()
-
-
-@contextmanager
-def evaluation(optimizer: Optimizer | None, params: Sequence[Tensor] = ()) -> Iterator[None]:
-    """A context in which optimizers with modes are in eval mode, and ``params`` may be overwritten.
-    Afterward modes and states are those of before, whatever is called inside, and ``params`` are so
-    up to rounding."""
-    every, training = modal(optimizer), in_training(optimizer)
-    for each in training:
-        each.eval()
-    evaluated = [local(p).clone() for p in params] if every else []
-    try:
-        yield
-    finally:
-        for each in every:
-            each.eval()
-        for p, values in zip(params, evaluated, strict=False):
+        put(every, training)
+        for p, values in zip(params, before, strict=False):
             local(p).copy_(values)  # some keep the weights of the other mode in their state
-        for each in training:
-            each.train()
+        put(changed, not training)

@@ -9,38 +9,55 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from laconic.engine.channel import Channel
 from laconic.engine.driver import Driver
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.reports import Reports
-from laconic.engine.saved_state import Runner, Stateful, checksum
-from laconic.engine.session import Session
+from laconic.engine.saved_state import Stateful, checksum
+from laconic.engine.session import Policy, Session
 from laconic.errors import LinkError, after_step, when_uncaught
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.link import ElasticLink, Settings
 from laconic.links.elastic.rank_link import RankLink
 from laconic.links.elastic.relay import Relay, numbers_of
-from laconic.links.elastic.relay_frames import Bequest, Snapshot, StepSettings
+from laconic.links.elastic.relay_frames import Snapshot, StepSettings
 from laconic.tensors import local, plain
 
 log = logging.getLogger("laconic")
 
-RESIDUALS = RESIDUAL, LAG = "residual", "lag"
+RESIDUALS = "residual", "lag"
 """What a worker has left out of its own messages, in the state of an exchange. A newcomer has left
 out nothing."""
 LEFT = 128 + signal.SIGTERM
 """The exit code of a worker that has left on SIGTERM: for supervisors it has not finished."""
-_Settings = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]
-"""The numbers in the optimizer's parameter groups, the state of the user's objects, and what the
-policy hands over."""
+_Settings = tuple[list[dict[str, Any]], dict[str, Any]]
+"""The numbers in the optimizer's parameter groups, and the state of the user's objects."""
+
+
+class PolicyState:
+    """The state that a newcomer's policy continues from, as that of one of the user's objects.
+    ``outputs``: what the policy's collectives have brought last, by the name of their call."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.outputs: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Policy.handover`."""
+        return self._policy.handover()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Policy.take_over`."""
+        self.outputs.update(state["outputs"])
+        self._policy.take_over(state, self.outputs)
 
 
 class Donor:
     """Sends the state of ``driver`` to newcomers that ask for it, with that of the ``others``, the
-    user's objects. In a worker of several ranks, rank 0 does so for all, and all leave together."""
+    user's objects and the policy. In a worker of several ranks, rank 0 does so for all, and all
+    leave together."""
 
     def __init__(
         self,
@@ -70,7 +87,6 @@ class Donor:
         driver.events.on("finish", self._after_finish)
         driver.events.on("switch", self._send_state)
         link.reception.open()
-        self._reports.begin()
 
     def _leave(self, *_: object) -> None:
         # a forked child has this handler, too
@@ -104,13 +120,9 @@ class Donor:
         others = self._read_others()
         if others is None:
             return
-        self._settings[step] = self._settings_now(others)
+        self._settings[step] = numbers_of(self._driver.session.bound.param_groups), others
         for relay in list(self._link.relays):
             relay.put(StepSettings(step, self._settings[step][0]))
-
-    def _settings_now(self, others: dict[str, Any]) -> _Settings:
-        optimizer = self._driver.session.bound
-        return numbers_of(optimizer.param_groups), others, self._policy()
 
     def _read_others(self) -> dict[str, Any] | None:
         """The state of the user's objects. If it cannot be read, this worker's training goes on,
@@ -129,10 +141,6 @@ class Donor:
     def _copy_others(self) -> dict[str, Any]:
         return {name: plain_copy(each.state_dict()) for name, each in self._others.items()}
 
-    def _policy(self) -> dict[str, Any] | None:
-        policy = self._driver.session.policy
-        return None if policy is None else plain_copy(policy.handover())
-
     def _settings_for(self, call: Call) -> tuple[Settings, Callable[[], Snapshot] | None]:
         """See `ElasticLink.settings`. In the communication thread. In front of a gradient round the
         step has not begun, and nothing changes the state. All workers have the same then, and a
@@ -140,7 +148,7 @@ class Donor:
         were averaged."""
         session, run = self._driver.session, self._driver.run
         if run.quorum is not None:  # a newcomer goes on from the step after which it was sent x
-            return (0, [], {}, None), None
+            return (0, [], {}), None
         if call.name != GRADIENTS:
             return (0, *self._settings[steps_before(call)]), None
 
@@ -152,7 +160,8 @@ class Donor:
             }
             return Snapshot(session.step, [plain_copy(values)])
 
-        return (digest_of(session), *self._settings_now(self._copy_others())), state
+        settings = numbers_of(session.bound.param_groups), self._copy_others()
+        return (digest_of(session), *settings), state
 
     def _after_step(self) -> None:
         """Between two steps: begin to send to the newcomers that have called; leave the run if
@@ -162,15 +171,11 @@ class Donor:
         self._rounds = rounds
         self._reports.after_step(session.comm.latest() if began else None)
         reception, inside = self._link.reception, self._inside
-        leaves = self._leaving or reception.leaves(session.step)
-        bequests = [] if leaves else reception.bequests(session.step)
-        callers = [] if leaves else reception.callers(session.step)
-        left, inherits, called = inside.any(bool(leaves), bool(bequests), bool(callers))
+        callers = [] if self._leaving else reception.callers(session.step)
+        left, called = inside.any(self._leaving, bool(callers))
         if left:
             with self._driver.run.quiet():
                 self._leave_run()
-        if inherits:
-            self._take_over(bequests)
         if called:
             with self._driver.run.quiet():
                 self._answer(callers)
@@ -183,29 +188,13 @@ class Donor:
             relay.begin(snapshot)
             log.info("sending the state %s to a newcomer", after_step(step))
 
-    def _take_over(self, bequests: Sequence[tuple[str, Bequest]]) -> None:
-        """Take over what workers that have left held, each rank that of the same rank."""
-        self._driver.session.comm.drain()
-        ranks = range(self._inside.size)
-        by_rank = [[[b.held[r], b.workers] for _, b in bequests] for r in ranks]
-        for held, workers in self._inside.deal(by_rank if bequests else None):
-            take_over(self._driver, held, workers)
-        for id, _ in bequests:
-            self._link.units.note({"from": id, "step": self._driver.session.step})
-
     def _leave_run(self) -> None:
-        session, link = self._driver.session, self._link
-        session.comm.drain()
+        self._driver.session.comm.drain()
         self._driver.run.close()
-        active, me, step = link.units.active, link.units.me, session.step
-        place = active.index(me) if me in active else 0
-        held = self._inside.collect(held_alone(self._driver))
         self._reports.leave()
-        link.units.note({"left": step})
-        link.members.leave()
-        heirs = [*active[place + 1 :], *active[:place]] if any(held) else []
-        link.reception.bequeath(Bequest(held, len(active)), heirs, step)
-        link.close()
+        self._link.members.leave()
+        self._inside.say()  # the other ranks end after rank 0 has left
+        self._link.close()
         raise SystemExit(LEFT)
 
     def _after_finish(self, mean: bool) -> None:
@@ -235,7 +224,6 @@ class Donor:
                 "optimizer": session.bound.state_dict(),
                 "sync": self._driver.state_dict(),
                 "others": self._read_others() or {},
-                "policy": self._policy(),
             }
         )
         leave_out_residuals(state["sync"])
@@ -283,57 +271,3 @@ def silent_channels(run: RecipeRun) -> list[Channel]:
     """Those of rounds that send nothing: a newcomer computes their state from its own x."""
     silent = [running for running in run.rounds if not running.exchange.communicates]
     return [channel for running in silent for channel in running.channels]
-
-
-def channels_of(run: RecipeRun) -> list[tuple[Channel, str | None]]:
-    """Every channel, with the name of its push weight."""
-    rounds: list[Runner] = [*run.rounds, *run.gradients]
-    return [(channel, r.round.update.weight) for r in rounds for channel in r.channels]
-
-
-def held_alone(driver: Driver) -> dict[str, Any]:
-    """What only this worker holds, which another one takes over when it leaves. Nothing may be
-    under way; what is in flight is folded. With a quorum, nothing: the other one may be in a round
-    that this one has not seen."""
-    if driver.run.quorum is not None:
-        return {}
-    for running in driver.run.rounds:
-        if running.round.update.weight is not None:
-            running.fold_due(driver.session.step, early=True)
-    held: dict[str, Any] = {}
-    for index, (channel, weight) in enumerate(channels_of(driver.run)):
-        slots, state = channel.exchange.slots, channel.exchange_state
-        own = {k: t.to("cpu", copy=True) for k, t in state.items() if slots.get(k) == "pooled"}
-        if weight is not None:
-            own["x"] = channel.bucket.pack(channel.bucket.empty()).cpu()
-            own["w"] = channel.state[weight].clone()
-        if own:
-            held[str(index)] = own
-    return held
-
-
-@torch.no_grad()
-def take_over(driver: Driver, held: dict[str, Any], workers: int) -> None:
-    """Add what a worker ``held`` that has left; there were so many ``workers`` before. Nothing may
-    be under way.
-
-    With n workers before, a residual e counts as e/n in the mean; with the n - 1 workers after, as
-    e/(n - 1). So the other worker adds e*(n - 1)/n to its own. What the leaving worker has kept of
-    the mean's coding error (``lag``) counts fully: the other one adds it times n - 1. With push
-    weights it takes over all of x and w: z = (w*z + w'*z')/(w + w'), so the mean over workers
-    stays."""
-    for index, (channel, weight) in enumerate(channels_of(driver.run)):
-        device, given = channel.bucket.device, held.get(str(index), {})
-        other = {slot: t.to(device) if t.dim() else t for slot, t in given.items()}
-        with channel.states() as (own, state):
-            for slot, tensor in other.items():
-                if slot == LAG and RESIDUAL in state:
-                    state[RESIDUAL].add_(tensor, alpha=workers - 1)
-                elif slot in state and state[slot].shape == tensor.shape:
-                    state[slot].add_(tensor, alpha=(workers - 1) / workers)
-            if weight is not None and "x" in other:
-                w, more = float(own[weight]), float(other["w"])
-                x = channel.bucket.pack(channel.bucket.empty())
-                x.mul_(w / (w + more)).add_(other["x"], alpha=more / (w + more))
-                channel.bucket.unpack(x)
-                own[weight].fill_(w + more)

@@ -3,15 +3,13 @@
 If only gradients are averaged, every worker takes the same steps, and x should be equal on all
 workers. After a parameter round whose exchange agrees (`Exchange.agrees`), the state that every
 worker keeps should be equal: anchors and outer momenta that are not sharded, references of coded
-messages. If there is no such state, and the round replaces x at once, x should be equal right after
-the round. Values can still differ, because processors of different kinds round differently and
+messages. Values can still differ, because processors of different kinds round differently and
 memory can fail. Every worker therefore computes a digest of a part of these values, a different
 part each time. The headers of the next gradients, or of the next round of that kind, carry the
 digest, at no cost. If the digests differ, all workers know it at the end of that call. Nothing is
 repaired: that would hide the cause. The consensus averages what differs.
 
-Values that may differ are not compared: x between rounds, x if results are folded in late, the
-state of gossip, residuals.
+Values that may differ are not compared: x between rounds, the state of gossip, residuals.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from laconic.engine.messages import Difference
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.links.link import Link
-from laconic.tensors import is_sharded, local
 
 PART, PARTS = 2**14, 256
 """The least number of elements in a part, and the most parts. Gradients carry the digest of one
@@ -39,14 +36,14 @@ OF_ROUND = 16
 def parts_of(tensors: Sequence[Tensor], first: int, count: int = 1) -> Iterator[Tensor]:
     """``count`` parts of the concatenated ``tensors``, beginning with the part ``first`` and
     wrapping around."""
-    sizes = [(local(t) if is_sharded(t) else t).numel() for t in tensors]
+    sizes = [t.numel() for t in tensors]
     each = max(PART, -(-sum(sizes) // PARTS))
     parts = max(-(-sum(sizes) // each), 1)
     for number in range(first, first + min(count, parts)):
         start = number % parts * each
         for t, size in zip(tensors, sizes, strict=True):
             if start < size and start + each > 0:
-                yield local(t).reshape(-1)[max(start, 0) : start + each]
+                yield t.detach().reshape(-1)[max(start, 0) : start + each]
             start -= size
 
 
@@ -99,7 +96,7 @@ class DriftCheck:
         if not self._possible(running) or running.in_flight:
             return 0
         state = self._equal_state(running)
-        return _digest(running, state) if state else running.x_digest
+        return digest(parts_of(state, OF_ROUND * running.executed, OF_ROUND)) if state else 0
 
     @torch.no_grad()
     def after_start(self, running: ParameterRunner, step: int) -> None:
@@ -108,16 +105,11 @@ class DriftCheck:
         reported when it is folded (`report_round`)."""
         if not self._possible(running) or not running.communicates:
             return
-        look = partial(_difference, running.link)
+        compare = partial(_difference, running.link)
         if running.round.delay:
-            running.in_flight[-1].apart = self._session.comm.submit(look, running.label(step))
-            return
-        self.report_round(running, look())
-        equal_x = running.round.update.replaces and not running.set.vary
-        if equal_x and not self._equal_state(running):
-            buckets = [channel.bucket for channel in running.channels]
-            views = [v for b in buckets for v in b.views() or [s.view() for s in b.segments]]
-            running.x_digest = _digest(running, views)
+            running.in_flight[-1].apart = self._session.comm.submit(compare, running.label(step))
+        else:
+            self.report_round(running, compare())
 
     def report_round(self, running: ParameterRunner, found: Difference | None) -> None:
         """Report what a check of a round has found."""
@@ -126,9 +118,8 @@ class DriftCheck:
         what = (
             f"the workers have drifted apart: at step {self._session.step} ranks {found.others} of "
             f"the {running.round.over} differ from rank {found.root} in what should be equal on "
-            f"all of them after each {running.round.name}"
+            f"all of them after each {running.round.name}: outer state"
         )
-        what += ": outer state" if self._equal_state(running) else ": the parameters"
         self._report(found, what, running.link)
 
     def _possible(self, running: ParameterRunner) -> bool:
@@ -172,8 +163,3 @@ class DriftCheck:
 
 def _difference(link: Link) -> Difference | None:
     return Difference.of(link.digests())
-
-
-def _digest(running: ParameterRunner, tensors: Sequence[Tensor]) -> int:
-    """The digest of some parts of the flat ``tensors``; the next round takes other parts."""
-    return digest(parts_of(tensors, OF_ROUND * running.executed, OF_ROUND))

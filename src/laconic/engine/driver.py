@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.compile import check_groups
-from laconic.algorithms.parse import as_recipe
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.round import Recipe, recipe_text
 from laconic.device import refuse_capture
-from laconic.engine import consensus, loading
-from laconic.engine.consensus import ScalerAlignment, switched, training_weights
+from laconic.engine import loading
+from laconic.engine.consensus import ScalerAlignment, switched
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
 from laconic.engine.joint_optimizer import (
@@ -27,10 +25,8 @@ from laconic.engine.joint_optimizer import (
 )
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
-from laconic.engine.saved_state import Saved, States
+from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session, Sets, Settings
-from laconic.errors import check_bool
-from laconic.links.calls import FINISH
 from laconic.links.comm_thread import EXIT_SECONDS
 
 OWN_CLOSURE = (
@@ -42,10 +38,6 @@ NOT_AVERAGED = (
     "sync.no_sync() was around all backward passes of the closure that optimizer.step() calls: the "
     "optimizer uses their gradients before laconic could average them. Leave the last pass, and "
     "the step, outside"
-)
-ELASTIC_SWITCH = (
-    "an elastic run cannot switch, since newcomers start with the recipe of the start: finish, and "
-    "attach again under another job= with the new recipe"
 )
 
 
@@ -84,16 +76,16 @@ class Driver:
         """Ends the watch for steps of other optimizers."""
         if optimizer is not None:
             session.bind(optimizer)
-        self.ending = Ending(session.comm)
+        self.ending = Ending()
         drift = DriftCheck(session)
-        self.run = RecipeRun(session, settings.arrange(recipe), drift)
+        self.run = RecipeRun(session, recipe, drift)
         try:
             check_alike(self.run)
             if session.policy is not None:
                 session.policy.start(session)
                 if session.policy.recipe != recipe:
-                    self.run = RecipeRun(session, settings.arrange(session.policy.recipe), drift)
-                    check_alike(self.run, chosen=True)
+                    self.run = RecipeRun(session, session.policy.recipe, drift)
+                    check_alike(self.run)
             session.share(session.state())
             session.note_order()
             self.run.start_gradient_rounds()
@@ -171,11 +163,12 @@ class Driver:
         run.before_step(session.step + 1)
 
     @torch.no_grad()
-    def _after_step(self, *_: object, skipped: bool = False) -> None:
+    def _after_step(self, *_: object) -> None:
         session, run = self.session, self.run
         if run.quorum is None:  # a quorum is waited for again
             session.interrupted = f"the rounds after step {session.step + 1}"
         self._count()
+        self.ending.missing = False  # where a round fails, nobody can call `finish`
         run.scores.after_step()
         run.pull()
         start = time.thread_time()
@@ -186,22 +179,21 @@ class Driver:
             session.share_buffers()
         session.interrupted = None
         run.drift.after_step()
-        session.recorder.after_step(skipped=skipped)
+        session.recorder.after_step()
         policy, elastic = session.policy, session.elastic
         follows = elastic is not None and elastic.replaying  # its donor decides
         if policy is not None and not follows and policy.after_step():
-            self._switch(policy.recipe)
+            self.switch(policy.recipe)
         self.events.tell("step ended")
 
     def advance(self) -> None:
         """Do what follows an optimizer step, for a front end without hooks. Skipped steps count,
         too. After an overflow, a GradScaler skips a step, perhaps on this rank alone. If ranks
         disagreed on the step number, they would wait for messages that never come."""
-        skipped = not self.session.in_step
-        if skipped:
+        if not self.session.in_step:
             self.begin_step(closure=False)
             self.run.scores.skip_step()
-        self._after_step(skipped=skipped)
+        self._after_step()
 
     def skip(self, optimizer: Optimizer) -> None:
         """A GradScaler has called ``optimizer``, perhaps one of several, and no step was counted:
@@ -230,55 +222,14 @@ class Driver:
 
     # -- the recipe ----
 
-    @torch.no_grad()
-    def finish(self, *, mean: bool) -> None:
-        """See `Synchronizer.finish`."""
-        session, run = self.session, self.run
-        session.check_complete()
-        if session.newcomer is not None:
-            session.newcomer.finish()
-            session.status("finished")
-            return
-        with session.checked(FINISH):
-            session.refuse_in_consensus("sync.finish()")
-            session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
-            check_bool("mean", mean)
-        with training_weights(session.optimizer):
-            consensus.write_consensus(run, mean=mean)
-        if session.elastic is not None:
-            session.gather_json(None)  # after that all have it, and any may end
-        if not mean:
-            run.rebase()
-        self.events.tell("finish", mean)
-        self.ending.missing = False
-        session.recorder.event("finish")
-        session.status("finished")
-
-    @torch.no_grad()
-    def switch(self, recipe: Recipe | str) -> None:
-        """See `Synchronizer.switch`."""
-        session = self.session
-        session.check_complete()
-        if session.elastic is not None:
-            raise ValueError(ELASTIC_SWITCH)
-        with session.checked("switch()"):
-            given = as_recipe(recipe)
-            if not isinstance(given, tuple):
-                raise ValueError(f"sync.switch() takes a recipe, and {given!r} is for attach()")
-            session.refuse_in_consensus("sync.switch()")
-            check_groups(given, "group" in session.links)
-            session.settings.arrange(given)
-        self._switch(given, begun=True)
-        self.alignment.align()
-        session.policy = None
-
-    def _switch(self, recipe: Recipe, *, begun: bool = False) -> None:
+    def switch(self, recipe: Recipe, *, begun: bool = False) -> None:
+        """Go on under ``recipe``. ``begun``: the call of all ranks has."""
         before, self.run = self.run, switched(self.run, recipe, begun=begun)
         self.alignment.due |= before.differ
         before.close()
         session = self.session
         self.ending.missing = False
-        session.recorder.event("switch", recipe=self.run.text(chosen=True))
+        session.recorder.event("switch", recipe=recipe_text(self.run.recipe))
         session.status("computing")
         self.events.tell("switch")
 
@@ -307,18 +258,9 @@ class Driver:
         """Whether the optimizer's steps still run the rounds."""
         return bool(self._handles)
 
-    def failed(self, error: BaseException) -> None:
-        """The training raised ``error``: send nothing more, and tell the other ranks."""
-        self.events.tell("failure", error)
-        self.session.recorder.failed(error)
-        broken = self.session.comm.abandon() or any(g.broken for g in self.run.gradients)
-        if self.run.quorum is not None:
-            broken = self.run.quorum.abandon() or broken
-        self.session.world.leave(broken)
-
     # -- saving ----
 
-    def state_dict(self) -> Saved:
+    def state_dict(self) -> dict[str, Any]:
         """See `Synchronizer.state_dict`."""
         self.session.check_complete()
         saved = loading.state_dict(self.run)
@@ -326,21 +268,21 @@ class Driver:
         return saved
 
     @torch.no_grad()
-    def load_on_all(self, state: States, load_model: LoadModel | None = None) -> None:
-        """Load ``state`` on every rank, or raise on every rank; see `Loading.prepare`."""
+    def load_on_all(self, parts: Sequence[Saved], load_model: LoadModel | None = None) -> None:
+        """Load ``parts`` on every rank, or raise on every rank; see `Loading.prepare`."""
         session = self.session
         session.call("load_state_dict()", 0)  # the ranks' present steps may differ
-        loaded = Loading.prepare(self.run, state, load_model)
+        loaded = Loading.prepare(self.run, parts, load_model)
         loaded.agree(session)
         self._take(loaded)
         if self.run.quorum is not None:
             session.gather(torch.zeros(1))  # no worker arrives before all have loaded
 
     @torch.no_grad()
-    def load_here(self, state: States) -> str | None:
+    def load_here(self, state: Saved) -> str | None:
         """As `load_state_dict`, without communication. Returns what is wrong, if anything is; then
         nothing has changed."""
-        loaded = Loading.prepare(self.run, state, None)
+        loaded = Loading.prepare(self.run, [state])
         if loaded.problem is None:
             self._take(loaded)
         else:

@@ -19,7 +19,7 @@ from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, describe, recipe_text
 from laconic.device import accelerator
 from laconic.elastic import COORDINATOR_VARIABLE, Elastic
-from laconic.engine.donor import Donor, plain_copy
+from laconic.engine.donor import Donor, PolicyState, plain_copy
 from laconic.engine.driver import Driver
 from laconic.engine.newcomers import Newcomer
 from laconic.engine.reports import Reports
@@ -81,9 +81,12 @@ class Joined:
         A newcomer has loaded another worker's state when this returns."""
         try:
             self._check_channels(driver)
-            donor = Donor(driver, self.link, self.reports, self.others)
+            others, policy = dict(self.others), driver.session.policy
+            if policy is not None:
+                others["laconic: policy"] = PolicyState(policy)
+            donor = Donor(driver, self.link, self.reports, others)
             if self.link.replaying:
-                Newcomer(driver, self.link, self.others, donor.open).begin()
+                Newcomer(driver, self.link, others, donor.open).begin()
             else:
                 donor.open()
         except BaseException:
@@ -189,8 +192,7 @@ def check(elastic: Elastic, recipe: Recipe | Auto, ranks: int) -> None:
                 f"rank, and this worker has {ranks}: draw each rank's samples by sync.step and "
                 "its own seed"
             )
-    for name, value in (elastic.others or {}).items():
-        if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
+        if not isinstance(value, Stateful):
             raise ValueError(
                 f"others: {name!r} must have state_dict() and load_state_dict(), as a scheduler "
                 f"has, not be {value!r}"

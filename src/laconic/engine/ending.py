@@ -6,11 +6,10 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-import weakref
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from laconic.links import forks
-from laconic.links.comm_thread import CommThread
 from laconic.links.simulation import at_end
 
 log = logging.getLogger("laconic")
@@ -21,50 +20,34 @@ WARNING = (
 )
 
 
+@dataclass
 class Ending:
-    """What the end of a program needs to know of one synchronizer. Refers to nothing that holds the
-    model, and so can outlive it.
+    """What the end of a program needs to know of one synchronizer, and may outlive it.
 
     ``missing``: whether `Synchronizer.finish` is: the ranks hold different models that nobody has
     averaged or saved since the last step.
     """
 
-    def __init__(self, comm: CommThread) -> None:
-        self.missing = False
-        self._comm = weakref.ref(comm)
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether `finish` is missing. False after an error of the link."""
-        comm = self._comm()
-        return self.missing and (comm is None or not comm.failed)
+    missing: bool = False
 
 
-_endings: list[Ending] = []
-"""What `_at_exit` looks at."""
 _warned: list[bool] = []
 
 
 def watch(ending: Ending) -> None:
-    """Warn if ``ending`` is unfinished when the program, or the present simulation, ends."""
+    """Warn if `finish` is missing when the program, or the present simulation, ends."""
     calls = at_end.get()
     if calls is None:
-        _endings.append(ending)
+        atexit.register(warn, ending)
     else:
-        calls.append(lambda: warn([ending]))
+        calls.append(partial(warn, ending))
 
 
-def warn(endings: Sequence[Ending]) -> None:
-    """Warn if any of ``endings`` is unfinished: once in a process."""
-    if not _warned and any(ending.unfinished for ending in endings):
+def warn(ending: Ending) -> None:
+    """Warn, once in a process, if `finish` is missing, unless an exception ends the program."""
+    if ending.missing and not _warned and getattr(sys, "last_value", None) is None:
         _warned.append(True)
         log.warning(WARNING)
 
 
-@atexit.register
-def _at_exit() -> None:
-    if getattr(sys, "last_value", None) is None:  # else an exception ends the program
-        warn(_endings)
-
-
-forks.call_in_child(_endings.clear)
+forks.call_in_child(partial(atexit.unregister, warn))

@@ -27,7 +27,6 @@ from laconic.algorithms.exchanges.coded import LastMean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.schedules import ends
 from laconic.algorithms.update import Clock, State, computed, rated
-from laconic.buckets import RESHAPED
 from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.gradient_channels import GradientChannel, GradientChannels
 from laconic.engine.overlap import Overlapping, turns_at_once
@@ -69,8 +68,6 @@ class GradientRunner:
         self._scaler = session.settings.scaler
         self._announce = announce
         self.set = GradientChannels(r.exchange, link, self._elastic)
-        self._params: list[Tensor] = []
-        self._sizes: list[tuple[int, torch.dtype]] = []
         self._hooks: dict[int, RemovableHandle] = {}
         self._pending: list[Pending[None]] = []
         """By bucket sent."""
@@ -91,21 +88,15 @@ class GradientRunner:
     def refresh(self, *, keep: bool = False) -> bool:
         """Follow groups added and parameters frozen or thawed. Returns whether any were added. With
         ``keep``, in a backward pass, none is removed, since its gradient may still be needed."""
-        before = {id(p) for p in self._params}
+        before = {id(p) for p in self.set.params}
         given = self._session.differentiated()
         chosen = [p for p in given if p.requires_grad or (keep and id(p) in before)]
         params = [p for p in chosen if local(p).numel()]
-        if [id(p) for p in params] == [id(p) for p in self._params]:
-            if self._sizes != [(p.numel(), p.dtype) for p in params]:
-                raise ValueError(RESHAPED)
+        if [id(p) for p in params] == [id(p) for p in self.set.params]:
             return False
         if not self.broken:
             self._discard()
-        at, unsent = (self.exchange, self._link, self._elastic), self.set.left_over()
-        channels = GradientChannels(*at, params, unsent, self.set.scale)
-        # what may fail is done: change this object
-        self._params, self.set = params, channels
-        self._sizes = [(p.numel(), p.dtype) for p in params]
+        self.set = replace(self.set, params=params, unsent=self.set.left_over())
         for key in before - {id(p) for p in params}:
             self._hooks.pop(key).remove()
         self.listen()
@@ -114,7 +105,7 @@ class GradientRunner:
     def listen(self) -> None:
         """Put a hook on every parameter, which is called when its gradient is complete."""
         called = not_compiled(self._on_gradient)
-        for p in self._params:
+        for p in self.set.params:
             if id(p) not in self._hooks:
                 hook = p.register_post_accumulate_grad_hook(called)  # type: ignore[no-untyped-call]
                 self._hooks[id(p)] = hook
@@ -208,19 +199,17 @@ class GradientRunner:
         """Send the next bucket, in order."""
         channel = self.channels[len(self._pending)]
         self._follow_stream()
-        channel.flat.gather()
+        channel.gather()
         if not self._pending:
-            self._label, step, link = self._announce(), self._session.step, self._link
-            # in an elastic run a unit looks who takes part when it begins
-            present = (1, 0) if self._elastic else (link.size, link.rank)
-            seed = self._session.settings.seed
-            self._now = Clock(step + 1, math.nan, step, 0, *present, seed=seed)
+            self._label, step = self._announce(), self._session.step
+            # `_average` looks who takes part
+            self._now = Clock(step + 1, math.nan, step, 0, 1, 0, seed=self._session.settings.seed)
             self._overlap.use(len(self.channels))
         now = self._now
         exchange = channel.exchange
         if "residual" in channel.exchange_state and ends(self.round.when, now.step):
             exchange = LastMean(exchange, channel.owned)
-        average = partial(self._average, exchange, channel.flat.whole, channel.exchange_state, now)
+        average = partial(self._average, exchange, channel.flat, channel.exchange_state, now)
         turns = turns_at_once(self.set.largest)
         self._pending.append(self._overlap.begin(average, self._label, turns=turns))
         if len(self._pending) == len(self.channels):
@@ -231,11 +220,9 @@ class GradientRunner:
     ) -> None:
         """``flat`` <- combine(mean over the ranks of ``flat``). It becomes NaN if it is not finite
         on some rank."""
-        message = flat
-        if self._elastic:
-            clock = replace(clock, workers=self._link.size, worker=self._link.rank)
-            if exchange.slots:
-                message = flat.clone()
+        clock = replace(clock, workers=self._link.size, worker=self._link.rank)
+        # another attempt of an elastic run needs the message again
+        message = flat.clone() if self._elastic and exchange.slots else flat
         try:
             arrival = await exchange.run(
                 link,
@@ -290,7 +277,7 @@ class GradientRunner:
         self._averaged = self.withheld = False
         if not self.round.when(self._session.step + 1):
             for channel in self.channels:
-                channel.memory = None
+                channel.free()
 
     @torch.no_grad()
     def _write(self) -> None:
@@ -298,14 +285,14 @@ class GradientRunner:
         that the optimizer skips it, as it would in one process."""
         unused = self._unused()
         for channel in self.channels:
-            channel.flat.scatter(unused)
+            channel.scatter(unused)
 
     def _unused(self) -> set[int]:
         """The ids of parameters without a gradient on any rank. All ranks see the same means, so
         they agree which are all zeros. Only for these, which are rare, do they exchange who had a
         gradient, and for frozen ones, which may have a residual."""
-        found = set[int]().union(*(channel.nonzero() for channel in self.channels))
-        doubtful = [p for p in self._params if id(p) not in found or not p.requires_grad]
+        found = self.set.nonzero()
+        doubtful = [p for p in self.set.params if id(p) not in found or not p.requires_grad]
         if not self._session.inside.any(bool(doubtful))[0]:
             return set()
         had = torch.tensor([float(p.grad is not None) for p in doubtful])

@@ -9,13 +9,11 @@ flight. What a worker then continues with depends on the state's slot
     owner       divided again; elements that no worker has any more start again from this x
     everywhere  unchanged
     private     the mean over the saved workers
-    pooled      unchanged where the same worker saved it, else the mean over the saved workers; a
-                common correction keeps the mean over workers when there are fewer
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -29,18 +27,15 @@ from laconic.engine.consensus import successor
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.recipe_run import RecipeRun
-from laconic.engine.saved_state import Others, Saved, Source, States, difference, wide
+from laconic.engine.saved_state import Saved, difference, wide
 from laconic.engine.session import Session, Sets
 from laconic.links.agreement import agree
 from laconic.links.simulated import idle_link
 from laconic.parts import module_buffers
-from laconic.tensors import copies, local, overwrite, restore
+from laconic.tensors import local, overwrite
 
 LoadModel = Callable[[int | None], None]
-_DIFFERENT_WEIGHTS = (
-    "this state comes from other ranks, so every rank must load the same weights before it, such "
-    "as those of consensus_state_dict(): here they differ"
-)
+"""Loads the model that a rank has saved into this one's; of None, the one to go on with."""
 
 
 def _stateful(run: RecipeRun) -> list[GradientRunner]:
@@ -74,7 +69,7 @@ def _gradient_state(gradients: GradientRunner) -> Saved:
 
 
 @torch.no_grad()
-def state_dict(run: RecipeRun) -> Saved:
+def state_dict(run: RecipeRun) -> dict[str, Any]:
     """See `Synchronizer.state_dict`."""
     policy = run.session.policy
     if run.quorum is not None:
@@ -99,14 +94,12 @@ class Loading:
     """One load on one rank. Until `complete` nothing has changed that `cancel` does not restore.
 
     ``problem``: what is wrong, None if nothing is; it is not raised, since the other ranks must
-    learn of it. ``mark``: numbers on which the ranks must agree: whether they regroup, from which
-    states, and from which model. ``rounds``: how many rounds with a quorum this worker has seen
-    close, by kind. ``run``, ``step``, ``in_step``: what to go on with.
+    learn of it. ``rounds``: how many rounds with a quorum this worker has seen close, by kind.
+    ``run``, ``step``, ``in_step``: what to go on with.
     """
 
     run: RecipeRun
     problem: str | None = None
-    mark: tuple[int, int, int] = (0, 0, 0)
     rounds: Sequence[int] = ()
     step: int = 0
     in_step: bool = False
@@ -114,13 +107,14 @@ class Loading:
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
-    def prepare(cls, run: RecipeRun, state: States, load_model: LoadModel | None) -> Loading:
-        """Read ``state``, as the user passes it, or, with ``load_model``, saved states by rank.
-        ``load_model(rank)`` loads that rank's model into this one, and ``load_model(None)`` the one
-        that this rank goes on with."""
+    def prepare(
+        cls, run: RecipeRun, parts: Sequence[Saved], load_model: LoadModel | None = None
+    ) -> Loading:
+        """Read the state of this rank, the only one of ``parts``, or, with ``load_model``, those
+        of other ranks, which have this rank's shard of the model."""
         loading = cls(run)
         try:
-            loading._read(state, load_model)
+            loading._read(parts, load_model)
         except ValueError as error:
             loading.problem = str(error)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
@@ -128,52 +122,51 @@ class Loading:
             loading.problem = f"this is not what sync.state_dict() returned: {kind}: {error}"
         return loading
 
-    def _read(self, state: States, load_model: LoadModel | None) -> None:
-        session, here = self.run.session, header(self.run)
-        parts: Any = saved_state.by_rank(state, here) if load_model is None else state
-        mine = saved_state.own_part(parts, here, regroup=load_model is not None)
-        source: Source = None
-        if mine is not None:
-            parts = {mine: parts[mine]}
-        elif self.run.quorum is not None:
+    def _read(self, parts: Sequence[Saved], load_model: LoadModel | None) -> None:
+        session, first = self.run.session, parts[0]
+        saved_state.check(first, header(self.run), own=load_model is None)
+        if load_model is not None and self.run.quorum is not None:
             raise ValueError(
                 "rounds with a quorum are resumed by the same ranks, each from its own state: to "
                 "go on with others, call sync.finish(), save the model, and attach again"
             )
-        else:
-            parts, source = _others(session, parts)
-        first = parts[min(parts)]
         if first["joined"]:  # else no optimizer was bound
             self._undo.append(session.join_at(list(chain(*first["joined"]))))
         self.run.refresh()
         if session.policy is not None:
             self._undo.append(session.policy.undo())
             session.policy.load_state_dict(first["auto"])
-            self.run, undo = successor(self.run, session.policy.recipe)
-            self._undo.append(undo)
+            before = self.run
+            self.run = RecipeRun(session, session.policy.recipe, before.drift)
+            self._undo.append(successor(before, self.run))
         held = list(chain(*session.held()))
         joined = [[held[k] for k in batch] for batch in first["joined"]] or self.run.joined
-        saved = [part for _, part in sorted(parts.items())]
-        if source is not None:
-            saved = _at_rest(self.run, parts, joined, load_model)
-            weights = saved_state.checksum(session.params())
-            self.mark = (1, saved_state.number_of(parts), weights)
-        self._put(saved, joined, source)
+        workers = None
+        if load_model is not None:
+            parts = _at_rest(self.run, parts, joined, load_model)
+            workers = [_worker(part) for part in parts]
+        self._put(parts, joined, workers)
 
-    def _put(self, saved: list[Saved], joined: list[list[Tensor]], source: Source) -> None:
-        """Prepare what `complete` puts in place, from ``saved`` parts of ``source``."""
+    def _put(
+        self,
+        saved: Sequence[Saved],
+        joined: list[list[Tensor]],
+        workers: Sequence[int] | None,
+    ) -> None:
+        """Prepare what `complete` puts in place, from the ``saved`` states; see
+        `saved_state.loaded`."""
         run, first = self.run, saved[0]
         for index, running in enumerate(run.rounds):
             states = [part["rounds"][index] for part in saved]
-            new = saved_state.loaded(running, states, joined, source)
+            new = saved_state.loaded(running, states, joined, workers)
             self._load.append(partial(running.become, new))
         self._load.append(partial(setattr, run, "joined", joined))
         for index, gradients in enumerate(_stateful(run)):
             states = [part["gradients"][index] for part in saved]
-            for state, values in saved_state.loaded_states(gradients, states, source):
+            for state, values in saved_state.loaded_states(gradients, states, workers):
                 self._load.append(partial(state.update, values))
             self._load.append(partial(setattr, gradients.set, "scale", float(states[0]["scale"])))
-        if source is None:
+        if workers is None:
             self._load.append(partial(run.scores.load_state_dict, first["scores"]))
         self.step, self.in_step = int(first["step"]), bool(first["in_step"])
         if run.quorum is not None:
@@ -182,12 +175,9 @@ class Loading:
 
     def agree(self, session: Session) -> None:
         """Raise ``ValueError`` on every rank, with nothing changed, if any rank has a problem or
-        they load different states."""
+        they go on from different rounds with a quorum."""
         try:
             agree(session.gather, self.problem)
-            problem = _disagreement(session, session.gather(torch.tensor(self.mark)))
-            if problem is not None:
-                raise ValueError(problem)
             if self.rounds:
                 seen = session.gather(torch.tensor(self.rounds))
                 if bool((seen != seen[0]).any()):
@@ -214,72 +204,35 @@ class Loading:
             session.optimizer.reset()
 
 
-def _disagreement(session: Session, marks: Tensor) -> str | None:
-    """What is wrong if not all ranks go on from the same: from all ranks' `Loading.mark`."""
-    shards = session.world.size // session.workers.size if session.sharded else 1
-    of_each = marks.view(-1, shards, 3)  # ranks with the same shard have the same
-    apart = (of_each != of_each[0]).flatten(0, 1).any(0)
-    if bool(apart[:2].any()) or bool((marks[:, 0] != marks[0, 0]).any()):
-        return (
-            "the ranks were given different states: pass each rank's own on every rank, or the "
-            "same list of all ranks' states, with None for the same ranks"
-        )
-    return _DIFFERENT_WEIGHTS if bool(apart[2]) else None
-
-
-def _others(session: Session, parts: Mapping[int, Saved]) -> tuple[dict[int, Saved], Others]:
-    """Those of ``parts``, by the rank that saved them, that have this rank's shard of the model, as
-    the source of its state."""
-    first = parts[min(parts)]
-    ranks_per_worker = first["ranks"] // first["workers"]
-    shards = session.world.size // session.workers.size if session.sharded else 1
-    if shards > 1 and ranks_per_worker != shards:
-        raise ValueError(
-            f"the state was saved with {ranks_per_worker} ranks in each worker, and there are "
-            f"{shards} now: a sharded model needs as many"
-        )
-    own = {r: part for r, part in parts.items() if r % shards == session.world.rank % shards}
-    if not own:
-        raise ValueError("the last copy of this rank's shard of the state is lost")
-    savers = [rank // ranks_per_worker for rank in sorted(own)]
-    return own, Others(savers, session.workers.rank, session.workers.size)
+def _worker(part: Saved) -> int:
+    """The worker that saved ``part``: ranks are in workers of consecutive ones."""
+    return int(part["rank"] // (part["ranks"] // part["workers"]))
 
 
 def _at_rest(
     run: RecipeRun,
-    parts: Mapping[int, Saved],
+    parts: Sequence[Saved],
     joined: Sequence[Sequence[Tensor]],
-    load_model: LoadModel | None,
+    load_model: LoadModel,
 ) -> list[Saved]:
-    """Other ranks' ``parts`` after ``finish()``, by rank. With ``load_model`` their consensus is
-    written into the model, which otherwise stays as it is."""
+    """Other ranks' ``parts`` after ``finish()``. Their consensus is written into the model."""
     session = run.session
-    params: list[Tensor] = []
-    buffers: list[Tensor] = []
-    before = copies(session.state().values()) if load_model is None else []
-    if load_model is not None:
-        params = session.params()
-        kept = session.settings.buffers == "keep"
-        buffers = [] if kept else list(module_buffers(session.model)[0].values())
+    params = session.params()
+    kept = session.settings.buffers == "keep"
+    buffers = [] if kept else list(module_buffers(session.model)[0].values())
     means = {id(t): _Mean() for t in (*params, *buffers)}
-    found = []
+    found: list[Saved] = []
     seen: set[int] = set()  # workers, whose ranks all have the same x
-    try:
-        for rank, part in sorted(parts.items()):
-            if load_model is not None:
-                load_model(rank)
-            rounds, weights = _finished(run, part, joined)
-            found.append({**part, "rounds": rounds})
-            worker = rank // (part["ranks"] // part["workers"])
-            for t in (*(() if worker in seen else params), *buffers):
-                means[id(t)].add(local(t), weights.get(id(t), 1.0))
-            seen.add(worker)
-    finally:
-        restore(before)
-    if load_model is not None:
-        load_model(None)
-        for t in (*params, *buffers):
-            overwrite(local(t), means[id(t)].value)
+    for part in parts:
+        load_model(part["rank"])
+        rounds, weights = _finished(run, part, joined)
+        found.append({**part, "rounds": rounds})
+        for t in (*(() if _worker(part) in seen else params), *buffers):
+            means[id(t)].add(local(t), weights.get(id(t), 1.0))
+        seen.add(_worker(part))
+    load_model(None)
+    for t in (*params, *buffers):
+        overwrite(local(t), means[id(t)].value)
     return found
 
 
@@ -302,15 +255,15 @@ class _Mean:
 
 def _idle_links(part: Saved, sharded: bool) -> Sets:
     """Links by named set of ranks, which know their size, and the place of the rank that saved
-    ``part``: ranks were in workers of consecutive ones, and those in groups. ``sharded``: each rank
-    of a worker had a shard of the model."""
+    ``part``: workers were in groups. ``sharded``: each rank of a worker had a shard of the
+    model."""
     ranks, workers, group = part["ranks"], part["workers"], part["group_size"] or 1
-    worker, within = divmod(part["rank"], ranks // workers)
+    worker, each = _worker(part), ranks // workers
     return {
         "world": idle_link(ranks, part["rank"]),
         "workers": idle_link(workers, worker),
         "group": idle_link(group, worker % group),
-        "replica": idle_link(1, 0) if sharded else idle_link(ranks // workers, within),
+        "replica": idle_link(1, 0) if sharded else idle_link(each, part["rank"] % each),
     }
 
 
@@ -323,7 +276,7 @@ def _finished(
     gossip has given it some. Lost workers' weights are missing, so that the sum need not be the
     number of workers."""
     links, step = _idle_links(part, run.session.sharded), part["step"]
-    found, weights = [], dict[int, float]()
+    found, weights = list[Saved](), dict[int, float]()
     for index, running in enumerate(run.rounds):
         saved = part["rounds"][index]
         if running.set.vary or not (saved["flights"] or running.round.update.quiesce):
@@ -333,9 +286,6 @@ def _finished(
         former = saved_state.loaded(running, [saved], joined, None, links)
         if part["in_step"]:
             former.undo_before_step(step + 1)
-        former.fold_at_end(step)
-        own = former.push_weights()
-        former.finish(step, weighted=bool(own))
-        weights.update(own)
+        weights.update(former.finish(step, weighted=True))
         found.append(saved_state.round_state(former))
     return found, weights

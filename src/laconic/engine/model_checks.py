@@ -3,13 +3,10 @@ tensors can be compared and averaged."""
 
 from __future__ import annotations
 
-import hashlib
-import socket
 import sys
 from collections.abc import Iterable
-from pathlib import Path
+from itertools import product
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,22 +19,13 @@ def check_unwrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {model!r}")
     for name, module in model.named_modules():
-        where = f"the model's {name!r} is" if name else "the model is"
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, (DistributedDataParallel, nn.DataParallel)) or _is_fsdp1(module):
+            where = f"the model's {name!r} is" if name else "the model is"
             raise ValueError(
-                f"{where} wrapped in DistributedDataParallel, which averages all gradients at "
-                "every step beside laconic: pass the plain module (model.module); for several "
-                "ranks per worker pass nprocs_per_node="
-            )
-        if isinstance(module, nn.DataParallel):
-            raise ValueError(
-                f"{where} wrapped in nn.DataParallel: pass the plain module (model.module), and "
-                "start one process for each GPU; for several ranks per worker pass nprocs_per_node="
-            )
-        if _is_fsdp1(module):
-            raise ValueError(
-                f"{where} wrapped in FullyShardedDataParallel (FSDP1): shard the plain module over "
-                "the ranks of one worker with torch.distributed.fsdp.fully_shard, and pass mesh="
+                f"{where} wrapped in {type(module).__name__}, which communicates by itself: pass "
+                "the plain module (model.module), with one process for each GPU; for several ranks "
+                "per worker pass nprocs_per_node=, or shard the plain module over them with "
+                "torch.distributed.fsdp.fully_shard, and pass mesh="
             )
 
 
@@ -66,12 +54,9 @@ def check_tensors(model: nn.Module, params: Iterable[Tensor]) -> None:
             )
 
 
-def check_devices(
-    model: nn.Module, params: Iterable[Tensor], *, cpu_buffers: bool | None = None
-) -> None:
+def check_devices(model: nn.Module, params: Iterable[Tensor]) -> None:
     """Raise ``ValueError`` if the model's parameters and ``params`` are on several devices, or a
-    buffer is on another one. ``cpu_buffers``: whether the link takes CPU tensors from ranks with
-    CUDA parameters (None: as torch's process group does)."""
+    buffer is on another one."""
     names = {id(p): name for name, p in model.named_parameters()}
     devices: dict[str, str] = {}
     for p in (*params, *model.parameters()):
@@ -82,40 +67,9 @@ def check_devices(
             f"the parameters are on several devices: {places}. Move the whole model to one of them "
             "with model.to(device) before making the optimizer"
         )
-    for device in devices:
-        for name, buffer in model.named_buffers():
-            if str(buffer.device) == device:
-                continue
-            if buffer.device.type != "cpu" or not device.startswith("cuda"):
-                raise ValueError(
-                    f"the parameters are on {device}, and the buffer {name!r} is on "
-                    f"{buffer.device}: move it with model.to({device!r})"
-                )
-            if not (_takes_cpu_tensors() if cpu_buffers is None else cpu_buffers):
-                raise ValueError(
-                    f"the parameters are on {device}, the buffer {name!r} is on the CPU, and the "
-                    f"process group takes only CUDA tensors: move it with model.to({device!r}), "
-                    "or set up the process group with laconic.init()"
-                )
-
-
-def shared_memory(params: Iterable[Tensor]) -> int:
-    """A number that tells the memory that ``params`` share with other processes, on all hosts; 0 if
-    they share none. Found where Linux lists the memory of this process."""
-    plain = (t for p in params if p.device.type == "cpu" for t in parts(local(p)).values())
-    first = next((t for t in plain if t.is_shared()), None)  # type: ignore[no-untyped-call]
-    maps = Path("/proc/self/maps")
-    if first is None or not maps.exists():
-        return 0
-    for line in maps.read_text().splitlines():
-        addresses, access, _, device, inode = line.split()[:5]
-        start, stop = (int(address, 16) for address in addresses.split("-"))
-        if start <= first.data_ptr() < stop and "s" in access:
-            text = f"{socket.gethostname()} {device} {inode} {first.data_ptr() - start}"
-            return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    return 0
-
-
-def _takes_cpu_tensors() -> bool:
-    """Whether torch's process group has a backend for CPU tensors."""
-    return dist.is_initialized() and "cpu" in str(dist.get_backend_config())
+    for device, (name, buffer) in product(devices, model.named_buffers()):
+        if str(buffer.device) != device:
+            raise ValueError(
+                f"the parameters are on {device}, and the buffer {name!r} is on {buffer.device}: "
+                f"move it with model.to({device!r})"
+            )

@@ -28,14 +28,14 @@ from torch.utils.hooks import RemovableHandle
 
 from laconic.engine.donor import (
     RESIDUALS,
-    channels_of,
+    PolicyState,
     digest_of,
     silent_channels,
     steps_before,
 )
 from laconic.engine.driver import Driver
 from laconic.engine.joint_optimizer import members
-from laconic.engine.saved_state import Stateful
+from laconic.engine.saved_state import Runner, Stateful
 from laconic.errors import LinkError, after_step
 from laconic.links.calls import FINISH, GRADIENTS, Call
 from laconic.links.elastic.feed import Feed
@@ -79,8 +79,8 @@ class Newcomer:
         """That state."""
         self._most = 0
         """How many frames may wait to be taken in."""
-        self._outputs: dict[str, Tensor] = {}
-        """What the policy's collectives have brought last, by the name of their call."""
+        policies = (each for each in others.values() if isinstance(each, PolicyState))
+        self._policy = next(policies, None)
         self._handles: list[RemovableHandle] = []
         self._task = -1
         """The latest backward pass, as autograd numbers them."""
@@ -255,8 +255,8 @@ class Newcomer:
             else:
                 feed.pop()
                 replay.note(frame)
-                if frame.outputs:
-                    self._outputs[frame.call.name] = frame.outputs[-1]
+                if frame.outputs and self._policy is not None:
+                    self._policy.outputs[frame.call.name] = frame.outputs[-1]
         feed.pop()
         of_each = [{**vars(frame), "call": list(frame.call)}] * self._inside.size
         self._tell("start", of_each)
@@ -282,16 +282,10 @@ class Newcomer:
         for running in driver.run.rounds:
             if running.round.exchange.out_degree is not None:
                 running.in_flight.clear()
+        if self._policy is not None:
+            self._policy.outputs.clear()
         for name, own_state in state["others"].items():
             self._others[name].load_state_dict(own_state)
-        if state["policy"] is not None:
-            self._outputs = dict(state["policy"]["outputs"])
-            self._follow_policy(state["policy"])
-
-    def _follow_policy(self, state: dict[str, Any]) -> None:
-        policy = self._driver.session.policy
-        assert policy is not None, "all run the same program"
-        policy.take_over(state, {**self._outputs, **state["outputs"]})
 
     def _load_model(self, state: dict[str, Any]) -> None:
         session = self._driver.session
@@ -356,15 +350,17 @@ class Newcomer:
             self._use(start.groups)
         for name, state in start.others.items():
             self._others[name].load_state_dict(state)
-        if start.policy is not None:
-            self._follow_policy(start.policy)
-        for channel, weight in channels_of(self._driver.run):
-            for name in channel.exchange_state.keys() & RESIDUALS:
-                channel.exchange_state[name].zero_()
-            if weight is not None:
-                channel.state[weight].fill_(1.0)
-        for running in self._driver.run.rounds:
+        run = self._driver.run
+        for running in run.rounds:
             running.present = start.present
+            weight = running.round.update.weight
+            for channel in running.channels:
+                if weight is not None:
+                    channel.state[weight].fill_(1.0)
+        runners: list[Runner] = [*run.rounds, *run.gradients]
+        for state in (channel.exchange_state for each in runners for channel in each.channels):
+            for name in state.keys() & RESIDUALS:
+                state[name].zero_()
         self._link.take_part_from(start)
         if quorum is not None:
             quorum.start()

@@ -59,7 +59,7 @@ class Overlapping:
 
     def use(self, buckets: int) -> bool:
         """Return whether so many ``buckets`` overlap, which begin now. One by itself is faster
-        alone: its parts are then sent on as they arrive."""
+        alone: what comes is then used while the rest is being sent."""
         self._far = self._link.overlapping if buckets > 1 else None
         return self._far is not None
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
-from laconic.algorithms.update import Clock, NotOwned, State, computed, seen_by
+from laconic.algorithms.update import Clock, NotOwned, computed, seen_by
 from laconic.buckets import Bucket, bucketize
 from laconic.engine.channel import ByGroup, Channel, ChannelSet, by_tensor, is_owned
 from laconic.engine.comparison import held_by_all
@@ -58,10 +56,6 @@ class ParameterRunner:
         """Whether what is in flight is missing from x."""
         self.executed = 0
         self.in_flight: list[InFlightRound] = []
-        self.x_digest = 0
-        """Of x right after the last round, where x is what workers have alike (`DriftCheck`)."""
-        self._keeps = False
-        """Whether what is folded is still needed: see `_kept`."""
         self.present = link.size, link.rank
         """How many workers took part in the round that was folded last, and the rank of this one
         there. What is sent depends on it, and not on the link: in an elastic run workers come and
@@ -102,7 +96,6 @@ class ParameterRunner:
     def become(self, other: ParameterRunner) -> None:
         """Take over the channels of ``other``, made by `fresh`, and what it has in flight."""
         self.set, self.in_flight, self.executed = other.set, other.in_flight, other.executed
-        self.x_digest = other.x_digest
 
     def clock(self, bucket: Bucket, step: int) -> Clock:
         """See `Messenger.clock`."""
@@ -217,16 +210,19 @@ class ParameterRunner:
 
     # -- folding ----
 
-    def fold_due(self, step: int, *, early: bool = False) -> list[InFlightRound]:
-        """Fold what is due after ``step``; ``early``: everything in flight. Returns what was."""
+    def fold_due(
+        self, step: int, *, early: bool = False, write: bool = True
+    ) -> list[InFlightRound]:
+        """Fold what is due after ``step``; ``early``: everything in flight. Without ``write`` x
+        stays. Returns what was folded."""
         folded = []
         while self.in_flight and (early or self.in_flight[0].due <= step):
             folded.append(self.in_flight.pop(0))
-            self._fold(folded[-1], step)
+            self._fold(folded[-1], step, write)
         return folded
 
-    def _fold(self, flight: InFlightRound, step: int, *, write: bool = True) -> None:
-        """Fold what ``flight`` brings. Without ``write`` x stays."""
+    def _fold(self, flight: InFlightRound, step: int, write: bool) -> None:
+        """Fold what ``flight`` brings."""
         update = self.round.update
         buckets, copied = flight.buckets, self.set.copied(flight.copies) if write else []
         for tensor, copy in copied:
@@ -234,13 +230,13 @@ class ParameterRunner:
         for channel, y, pending in buckets:
             bucket, arrival = channel.bucket, pending.wait()
             self.present = arrival.present or self.present
-            x = arrival.flat.clone() if self._keeps else arrival.flat
+            x = arrival.flat
             if self.round.delay or not update.replaces:
                 at = self.clock(bucket, step)
                 clock = replace(at, executed=flight.executed, weight=arrival.weight)
-                received, x = x, bucket.pack(self._session.memory(bucket, X))
+                x = bucket.pack(self._session.memory(bucket, X))
                 with channel.states() as (state, _):
-                    x = computed(update, "fold", [x, received, y], state, clock)
+                    x = computed(update, "fold", [x, arrival.flat, y], state, clock)
             if write:
                 bucket.unpack(x)
         for tensor, copy in copied:
@@ -252,27 +248,23 @@ class ParameterRunner:
         self.fold_due(step, early=True)
         self._quiesce(averaged)
 
-    def finish(self, step: int, *, weighted: bool = False) -> None:
+    def finish(self, step: int, *, weighted: bool = False) -> dict[int, float]:
         """Quiesce where the mean of x over workers counts next. With push weights, a part of x is
         in flight and is folded. Other messages are copies of an x that has moved on since: only
-        the state takes them in. ``weighted``: x is left de-biased, for a mean that `push_weights`
-        weigh."""
-        self.fold_at_end(step)
-        self._quiesce(averaged=not weighted)
-
-    def fold_at_end(self, step: int) -> None:
-        """The first part of `finish`."""
-        while self.in_flight:
-            self._fold(self.in_flight.pop(0), step, write=self._sends_part_of_x)
+        the state takes them in. Returns the `push_weights`. ``weighted``: these will weigh the
+        mean, for which x is left de-biased."""
+        self.fold_due(step, early=True, write=self._sends_part_of_x)
+        weights = self.push_weights()
+        self._quiesce(averaged=not (weighted and weights))
+        return weights
 
     def push_weights(self) -> dict[int, float]:
         """The push weight of each tensor by its id; empty where the update has none."""
         name = self.round.update.weight
+        if name is None:
+            return {}
         return {
-            id(segment.tensor): float(channel.state[name])
-            for channel in self.channels
-            for segment in channel.bucket.segments
-            if name is not None
+            id(s.tensor): float(c.state[name]) for c in self.channels for s in c.bucket.segments
         }
 
     def _quiesce(self, averaged: bool) -> None:
@@ -314,47 +306,17 @@ class ParameterRunner:
 
     # -- what the workers agree on ----
 
-    def write_finished(self, step: int) -> None:
-        """Write into x what `finish` would leave there. The round itself does not change."""
-        if self.round.update.quiesce is not None:
-            with self._kept():
-                self.finish(step)
-
-    def write_anchor(self, step: int) -> None:
-        """Write the anchor into x, gathered from its owners where it is sharded, with what is in
-        flight and moves the anchor only when it is folded. The round itself does not change."""
+    def write_anchor(self) -> None:
+        """Write the anchor into x, gathered from its owners where it is sharded."""
         name = self.round.update.anchor
         assert name is not None
-        with self._kept():
-            for flight in [] if self.round.update.replaces else self.in_flight:
-                self._fold(flight, step, write=False)
-            for channel in self.channels:
-                with channel.states() as (state, _):
-                    anchor = state[name]
-                if is_owned(self.round.update, name, anchor):
-                    job = partial(self._messenger.gather_owned, anchor, channel)
-                    anchor = self._session.comm.call(job, "consensus")
-                channel.bucket.unpack(anchor)
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """A context that ends with the update's state, and what is in flight, as they were at its
-        beginning."""
-        states: list[tuple[Channel, State]] = []
-        for channel in self.channels if self.round.update.quiesce or self.in_flight else ():
-            # the copies take the state's place, also after an inference mode of the caller's
-            with channel.states() as (state, _), torch.inference_mode(False):
-                states.append((channel, {name: t.clone() for name, t in state.items()}))
-        before = self.in_flight, self.present
-        self.in_flight, self._keeps = [*self.in_flight], True
-        try:
-            yield
-        finally:
-            self.in_flight, self.present = before
-            self._keeps = False
-            for channel, state in states:
-                channel.state.clear()
-                channel.state.update(state)
+        for channel in self.channels:
+            with channel.states() as (state, _):
+                anchor = state[name]
+            if is_owned(self.round.update, name, anchor):
+                job = partial(self._messenger.gather_owned, anchor, channel)
+                anchor = self._session.comm.call(job, "consensus")
+            channel.bucket.unpack(anchor)
 
     @property
     def starts_relative(self) -> bool:

@@ -276,8 +276,7 @@ class PollLoop:
         polling, unit = self._polling, self._polling.unit
 
         def begin() -> tuple[Decision, Any] | None:
-            with self._session.ledger.watched():
-                decision = polling.poll(self._standing(waits), self._polls, admit=self._admit)
+            decision = polling.poll(self._standing(waits), self._polls, admit=self._admit)
             if decision is None:
                 return None
             if decision.kind == CALLS:
@@ -441,11 +440,8 @@ class QuorumRounds:
 
     def follow(self) -> None:
         """Repeat the round that this newcomer's donor has recorded next."""
-        self._take_part("catching up")
-
-    def _take_part(self, label: str) -> None:
         self._loop.alone = True
-        self._session.comm.call(self._loop.take_part, label)
+        self._session.comm.call(self._loop.take_part, "catching up")
 
     def start(self) -> None:
         """This newcomer has caught up, and takes part from now on, from the latest results."""
@@ -513,8 +509,6 @@ class QuorumRounds:
         """This worker takes part in no more rounds, once all leave: until then its communication
         thread does. Does not wait for that."""
         comm, loop = self._session.comm, self._loop
-        while self._polling.owes_rounds() and not comm.failed:
-            self._take_part("leaving")
         alone = self._session.elastic is not None or not comm.threaded
         if alone or loop.resting or loop.ended or comm.failed:
             loop.end()

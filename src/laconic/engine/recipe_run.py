@@ -24,7 +24,7 @@ from laconic.algorithms.schedules import any_of
 from laconic.algorithms.scores import Scores
 from laconic.engine.drift import DriftCheck
 from laconic.engine.gradient_rounds import GradientRunner
-from laconic.engine.model_checks import check_tensors, shared_memory
+from laconic.engine.model_checks import check_tensors
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.quorum_rounds import QuorumRounds
 from laconic.engine.session import Session
@@ -44,7 +44,7 @@ class RecipeRun:
 
     def __init__(self, session: Session, recipe: Recipe, drift: DriftCheck) -> None:
         self.session, self.drift = session, drift
-        self.recipe = recipe
+        self.recipe = recipe = session.settings.arrange(recipe)
         averaged = session.settings.buffers == "average"
         buffers = averaged and bool(module_buffers(session.model)[0])
         self._planned = parameter_rounds(recipe, buffers=buffers)
@@ -134,33 +134,32 @@ class RecipeRun:
 
     # -- what it is ----
 
-    def describe(self, *, chosen: bool = False) -> dict[str, Any]:
-        """What decides which rounds there are, except the number of ranks. ``chosen``: the recipe
-        in force even where a policy changes it."""
-        settings = self.session.settings
-        own = tuple(r for r in self.recipe if r.over != "replica")
-        policy = None if chosen else self.session.policy
-        links = self.session.links
+    def describe(self) -> dict[str, Any]:
+        """What decides which rounds there are, except the number of ranks."""
+        session, settings, links = self.session, self.session.settings, self.session.links
         return {
-            "recipe": describe(own) if policy is None else policy.text,
+            "recipe": self._own if session.policy is None else session.policy.text,
             "options": f"buffers={settings.buffers}, seed={settings.seed}",
             "group_size": links["group"].size if "group" in links else 0,
         }
 
-    def text(self, *, chosen: bool = False) -> str:
-        """The recipe as a user wrote it; ``chosen`` as for `describe`."""
-        policy = None if chosen else self.session.policy
+    @property
+    def _own(self) -> str:
+        """The recipe in force, without what the layout of ranks adds."""
+        return describe(tuple(r for r in self.recipe if r.over != "replica"))
+
+    def text(self) -> str:
+        """The recipe as a user wrote it."""
+        policy = self.session.policy
         return recipe_text(self.recipe) if policy is None else policy.text
 
     def lacks_lr(self) -> str | None:
         """The error message where an update needs a learning rate and a group of x has none."""
-        optimizer = self.session.optimizer
+        optimizer, x = self.session.optimizer, set(map(id, self.session.params()))
         update = next((r.update for r in self._planned if r.update.uses_lr), None)
-        if optimizer is None or update is None:
-            return None
-        x = set(map(id, self.session.params()))
-        groups = [g["params"] for g in optimizer.param_groups if g.get("lr") is None]
-        if not any(p.requires_grad or id(p) in x for group in groups for p in group):
+        groups = [] if optimizer is None else optimizer.param_groups
+        without = [p for g in groups if g.get("lr") is None for p in g["params"]]
+        if update is None or not any(p.requires_grad or id(p) in x for p in without):
             return None
         return (
             f"{type(update).__name__} needs a learning rate, and a parameter group of "
@@ -305,29 +304,19 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.shape} {tensor.dtype}" if is_sharded(tensor) else describe_tensor(tensor)
 
 
-def check_alike(run: RecipeRun, *, module: bool = True, chosen: bool = False) -> None:
+def check_alike(run: RecipeRun, *, module: bool = True) -> None:
     """Raise ``ValueError`` on every rank unless all ranks run the same recipe on the same
     parameters, with the learning rates that it needs. ``module``: compare the module's tensors,
-    too. ``chosen``: as for `RecipeRun.describe`."""
+    too."""
     session = run.session
     groups = [[(_described(p), p.requires_grad) for p in group] for group in session.held()]
     problem = run.lacks_lr()
     rest = [*session.model.parameters(), *session.model.buffers()] if module else []
     shapes = list(map(_described, rest))
     workers = None if session.elastic is not None else session.workers.size
-    text = repr((run.describe(chosen=chosen), groups, shapes, workers, problem))
+    text = repr((run.describe(), run._own, groups, shapes, workers, problem))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    memory = shared_memory(session.params())
-    everyone = _gathered(session, -memory or digest)
-    memories = [number for number in everyone if number < 0]
-    if len({*memories}) < len(memories):
-        raise ValueError(
-            "several ranks have their parameters in the same memory (mp.spawn puts the models that "
-            "it passes on into shared memory), and each rank's optimizer would move them: make the "
-            "model in each process, or copy.deepcopy(model), before the optimizer"
-        )
-    if memories:
-        everyone = _gathered(session, digest)
+    everyone = session.gather(torch.tensor([digest])).flatten().tolist()
     other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
     if other:
         raise ValueError(
@@ -337,8 +326,3 @@ def check_alike(run: RecipeRun, *, module: bool = True, chosen: bool = False) ->
         )
     if problem is not None:
         raise ValueError(problem)
-
-
-def _gathered(session: Session, number: int) -> list[int]:
-    received: list[int] = session.gather(torch.tensor([number])).flatten().tolist()
-    return received

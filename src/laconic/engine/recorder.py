@@ -5,28 +5,19 @@ from __future__ import annotations
 import atexit
 import os
 import platform
-import queue
 import socket
 import sys
-import threading
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from laconic.errors import LinkError
-from laconic.links.metered import CallTotals, Ledger
-from laconic.metrics import Metrics, Record
+from laconic.links.metered import CallTotals
+from laconic.metrics import JsonLines
 from laconic.version import __version__
-
-UNWRITTEN = 100
-"""The number of records that may be queued. A sink that falls further behind is closed."""
-CLOSING_SECONDS = 5.0
-"""How long the end of a run waits for the last records to be written."""
 
 
 @dataclass(frozen=True)
@@ -70,107 +61,42 @@ class Stats:
     steps_drifted: int = 0
 
 
-class _Writer:
-    """Writes the records of one sink, in order, on a thread of its own. ``time``, ``steps``,
-    ``stats`` and ``calls`` are those of its last record."""
-
-    def __init__(
-        self, sink: Metrics, rank: int, stats: Stats, calls: Mapping[str, CallTotals]
-    ) -> None:
-        self.sink, self.stats, self.calls = sink, stats, calls
-        self.time, self.steps = time.perf_counter(), 0
-        self.problem: str | None = None
-        """Why writing has stopped."""
-        self._rank = rank
-        self._queue: queue.Queue[Record | None] = queue.Queue(UNWRITTEN)
-        self._thread = threading.Thread(target=self._work, daemon=True, name="laconic-metrics")
-        self._thread.start()
-
-    def put(self, record: Record | None) -> None:
-        """Queue ``record``. None ends the thread after the records queued before."""
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self.problem = f"{UNWRITTEN} records are waiting to be written: it accepts no more"
-
-    def _work(self) -> None:
-        try:
-            self.sink.open(self._rank)
-            while (record := self._queue.get()) is not None and self.problem is None:
-                self.sink.write(record)
-        except Exception as error:  # a user-defined sink may raise anything
-            self.problem = f"{type(error).__name__}: {error}"
-        try:
-            self.sink.close()
-        except Exception as error:
-            self.problem = self.problem or f"{type(error).__name__}: {error}"
-
-    def close(self) -> None:
-        """Wait up to CLOSING_SECONDS for the queued records to be written."""
-        self.put(None)
-        self._thread.join(CLOSING_SECONDS)
-        if self._thread.is_alive() and self.problem is None:
-            self.problem = f"its last records were not written within {CLOSING_SECONDS:g} s"
-
-
 class Recorder:
-    """Creates the records of one synchronizer and passes them to the writers. Does nothing before
-    `start`."""
+    """Makes the records of one synchronizer. Does nothing before `start`."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._steps = self._skipped = 0
+    def __init__(self) -> None:
+        self._file: JsonLines | None = None
+        self._steps = 0
         self._failure: BaseException | None = None
-        self._writers: list[_Writer] = []
-        self._lock = threading.Lock()  # a link's error is recorded by the thread that meets it
 
     def start(
         self,
-        sinks: Sequence[Metrics],
+        file: JsonLines,
         stats: Callable[[], Stats],
-        rates: Callable[[], Sequence[Any]],
-        about: Record,
+        calls: Callable[[], dict[str, CallTotals]],
+        about: Mapping[str, Any],
     ) -> None:
-        """Write to ``sinks`` from now on. ``stats()`` returns the totals so far. ``about`` goes
-        into the first record."""
-        if not sinks:
-            return
-        self._stats, self._rates = stats, rates
-        self._steps = self._skipped = 0
-        self._ledger.failed = self._link_failed
-        about = {
+        """Write to ``file`` from now on. ``stats()`` and ``calls()`` return the totals so far.
+        ``about`` goes into the first record."""
+        self._file, self._stats, self._calls = file, stats, calls
+        self._remember(stats(), calls())
+        self._append(
+            "start",
             **about,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "laconic": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        for sink in sinks:
-            writer = _Writer(sink, about["rank"], stats(), self._calls())
-            weakref.finalize(self, writer.put, None).atexit = False
-            self._writers.append(writer)
-            writer.put({**_timestamped("start"), **about, "every": sink.every})
+            every=file.every,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            laconic=__version__,
+            torch=torch.__version__,
+            python=platform.python_version(),
+        )
         _open.add(self)
 
-    def after_step(self, *, skipped: bool = False) -> None:
+    def after_step(self) -> None:
         """Count a step that was taken, or that a GradScaler skipped."""
         self._steps += 1
-        self._skipped += skipped
-        now = time.perf_counter()
-        due = [w for w in self._writers if now >= w.time + w.sink.every]
-        if due:
-            self._warn_of_problems()
-            with self._lock:
-                for writer in due:
-                    self._write(writer, "steps")
-
-    def event(self, event: str, **more: Any) -> None:
-        """Write a record immediately."""
-        if self._writers:
-            with self._lock:
-                for writer in self._writers:
-                    self._write(writer, event, **more)
+        if self._file is not None and time.perf_counter() >= self._time + self._file.every:
+            self.event("steps")
 
     def failed(self, error: BaseException) -> None:
         """Record an error, unless it is the one recorded last."""
@@ -179,54 +105,42 @@ class Recorder:
         self._failure = error
 
     def close(self) -> None:
-        """Write a last record and wait up to CLOSING_SECONDS per sink for all to be written."""
+        """Write a last record."""
         self.event("end")
-        for writer in self._writers:
-            writer.close()
-        self._warn_of_problems()
-        self._writers = []
+        self._file = None
         _open.discard(self)
 
-    def _link_failed(self, error: LinkError) -> None:
-        self._failure = error
-        self.event("error", error=f"LinkError: {self._ledger.call}: {error}")
-
-    def _warn_of_problems(self) -> None:
-        """Warn once about each sink that accepts no more records, and remove it."""
-        broken = [writer for writer in self._writers if writer.problem]
-        self._writers = [writer for writer in self._writers if writer not in broken]
-        for writer in broken:
-            text = f"metrics stopped, training continues: {writer.sink}: {writer.problem}"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-    def _write(self, writer: _Writer, event: str, **more: Any) -> None:
-        now, stats, calls = time.perf_counter(), self._stats(), self._calls()
-        before, seconds, steps = writer.stats, now - writer.time, self._steps - writer.steps
+    def event(self, event: str, **more: Any) -> None:
+        """Write what has happened since the last record."""
+        if self._file is None:
+            return
+        seconds, steps, before = time.perf_counter() - self._time, self._steps, self._before
+        stats, calls = self._stats(), self._calls()
         waited = stats.seconds_waiting - before.seconds_waiting
-        record = {
-            **_timestamped(event),
-            "step": stats.steps,
-            "rounds": stats.rounds,
-            "skipped": self._skipped,
-            "bytes_sent": stats.bytes_sent,
-            "bytes_received": stats.bytes_received,
-            "seconds_waiting": round(stats.seconds_waiting, 6),
-            "seconds": round(seconds, 6),
-            "steps": steps,
-            "seconds_per_step": round(seconds / steps, 6) if steps else None,
-            "sent": stats.bytes_sent - before.bytes_sent,
-            "received": stats.bytes_received - before.bytes_received,
-            "waiting": round(min(waited / seconds, 1.0), 4) if seconds > 0 else 0.0,
-            "lr": [None if rate is None else float(rate) for rate in self._rates()],
-            "calls": _differences(calls, writer.calls),
+        self._append(
+            event,
+            step=stats.steps,
+            rounds=stats.rounds,
+            bytes_sent=stats.bytes_sent,
+            bytes_received=stats.bytes_received,
+            seconds_waiting=round(stats.seconds_waiting, 6),
+            seconds=round(seconds, 6),
+            steps=steps - self._steps_before,
+            sent=stats.bytes_sent - before.bytes_sent,
+            waiting=round(min(waited / seconds, 1.0), 4) if seconds > 0 else 0.0,
+            calls=_differences(calls, self._calls_before),
             **more,
-        }
-        writer.put(record)
-        writer.time, writer.steps, writer.stats, writer.calls = now, self._steps, stats, calls
+        )
+        self._remember(stats, calls)
 
-    def _calls(self) -> dict[str, CallTotals]:
-        # The communication thread adds calls meanwhile. dict() copies in one go.
-        return {name: replace(call) for name, call in dict(self._ledger.by_call).items()}
+    def _remember(self, stats: Stats, calls: Mapping[str, CallTotals]) -> None:
+        self._time, self._steps_before = time.perf_counter(), self._steps
+        self._before, self._calls_before = stats, calls
+
+    def _append(self, event: str, **about: Any) -> None:
+        assert self._file is not None
+        if not self._file.write({"event": event, "time": round(time.time(), 3), **about}):
+            self._file = None
 
 
 _open: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -240,10 +154,6 @@ def _close_all() -> None:
         if error is not None:
             recorder.failed(error)
         recorder.close()
-
-
-def _timestamped(event: str) -> dict[str, Any]:
-    return {"event": event, "time": round(time.time(), 3)}
 
 
 def _differences(

@@ -7,18 +7,12 @@ the workers that are gone.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from laconic.sampler import ElasticSampler, Recorded
-
-LAB_HOST = "LACONIC_LAB_HOST"
-"""The number of the host in `laconic lab`, where all may have the same name."""
 
 
 class Heard(NamedTuple):
@@ -77,8 +71,7 @@ class Reports:
         self.heard: Mapping[str, str] = {}
         """What this worker has heard of others, by id."""
         self.record: Callable[[dict[str, Any]], None] = lambda event: None
-        """Told of each deal (`laconic.Trace`), and when this worker was present and how many of its
-        steps were received, at its beginning, at each view and at its end."""
+        """Told of each deal (`laconic.Trace`)."""
 
     # -- this worker ----
 
@@ -94,12 +87,6 @@ class Reports:
     def _drawn(self) -> list[int]:
         return [sampler.drawn for sampler in self._samplers]
 
-    def begin(self) -> None:
-        """This worker takes part from now on."""
-        number = os.environ.get(LAB_HOST)
-        host = socket.gethostname() if number is None else f"host{number}"
-        self._record("begin", host=host)
-
     def after_step(self, complete: Callable[[], bool] | None) -> None:
         """A step was computed. ``complete``: whether the round that was begun after it is complete,
         now or later; None if none was."""
@@ -113,7 +100,6 @@ class Reports:
         """This worker leaves by itself. All rounds that were begun are complete."""
         with self._lock:
             self._receive(everything=True)
-        self._record("left")
 
     def finish(self, *, mean: bool) -> None:
         """`Synchronizer.finish` is complete. With ``mean``, all steps are in the consensus."""
@@ -121,7 +107,6 @@ class Reports:
             if mean:
                 self._send(lambda: True)
             self._receive(everything=True)
-        self._record("finished")
 
     def _send(self, complete: Callable[[], bool]) -> None:
         self._sending.append(_Sending(self._step, self._drawn(), complete))
@@ -132,10 +117,6 @@ class Reports:
         while self._sending and (everything or self._sending[0].complete()):
             oldest = self._sending.popleft()
             self._sent, self._received = oldest.step, oldest.drawn
-
-    def _record(self, presence: str, **more: Any) -> None:
-        steps = [self._step, self._sent]
-        self.record({"presence": presence, "time": time.time(), "steps": steps} | more)
 
     def release(self) -> None:
         """No deal will come: the run has failed here."""
@@ -211,8 +192,6 @@ class Reports:
                 sampler.deal(*deals[-1][2:])
         if deals:
             self.record({"deals": deals})
-        steps = {id: [heard.step, heard.sent] for id, heard in last.items()}
-        self._record("view", workers=list(reports), gone=steps)
 
     def _last(self, id: str, deal: int, reports: Mapping[str, Mapping[str, Any]]) -> Heard:
         """What any worker has heard last of ``id``."""

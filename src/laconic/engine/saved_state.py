@@ -1,8 +1,8 @@
 """A synchronizer's state as plain data, and back.
 
 State is shared by all workers, divided into one slice per owner, or private to a worker. Each rank
-saves its own part. A run with another number of workers loads the parts of all ranks, and divides
-them again.
+saves its own part, and loads it. A run with other ranks loads the parts of all, and divides them
+again.
 
 A piece of state has an address: the worker that has saved it, and its range among the elements of
 its round, which are in the same order however they are cut into buckets and slices. What a rank
@@ -53,76 +53,36 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return digest(part.cpu() for t in tensors for part in plain_parts(local(t)).values())
 
 
-def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int | None:
-    """Return the key (the saved rank) of the part that this rank, with `header` ``here``, loads
-    unchanged. None if it combines all ``parts`` (`laconic.engine.loading`): the number of ranks or
-    workers has changed, parts are lost, or the ranks have decided to ``regroup``. Raises
-    ``ValueError`` if the parts do not fit this run."""
-    first = parts[min(parts)]
-    if first["version"] != VERSION:
+def check(saved: Saved, here: Saved, *, own: bool) -> None:
+    """Raise ``ValueError`` unless the state ``saved`` fits this rank, with the `header` ``here``:
+    as its ``own``, which it loads unchanged, or as one of those that it combines."""
+    if saved["version"] != VERSION:
         raise ValueError(
-            f"the state has version {first['version']}, not {VERSION}: load it with the version of "
+            f"the state has version {saved['version']}, not {VERSION}: load it with the version of "
             "laconic that saved it"
         )
-    same = all(first[key] == here[key] for key in ("ranks", "workers"))
+    same = all(saved[key] == here[key] for key in ("ranks", "workers"))
     # options of auto() are those of later choices: the recipe in force is saved, too
-    alike = all(header["recipe"].startswith("auto(") for header in (first, here))
+    alike = all(header["recipe"].startswith("auto(") for header in (saved, here))
     compared = {"recipe": not alike, "options": True, "group_size": same}
-    for key in (key for key, counts in compared.items() if counts and first[key] != here[key]):
-        raise ValueError(_another_recipe(first, here, key))
-    for rank, part in parts.items():
-        if part["rank"] != rank or any(
-            part[key] != first[key]
-            for key in ("version", "recipe", "options", "ranks", "workers", "step")
-            if key != "step" or part["quorum"] is None  # then workers take different ones
-        ):
-            raise ValueError(
-                f"the states must be those of all {first['ranks']} ranks of one run at one step, "
-                f"by rank: number {rank} is of rank {part['rank']} after {part['step']} steps"
-            )
-    mine = int(here["rank"])
-    only_mine = len(parts) == 1 and mine in parts
-    if regroup or not same or not (only_mine or len(parts) == first["ranks"]):
-        return None
-    if parts[mine]["parameters"] != here["parameters"]:
+    for key in (key for key, counts in compared.items() if counts and saved[key] != here[key]):
+        raise ValueError(_another_recipe(saved, here, key))
+    if not own:
+        return
+    if not same or saved["rank"] != here["rank"]:
+        ours, theirs = (
+            f"rank {each['rank']} of {each['ranks']} in {each['workers']} workers"
+            for each in (here, saved)
+        )
+        raise ValueError(
+            f"this is {ours}, and the state is that of {theirs}: each rank loads its own. Use "
+            "laconic.save and laconic.load to go on with other ranks"
+        )
+    if saved["parameters"] != here["parameters"]:
         raise ValueError(
             "the model's parameters differ from those saved with this state: call laconic.attach "
             "first, then load the model that this rank saved, then call sync.load_state_dict"
         )
-    return mine
-
-
-def by_rank(state: States, here: Saved) -> dict[int, Saved]:
-    """The user's ``state`` by the rank that saved it: one rank's own state, or a list of all ranks'
-    states, with None for lost ones."""
-    states = [state] if isinstance(state, Mapping) else list(state)
-    parts = {rank: dict(part) for rank, part in enumerate(states) if part is not None}
-    if not parts:
-        raise ValueError(
-            "there is no state in the list: pass all ranks' states, None for lost ones"
-        )
-    first = parts[min(parts)]
-    if len(states) == first["ranks"]:
-        return parts
-    ranks, workers = first["ranks"], first["workers"]
-    if len(states) != 1 or (ranks, workers) != (here["ranks"], here["workers"]):
-        raise ValueError(
-            f"the state was saved by {ranks} ranks in {workers} workers, and there are "
-            f"{here['ranks']} in {here['workers']} now: pass the list of all ranks' states, by "
-            "rank, with None for lost ones"
-        )
-    if first["rank"] != here["rank"]:
-        raise ValueError(
-            f"this is rank {here['rank']}, and the state is rank {first['rank']}'s: each rank "
-            "saves and loads its own"
-        )
-    return {int(first["rank"]): first}
-
-
-def number_of(parts: Mapping[int, Saved]) -> int:
-    """A number that differs for different sets of saved states."""
-    rows = [[rank, part["step"], part["parameters"]] for rank, part in sorted(parts.items())]
-    return digest([torch.tensor(rows)])
 
 
 def _another_recipe(saved: Saved, here: Saved, key: str) -> str:
@@ -138,24 +98,8 @@ def _another_recipe(saved: Saved, here: Saved, key: str) -> str:
     )
 
 
-Saved = dict[str, Any]
-States = Mapping[Any, Any] | Sequence[Mapping[str, Any] | None]
-"""What `Synchronizer.state_dict` has returned: a rank's own, or that of all ranks, by rank."""
-
-
-class Others(NamedTuple):
-    """The saved parts are those of all workers: ``saved`` is the worker that saved each. This rank
-    belongs to worker ``worker`` of ``workers``."""
-
-    saved: Sequence[int]
-    worker: int
-    workers: int
-
-
-Source = Others | None
-"""Whose parts a rank loads: those of all ranks, combined; None: the only part is its own."""
-
-
+Saved = Mapping[str, Any]
+"""What `Synchronizer.state_dict` has returned, or a part of it."""
 Runner = ParameterRunner | GradientRunner
 
 
@@ -166,7 +110,6 @@ def round_state(running: ParameterRunner) -> Saved:
     return {
         **channel_states(running),
         "executed": running.executed,
-        "digest": running.x_digest,
         "flights": flights,
     }
 
@@ -210,22 +153,21 @@ def loaded(
     running: ParameterRunner,
     parts: Sequence[Saved],
     joined: Sequence[Sequence[Tensor]],
-    source: Source,
+    workers: Sequence[int] | None,
     links: Sets | None = None,
 ) -> ParameterRunner:
     """Return a runner like ``running``, which may be on the rank of another run (``links``: see
-    `ParameterRunner.fresh`), with the results of `round_state` from ``source``. Those of `Others`
-    are at rest (`laconic.engine.loading`), and this rank already has their x, from which lost state
-    starts. Raises ``ValueError`` if the parts do not fit the model."""
+    `ParameterRunner.fresh`), with the results ``parts`` of `round_state`: its own, or, with the
+    ``workers`` that have saved them, others'. Those are at rest (`laconic.engine.loading`), and
+    this rank already has their x, from which lost state starts. Raises ``ValueError`` if the parts
+    do not fit the model."""
     own, new = parts[0], running.fresh(joined, links)
-    assert source is None or not any(part["flights"] for part in parts), "they are at rest"
     if not new.set.vary:
-        for state, values in loaded_states(new, parts, source):
+        for state, values in loaded_states(new, parts, workers):
             state.update(values)
     new.executed = int(own["executed"])
     first = new.executed - len(own["flights"])
     new.in_flight = [_load_flight(new, f, first + k) for k, f in enumerate(own["flights"])]
-    new.x_digest = own["digest"] if source is None else 0
     return new
 
 
@@ -257,23 +199,24 @@ def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFli
 
 
 def loaded_states(
-    runner: Runner, parts: Sequence[Saved], source: Source
+    runner: Runner, parts: Sequence[Saved], workers: Sequence[int] | None
 ) -> Iterator[tuple[State, State]]:
-    """Each state of ``runner``'s channels, with what it becomes by results of `channel_states` from
-    ``source``. Elements that no rank has saved stay as they are. Changes nothing. Raises
-    ``ValueError`` if the parts do not fit the model."""
+    """Each state of ``runner``'s channels, with what it becomes by the results ``parts`` of
+    `channel_states`; ``workers``: see `loaded`. Elements that no rank has saved stay as they are.
+    Changes nothing. Raises ``ValueError`` if the parts do not fit the model."""
     sizes = [channel.bucket.numel for channel in runner.channels]
     for before in (part["sizes"] for part in parts):
-        if before != sizes and (source is None or sum(before) != sum(sizes)):
+        if before != sizes and (workers is None or sum(before) != sum(sizes)):
             raise ValueError(
                 f"the state was saved for other parameters: {sum(before)} elements in "
                 f"{len(before)} buckets, and this run has {sum(sizes)} in {len(sizes)}"
             )
     for index, channel in enumerate(runner.channels):
+        start = sum(sizes[:index])
         for place in _places(runner, channel):
-            start = sum(sizes[:index])
-            at = place, start, start + sizes[index]
-            found = parts[0][place.key][index] if source is None else _of_others(*at, parts, source)
+            found = parts[0][place.key][index]
+            if workers is not None:
+                found = _of_others(place, range(start, start + sizes[index]), parts, workers)
             for name, value in found.items():
                 if value.dim() and value.shape != (shape := place.shape(name, value)):
                     elements = math.prod(shape)
@@ -299,15 +242,15 @@ class _Place(NamedTuple):
     owned: slice
     whole: slice
 
-    def slot(self, name: str) -> Slot:
-        return self.slots.get(name, "owner")  # an outer optimizer names its own
+    def is_owned(self, name: str) -> bool:
+        return self.slots.get(name, "owner") == "owner"  # an outer optimizer names its own
 
     def where(self, name: str) -> slice:
-        return self.owned if self.slot(name) == "owner" else self.whole
+        return self.owned if self.is_owned(name) else self.whole
 
     def saved_at(self, name: str, part: Saved, bucket: int) -> int:
         """Where the tensor began in a bucket of the run that has saved ``part``."""
-        if self.slot(name) == "owner":
+        if self.is_owned(name):
             return int(part["starts"][bucket])
         return int(part["parts"][bucket]) if self.key == "carried" else 0
 
@@ -330,30 +273,24 @@ Pieces = Mapping[tuple[int, int], Tensor]
 this run, perhaps before it: flat and without padding, or a number, or of a size of its own."""
 
 
-def _of_others(place: _Place, start: int, stop: int, parts: Sequence[Saved], of: Others) -> State:
-    """A state of the bucket with the elements ``start`` to ``stop`` of its round, from the
-    ``parts`` of other workers. Of ranks of one worker that have the same elements, the first
-    counts."""
+def _of_others(place: _Place, at: range, parts: Sequence[Saved], workers: Sequence[int]) -> State:
+    """A state of the bucket with the elements ``at`` of its round, from the ``parts`` of other
+    ``workers``. Of ranks of one worker that have the same elements, the first counts."""
     found: dict[str, dict[tuple[int, int], Tensor]] = {}
-    for worker, part in zip(of.saved, parts, strict=True):
+    for worker, part in zip(workers, parts, strict=True):
         for k, (first, last) in enumerate(pairwise(accumulate(part["sizes"], initial=0))):
-            for name, values in part[place.key][k].items() if first < stop and last > start else ():
-                at = first + place.saved_at(name, part, k)
-                own = values[: max(last - at, 0)] if values.dim() == 1 else values
-                found.setdefault(name, {}).setdefault((worker, at - start), own)
-    return {
-        name: _combined(name, pieces, place, stop - start, of) for name, pieces in found.items()
-    }
+            if first >= at.stop or last <= at.start:
+                continue
+            for name, values in part[place.key][k].items():
+                start = first + place.saved_at(name, part, k)
+                own = values[: max(last - start, 0)] if values.dim() == 1 else values
+                found.setdefault(name, {}).setdefault((worker, start - at.start), own)
+    return {name: _combined(name, pieces, place, len(at)) for name, pieces in found.items()}
 
 
-def _combined(name: str, pieces: Pieces, place: _Place, numel: int, of: Others) -> Tensor:
-    """The state tensor ``name`` of a bucket of ``numel`` elements; as it is where there are no
-    ``pieces``.
-
-    The mean of the pieces. A worker that has saved a pooled tensor keeps its own, plus what the
-    mean over those that stay lacks of the mean over all: so the mean over workers is unchanged.
-    A tensor with a size of its own is the same everywhere.
-    """
+def _combined(name: str, pieces: Pieces, place: _Place, numel: int) -> Tensor:
+    """The state tensor ``name`` of a bucket of ``numel`` elements: the mean of the ``pieces``, and
+    as it is where there are none. A tensor with a size of its own is the same everywhere."""
     first, where = next(iter(pieces.values())), place.where(name)
     if first.dim() == 0:
         values = torch.stack([wide(value) for value in pieces.values()])
@@ -362,14 +299,7 @@ def _combined(name: str, pieces: Pieces, place: _Place, numel: int, of: Others) 
         return first
     # an outer optimizer makes its state in its first step
     now = place.state.get(name, first.new_zeros(where.stop - where.start)).cpu()
-    at = range(where.start, max(min(where.stop, numel), where.start))
-    value = _mean(pieces, at, now)
-    own = {key: piece for key, piece in pieces.items() if key[0] == of.worker}
-    if place.slot(name) == "pooled" and own:
-        staying = {key: piece for key, piece in pieces.items() if key[0] < of.workers}
-        lacking = value - _mean(staying, at, value)
-        value = _mean(own, at, value - lacking) + lacking
-    return value
+    return _mean(pieces, range(where.start, max(min(where.stop, numel), where.start)), now)
 
 
 def _mean(pieces: Pieces, at: range, default: Tensor) -> Tensor:

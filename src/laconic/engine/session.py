@@ -34,7 +34,7 @@ from laconic.links.elastic.rank_link import RankLink
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
-from laconic.tensors import as_bytes, is_sharded, local, parts, read_only, reshard
+from laconic.tensors import as_bytes, is_sharded, local, parts, reshard
 
 Sets = Mapping[str, Link]
 """The links by set of ranks."""
@@ -161,7 +161,7 @@ class Session:
             self.comm = CommThread(*at, interrupt=self.elastic.interrupt)
             self.elastic.wake = self.comm.poke
         self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
-        self.recorder = Recorder(self.ledger)
+        self.recorder = Recorder()
         self.scratch: defaultdict[int, Scratch] = defaultdict(Scratch)
         """Memory for the messages of parameter rounds, by number: see `memory`."""
         self._first_gradients: Tensor | None = None
@@ -181,9 +181,6 @@ class Session:
         self._order: list[Tensor] = []
         self._x: dict[int, Tensor] = {}
         """The optimizer's parameters that have joined x, by id."""
-        self._trained: list[tuple[int, bool]] | None = None
-        """The optimizer's parameters, by id, and whether each was trained when `joining` looked
-        last."""
 
     # -- parameters ----
 
@@ -221,9 +218,6 @@ class Session:
         or thawed. `join` takes them in. Parameters that are no longer the optimizer's leave x;
         where rounds are about a ``fixed`` x, that raises ``ValueError``."""
         held = [p for group in self.held() for p in group]
-        trained = [(id(p), p.requires_grad or p.grad is not None) for p in held]
-        if trained == self._trained:
-            return []
         gone = self._x.keys() - {id(p) for p in held}
         if gone and fixed:
             shapes = ", ".join(str(tuple(self._x[key].shape)) for key in sorted(gone)[:3])
@@ -234,14 +228,11 @@ class Session:
             )
         for key in gone:
             del self._x[key]
-        own = {id(p) for p in self.model.parameters()}
-        chosen = {key for key, is_trained in trained if is_trained}
-        found = [
-            p for p in held if id(p) not in self._x and (id(p) in chosen or _moved_outside(p, own))
+        others = [p for p in held if id(p) not in self._x]
+        own = {id(p) for p in self.model.parameters()} if others else ()
+        return [
+            p for p in others if p.requires_grad or p.grad is not None or _moved_outside(p, own)
         ]
-        if not found:
-            self._trained = trained
-        return found
 
     def join(self, params: Sequence[Tensor]) -> None:
         """Take ``params`` into x. Every rank must have given them the same values."""
@@ -257,7 +248,7 @@ class Session:
                 f"the state was saved with {max(positions) + 1} parameters or more, and the "
                 f"optimizer has {len(held)}: add the same groups before loading it"
             )
-        self._x, self._trained = {}, None
+        self._x = {}
         self.join([held[k] for k in sorted(positions)])
         return partial(setattr, self, "_x", before)
 
@@ -383,15 +374,7 @@ class Session:
                 job = partial(held_by_all, link, [those], differing=True)
                 found.update(self.comm.call(job, "comparing the models")[0])
         names = self.inside.union(list(found))
-        found = {name: t for name, t in tensors.items() if name in names}
-        for name, t in found.items():
-            if kind := read_only(local(t)):
-                raise ValueError(
-                    f"{name!r} is {kind}, and its values differ between ranks: laconic cannot "
-                    "write such a tensor. Load the same values on every rank before attaching, or "
-                    "keep it outside of the model's parameters and buffers"
-                )
-        return found
+        return {name: t for name, t in tensors.items() if name in names}
 
     def share(self, tensors: Mapping[str, Tensor]) -> None:
         """Give all ranks rank 0's values of the ``tensors`` that differ."""

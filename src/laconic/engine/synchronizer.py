@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic.algorithms.compile import check_groups
+from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe
 from laconic.engine import consensus
 from laconic.engine.driver import Driver
@@ -21,14 +23,19 @@ from laconic.engine.loading import LoadModel
 from laconic.engine.recorder import Stats
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Choice
-from laconic.errors import WorkersChangedError
+from laconic.errors import WorkersChangedError, check_bool
+from laconic.links.calls import FINISH
 from laconic.links.metered import CallTotals
 from laconic.links.polls import Closing
-from laconic.metrics import Metrics
+from laconic.metrics import JsonLines
 
 SAVE = "laconic.save (every rank must call it)"
 LOAD = "laconic.load"
 """The calls of `Synchronizer.gathering`, as errors name them on all ranks."""
+ELASTIC_SWITCH = (
+    "an elastic run cannot switch, since newcomers start with the recipe of the start: finish, and "
+    "attach again under another job= with the new recipe"
+)
 
 
 @dataclass(frozen=True)
@@ -96,8 +103,9 @@ class Synchronizer:
         """A copy of the model's ``state_dict()`` with the consensus weights, to ship. Every rank
         must call it."""
         with self.consensus() as model:
-            return consensus.state_dict_copy(model)
+            return deepcopy(model.state_dict())  # with its attribute: the modules' versions
 
+    @torch.no_grad()
     def finish(self, *, mean: bool = True) -> None:
         """Leave every worker with the consensus model: the mean of the workers' models, which
         contains every step taken. That includes what no round is about, as far as it differs:
@@ -111,8 +119,27 @@ class Synchronizer:
         Args:
             mean: False: see `consensus`; it discards the steps since the last outer step.
         """
-        self.driver.finish(mean=mean)
+        session, run = self._session, self.driver.run
+        session.check_complete()
+        if session.newcomer is not None:
+            session.newcomer.finish()
+            session.status("finished")
+            return
+        with session.checked(FINISH):
+            session.refuse_in_consensus("sync.finish()")
+            session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
+            check_bool("mean", mean)
+        consensus.write_consensus(run, mean=mean)
+        if session.elastic is not None:
+            session.gather_json(None)  # after that all have it, and any may end
+        if not mean:
+            run.rebase()
+        self.driver.events.tell("finish", mean)
+        self.driver.ending.missing = False
+        session.recorder.event("finish")
+        session.status("finished")
 
+    @torch.no_grad()
     def switch(self, recipe: Recipe | str) -> None:
         """Go on under another ``recipe``; every rank must call it, after the same step.
 
@@ -124,7 +151,20 @@ class Synchronizer:
 
         Raises ``ValueError``, on every rank, where they ask for different ones.
         """
-        self.driver.switch(recipe)
+        session = self._session
+        session.check_complete()
+        if session.elastic is not None:
+            raise ValueError(ELASTIC_SWITCH)
+        with session.checked("switch()"):
+            given = as_recipe(recipe)
+            if not isinstance(given, tuple):
+                raise ValueError(f"sync.switch() takes a recipe, and {given!r} is for attach()")
+            session.refuse_in_consensus("sync.switch()")
+            check_groups(given, "group" in session.links)
+            session.settings.arrange(given)
+        self.driver.switch(given, begun=True)
+        self.driver.alignment.align()
+        session.policy = None
 
     @property
     def recipe(self) -> Recipe:
@@ -170,8 +210,14 @@ class Synchronizer:
             error = raised
             raise
         finally:
-            if error is not None:
-                self.driver.failed(error)
+            if error is not None:  # send nothing more, and tell the other ranks
+                driver, session = self.driver, self._session
+                driver.events.tell("failure", error)
+                session.recorder.failed(error)
+                broken = session.comm.abandon() or any(g.broken for g in driver.run.gradients)
+                if driver.run.quorum is not None:
+                    broken = driver.run.quorum.abandon() or broken
+                session.world.leave(broken)
             self.detach()
 
     # -- saving ----
@@ -181,27 +227,20 @@ class Synchronizer:
         communication; waits for what is in flight, and stores it as arrived but not folded."""
         return self.driver.state_dict()
 
-    def load_state_dict(
-        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
-    ) -> None:
-        """Restore what `state_dict` returned: this rank's own, or the list of all ranks' by rank,
-        with None for those that are lost. Every rank must call it, after `laconic.attach` and after
-        loading the model's and the optimizer's own state.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned on the same rank. Every rank must call it, after
+        `laconic.attach` and after loading the model's and the optimizer's own state. For another
+        number of ranks, or where some ranks' states are lost, use `laconic.save` and
+        `laconic.load`.
 
-        For another number of ranks, or where some are lost, load the consensus weights, the same on
-        every rank, before it (`consensus_state_dict`). Outer state is then cut for the new ranks,
-        and starts again where it is lost; of each worker's private state the mean is loaded; what
-        was in flight is folded.
-
-        Raises ``ValueError`` on every rank where any of them cannot load its part.
+        Raises ``ValueError`` on every rank where any of them cannot load its state.
         """
-        self.driver.load_on_all(state)
+        self.driver.load_on_all([state])
 
-    def load_parts(self, parts: dict[int, Saved], load_model: LoadModel) -> None:
-        """Go on from the consensus of another run's ranks. ``parts`` holds their saved states by
-        rank. ``load_model(rank)`` loads that rank's model into this one, and ``load_model(None)``
-        the one that this rank goes on with; only what `finish` averages is replaced by the
-        consensus."""
+    def load_parts(self, parts: Sequence[Saved], load_model: LoadModel) -> None:
+        """Go on from the consensus of another run's ranks: ``parts`` are the saved states of those
+        that have this rank's shard of the model. Only what `finish` averages is replaced by the
+        consensus; the rest is what ``load_model(None)`` loads."""
         self.driver.load_on_all(parts, load_model)
 
     @contextmanager
@@ -267,10 +306,6 @@ class Synchronizer:
     def step(self) -> int:
         """Optimizer steps taken since `laconic.attach`."""
         return self._session.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._session.step = step
 
     @property
     def rank(self) -> int:
@@ -376,9 +411,9 @@ class Synchronizer:
 
     # -- measuring ----
 
-    def record(self, places: Sequence[Metrics], number: int | None = None) -> None:
-        """Report this run to ``places`` from now on. ``number``: of this rank's files, if it is not
-        the rank."""
+    def record(self, file: JsonLines, number: int | None = None) -> None:
+        """Write this run's records to ``file`` from now on. ``number``: of this rank's file, if it
+        is not the rank."""
         session, run, view = self._session, self.driver.run, self.view
         size = session.world.size if session.elastic is None else len(view.workers)
         about = {
@@ -389,8 +424,8 @@ class Synchronizer:
             "recipe": run.text(),
             "schedule": [f"{r.name}, {r.when}" for r in run.recipe if r.over != "replica"],
         }
-        session.recorder.start(places, self.stats, self._rates, about)
-        if places and session.elastic is not None:
+        session.recorder.start(file, self.stats, self.calls, about)
+        if session.elastic is not None:
             self.on_change(self._record_view)
 
     def _record_view(self, view: WorkersView) -> None:
@@ -401,6 +436,7 @@ class Synchronizer:
 
     def calls(self) -> dict[str, CallTotals]:
         """What went over the links so far, by round and call."""
+        # the communication thread adds calls meanwhile: dict() copies in one go
         return {name: copy(call) for name, call in dict(self._session.ledger.by_call).items()}
 
     def stats(self) -> Stats:
@@ -418,7 +454,3 @@ class Synchronizer:
             *lost,
             self.driver.run.drift.found,
         )
-
-    def _rates(self) -> list[object]:
-        optimizer = self._session.optimizer
-        return [] if optimizer is None else [group.get("lr") for group in optimizer.param_groups]

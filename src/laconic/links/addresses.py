@@ -136,24 +136,7 @@ def address_toward(host: str) -> str | None:
 
 
 def address_of(interface: str) -> str | None:
-    """The address of a network interface of this host, on Linux: its IPv4 address, else a global
-    IPv6 address; None if it has neither."""
-    return _ipv4_of(interface) or _ipv6_of(interface)
-
-
-def _ipv6_of(interface: str) -> str | None:
-    try:
-        with open("/proc/net/if_inet6") as file:
-            lines = [line.split() for line in file]
-    except OSError:
-        return None
-    for digits, _, _, scope, _, name in lines:
-        if name == interface and scope == "00":  # global, not the link's own
-            return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
-    return None
-
-
-def _ipv4_of(interface: str) -> str | None:
+    """The IPv4 address of a network interface of this host; None if it has none."""
     try:
         import fcntl  # not on Windows
 

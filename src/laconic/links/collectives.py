@@ -22,10 +22,6 @@ from laconic.links.link import AsyncLink, Blocking, Job, Parts, Sent, arrivals, 
 from laconic.links.wire import Transfer
 from laconic.tensors import mean_in_rank_order
 
-MEAN_PARTS, LEAST_PART = 16, 2**17
-"""The most parts that a slice of a mean is cut into, and the least bytes of each: one part is
-averaged and sent on while others arrive."""
-
 
 class Guard(Protocol):
     """What collectives need to know of the call that they belong to, as `CallGuard` does."""
@@ -114,15 +110,10 @@ class Collectives(Blocking):
                 digest=self.digest,
             )
 
-    def _send(self, transfer: Transfer, rank: int, size: int) -> None:
-        """The first ``size`` bytes for ``rank`` can be sent."""
+    def _send(self, transfer: Transfer, size: int, rank: int | None = None) -> None:
+        """The first ``size`` bytes for ``rank``, or for every rank, can be sent."""
         with self._guard.blaming():
-            transfer.send(rank, size)
-
-    def _send_all(self, transfer: Transfer, size: int | None = None) -> None:
-        """The first ``size`` bytes (None: all) for every rank can be sent."""
-        with self._guard.blaming():
-            transfer.send_all(size)
+            transfer.send(size, rank)
 
     def _wait(self, transfer: Transfer, rank: int | None = None, size: int | None = None) -> None:
         """Wait for the first ``size`` bytes (None: all) from ``rank``; None: until all messages
@@ -176,33 +167,7 @@ class Collectives(Blocking):
             everyone = await self._gather(x, overlaps)
             x.copy_(mean_in_rank_order(everyone.unbind()))
             return
-        # each part of this rank's slice goes out as soon as it has come from all others. A rank
-        # sends a part of its slice after it has received that part from this one, so what comes
-        # back may overwrite what was sent
-        slices, me, others = x.view(self.size, -1), self.rank, hops(self.rank, self.size)[:-1]
-        own, length = slices[me], slices.shape[1]
-        scratch = self._lend()
-        room = scratch.take((self.size - 1) * length, x.dtype, x.device)
-        pieces = dict(zip(others, room.view(-1, length), strict=True))
-        rows = {r: slices[r] for r in others}
-        there = self._post(rows, pieces, ready=overlaps, joins=overlaps)
-        await self._sent(there, overlaps)
-        back = self._post(dict.fromkeys(others, own), rows, ready=False, joins=True)
-        if not overlaps:  # what follows is known by now
-            self._send_all(there)
-        count = max(1, min(MEAN_PARTS, length * x.element_size() // LEAST_PART))
-        for part in Parts([length * (k + 1) // count for k in range(count)]):
-            for r in others[::-1]:
-                self._wait(there, r, part.stop * x.element_size())
-            each = (own[part] if r == me else pieces[r][part] for r in range(self.size))
-            mean = mean_in_rank_order(each, reuse=True, out=own[part])
-            if mean.dtype != own.dtype:
-                own[part].copy_(mean)
-            self._send_all(back, part.stop * x.element_size())
-        self._wait(there)
-        self._give_back(scratch)
-        await self._sent(back, overlaps)
-        self._wait(back)
+        await self._all_gather(await self._reduce_scatter(x, overlaps), x, overlaps=overlaps)
 
     def _lend(self) -> Scratch:
         """Memory that no other collective under way uses, until `_give_back`."""
@@ -213,16 +178,16 @@ class Collectives(Blocking):
     def _give_back(self, scratch: Scratch) -> None:
         self._lent = self._lent and scratch is not self._scratch
 
-    def _fill(self, transfer: Transfer, parts: Parts | None, itemsize: int) -> None:
+    def _fill(self, transfer: Transfer, parts: Parts, itemsize: int) -> None:
         """Fill the ``parts`` of all rows, and send each of them."""
-        if parts is None or parts.fill is None:
-            self._send_all(transfer)
+        if parts.fill is None:
+            self._send(transfer, parts.ends[-1] * itemsize)
             return
         for part in parts:
             for r in hops(self.rank, self.size):
                 parts.fill(r, part)
                 if r != self.rank:
-                    self._send(transfer, r, part.stop * itemsize)
+                    self._send(transfer, part.stop * itemsize, r)
 
     async def _reduce_scatter(self, x: Tensor, overlaps: bool = False) -> Tensor:
         slices = x.view(self.size, -1).unbind()
@@ -256,7 +221,7 @@ class Collectives(Blocking):
                 parts.fill(self.rank, part)
             if mine.data_ptr() != own.data_ptr():
                 own[part].copy_(mine[part])
-            self._send_all(transfer, part.stop * out.element_size())
+            self._send(transfer, part.stop * out.element_size())
         await self._sent(transfer, overlaps)
         self._receive(transfer, parts, out.element_size())
 

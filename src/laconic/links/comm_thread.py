@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import CoroutineType
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -51,7 +51,7 @@ def run_here(preface: Callable[[], object] | None, job: Callable[[], T]) -> T:
     if preface is not None:
         preface()
     result: Any = job()
-    while isinstance(result, CoroutineType):
+    while isinstance(result, CoroutineType):  # not `complete`, which would be one more frame
         try:
             result.send(None)
         except StopIteration as end:
@@ -59,39 +59,17 @@ def run_here(preface: Callable[[], object] | None, job: Callable[[], T]) -> T:
     return cast("T", result)
 
 
-class End:
-    """The end of a job submitted to a `CommThread`, without its result."""
+class Pending(Generic[T]):
+    """The result of a job submitted to a `CommThread`."""
 
     def __init__(self, thread: CommThread | None, label: str = "") -> None:
         self._thread = thread
         self.label = label
-        self.event = threading.Event()
+        self.ended = threading.Event()
         self.error: BaseException | None = None
-        self.ready: Event | None = None
+        """What the job has raised."""
+        self._ready: Event | None = None
         """The point in the job's stream after its work."""
-
-    def wait(self) -> None:
-        """Wait for it; the caller's stream then waits for the job's work. Raises what the job
-        raised."""
-        if self._thread is not None and not self.event.is_set():
-            start = time.perf_counter()
-            try:
-                while not self.event.wait(CHECK_SECONDS):
-                    self._thread.check_beside(self.label)
-            finally:
-                self._thread.record_wait(start)
-        if self.error is not None:
-            raise self.error
-        if self.ready is not None and self._thread is not None:
-            # on the stream of the model's device, which need not be the current device
-            self.ready.wait(self._thread.current_stream())
-
-
-class Pending(Generic[T]):
-    """The result of a job submitted to a `CommThread`. ``end``: when it is there."""
-
-    def __init__(self, thread: CommThread | None, label: str = "") -> None:
-        self.end = End(thread, label)
         self._result: T | None = None
 
     @classmethod
@@ -101,19 +79,20 @@ class Pending(Generic[T]):
         pending.run(lambda: result)
         return pending
 
-    @property
-    def error(self) -> BaseException | None:
-        """What the job has raised."""
-        return self.end.error
-
     def done(self) -> bool:
         """Whether the job has ended, with a result or an error."""
-        return self.end.event.is_set()
+        return self.ended.is_set()
 
     def wait(self) -> T:
-        """Wait for the result and return it; raises what the job raised."""
-        self.end.wait()
-        if self.end.ready is not None:
+        """Wait for the result and return it; the caller's stream then waits for the job's work.
+        Raises what the job raised."""
+        if self._thread is not None:
+            self._thread.wait_for(self.ended, self.label)
+        if self.error is not None:
+            raise self.error
+        if self._ready is not None and self._thread is not None:
+            # on the stream of the model's device, which need not be the current device
+            self._ready.wait(self._thread.current_stream())
             for tensor in _tensors(self._result):  # made on the job's stream, used on this one
                 use_on_current_stream(tensor)
         return self._result  # type: ignore[return-value]
@@ -123,24 +102,23 @@ class Pending(Generic[T]):
         with contextlib.suppress(Exception):
             self.wait()
 
-    def run(self, job: Callable[[], T], stream: Stream | None = None) -> None:
-        """Run ``job`` in this thread and keep its result or error. ``stream``: where its work on an
-        accelerator goes."""
+    def run(self, job: Callable[[], T]) -> None:
+        """Run ``job`` in this thread and keep its result or error."""
         try:
-            self.complete(job(), stream)
+            self.complete(job())
         except BaseException as error:  # any error belongs to the caller of `wait`
             self.fail(error)
 
     def complete(self, result: T, stream: Stream | None = None) -> None:
         """End with ``result``. ``stream``: where the work on an accelerator went."""
-        self.end.ready = None if stream is None else stream.record_event()
+        self._ready = None if stream is None else stream.record_event()
         self._result = result
-        self.end.event.set()
+        self.ended.set()
 
     def fail(self, error: BaseException) -> None:
         """End with ``error``."""
-        self.end.error = error
-        self.end.event.set()
+        self.error = error
+        self.ended.set()
 
 
 def _never() -> None:
@@ -184,7 +162,8 @@ class CommThread:
         self._before: threading.Thread | None = None
         """The thread before this one, which may still be ending."""
         self._stream: Stream | None = None
-        self._latest: End | None = None
+        self._latest: tuple[threading.Event, str] | None = None
+        """When the job submitted last has ended, and its label."""
         self._preface: Callable[[], object] | None = None
         self._error: BaseException | None = None
         self._waiting: deque[Pending[Any]] = deque()
@@ -206,9 +185,7 @@ class CommThread:
         waiting. ``label`` says in errors what the job is."""
         if not self._calls_here:
             return self.submit(job, label).wait()
-        if self._latest is not None:
-            self._latest.wait()  # raises what it raised; the accelerator waits for its work
-            self._latest = None
+        self.drain()
         if self._error is not None:
             raise self._error
         start = time.perf_counter()
@@ -219,6 +196,18 @@ class CommThread:
         except BaseException as error:
             self._error = error
             raise
+        finally:
+            self.record_wait(start)
+
+    def wait_for(self, ended: threading.Event, label: str) -> None:
+        """Wait until a job has ``ended``, and check the other ranks meanwhile. The time counts as
+        waiting."""
+        if ended.is_set():
+            return
+        start = time.perf_counter()
+        try:
+            while not ended.wait(CHECK_SECONDS):
+                self._check_beside(label)
         finally:
             self.record_wait(start)
 
@@ -250,58 +239,55 @@ class CommThread:
             self._thread = threading.Thread(target=work, daemon=True, name="laconic-comm")
             self._thread.start()
             _threads.add(self)
-        self._latest = pending.end
+        self._latest = pending.ended, label
         self._waiting.append(pending)
         stream = self.current_stream()
-        if stream is not None:
-            now = stream.record_event()
-            self._jobs.put(partial(self._run_on_stream, pending, job, preface, now))
-        else:
-            self._jobs.put(partial(self._run, pending, job, preface))
+        now = None if stream is None else stream.record_event()
+        self._jobs.put(partial(self._run, pending, job, preface, now))
         return pending
 
     def _run(
-        self, pending: Pending[T], job: Callable[[], T], preface: Callable[[], object] | None
+        self,
+        pending: Pending[T],
+        job: Callable[[], T],
+        preface: Callable[[], object] | None,
+        after: Event | None,
     ) -> None:
-        """Run ``job`` in this thread, unless one before it failed."""
+        """Run ``job`` in this thread, unless one before it failed; on an accelerator, once the
+        event ``after`` has happened."""
         self._waiting.popleft()
         if self._error is not None:
             pending.fail(self._error)
             return
         start = time.thread_time()
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with self._on_stream(after), torch.inference_mode(False), torch.no_grad():
                 result = self._do(preface, job)
-            self.processor_seconds += time.thread_time() - start
-            pending.complete(result, self._stream)
-        except BaseException as error:
-            labeled = _with_label(error, pending.end.label)
+                self.processor_seconds += time.thread_time() - start
+                pending.complete(result, self._stream)
+                self._settle()  # what the job holds is freed when this returns
+        except BaseException as error:  # the job's, or the accelerator's before it or after it
+            labeled = _with_label(error, pending.label)
             self._error = self._error or labeled
             self._settle()  # the caller may free what is still written to
-            pending.fail(labeled)
-
-    def _run_on_stream(
-        self,
-        pending: Pending[T],
-        job: Callable[[], T],
-        preface: Callable[[], object] | None,
-        after: Event,
-    ) -> None:
-        """Run ``job`` on this object's own stream, once the event ``after`` has happened."""
-        assert self._accelerator is not None, "only accelerators have streams"
-        try:
-            if self._stream is None:
-                if self.device.index is not None:  # else this thread would use the first one, too
-                    self._accelerator.select(self.device.index)
-                self._stream = self._accelerator.new_stream(self.device)
-            with self._accelerator.on_stream(self._stream):
-                after.wait(self._stream)
-                self._run(pending, job, preface)
-                self._settle()  # what the job holds is freed when this returns
-        except BaseException as error:  # the accelerator's, before the job or after it
-            self._error = self._error or error
             if not pending.done():
-                pending.fail(error)
+                pending.fail(labeled)
+
+    @contextlib.contextmanager
+    def _on_stream(self, after: Event | None) -> Iterator[None]:
+        """A context in which work on an accelerator goes to this object's own stream, once the
+        event ``after`` has happened."""
+        if after is None:
+            yield
+            return
+        assert self._accelerator is not None, "only accelerators have streams"
+        if self._stream is None:
+            if self.device.index is not None:  # else this thread would use the first one, too
+                self._accelerator.select(self.device.index)
+            self._stream = self._accelerator.new_stream(self.device)
+        with self._accelerator.on_stream(self._stream):
+            after.wait(self._stream)
+            yield
 
     def _settle(self) -> None:
         """Wait until the accelerator has done all work of the jobs so far."""
@@ -341,10 +327,13 @@ class CommThread:
             self._before.join(EXIT_SECONDS)
 
     def drain(self) -> None:
-        """Wait until the last job has ended, with a result or an error."""
+        """Wait until the last job has ended, with a result or an error. The caller's stream waits
+        for its work."""
         if self._latest is not None:
             with contextlib.suppress(Exception):
-                self._latest.wait()
+                self.wait_for(*self._latest)
+                if self._stream is not None:
+                    self._stream.record_event().wait(self.current_stream())
 
     def recover(self) -> None:
         """Run jobs again after one that has failed."""
@@ -352,7 +341,8 @@ class CommThread:
 
     def latest(self) -> Callable[[], bool]:
         """A function that says whether the job submitted last has ended, and so all before it."""
-        return _ended if self._latest is None else self._latest.event.is_set
+        latest = self._latest
+        return lambda: latest is None or latest[0].is_set()
 
     @property
     def failed(self) -> bool:
@@ -362,12 +352,12 @@ class CommThread:
     def abandon(self) -> bool:
         """Begin no more jobs. Returns whether other ranks may be waiting for one: some were not
         begun, or one failed on this rank alone."""
-        error = self._error or (self._latest.error if self._latest is not None else None)
+        error = self._error
         self._error = error or LinkError("left by an exception, with messages unsent")
         alone = error is not None and not isinstance(error, NotFiniteError)  # that, all ranks raise
         return alone or bool(self._waiting)
 
-    def check_beside(self, label: str) -> None:
+    def _check_beside(self, label: str) -> None:
         """Check the other ranks in a thread of its own, unless that is under way: their answers may
         take several round trips, and what the caller waits for may come before. Raise what the
         check before this one has found: then the collective that the caller waits for will not
@@ -386,10 +376,6 @@ class CommThread:
         ).start()
 
 
-def _ended() -> bool:
-    return True
-
-
 _threads: weakref.WeakSet[CommThread] = weakref.WeakSet()
 """Those that have, or had, a thread."""
 
@@ -406,7 +392,7 @@ def _close_all() -> None:
 
 
 class _Idle:
-    """What a thread does that has no job: see `CommThread.while_idle`."""
+    """What a thread does that has no job: see `CommThread.run_by`."""
 
     def __init__(self) -> None:
         self.task: Callable[[], float | None] = _never

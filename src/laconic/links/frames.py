@@ -27,9 +27,8 @@ from functools import cache, lru_cache
 from typing import ClassVar
 
 from laconic import native
-from laconic.links import congestion
 
-VERSION = 9
+VERSION = 10
 """The version that ``wire.c`` must have."""
 
 FIELDS = struct.Struct("=QQQQ")  # the call's serial and id, bytes that follow, the digest
@@ -45,12 +44,6 @@ FINE, SILENT, CLOSED, OTHER, FAILED, INTERRUPTED, CHANGED = range(7)
 the connection. `OTHER`: a message of another call has arrived. `FAILED`: a system call failed.
 `INTERRUPTED`: a signal may have to be handled. `CHANGED`: a checksum is wrong."""
 ALL, WITHOUT_WAITING, ALL_SENT = -1, -2, -3
-USED, RENEW = 1, 2
-"""`Message.bbr` of what is sent over a connection with BBR; `RENEW`: it is restarted as soon as
-nothing is sent again."""
-LEFT = 2**19
-"""Bytes left on a connection for which it pays to find the rate again, when another connection has
-nothing more to send: otherwise BBR tries a quarter more every 8 round trips."""
 
 Secured = Mapping[int, ssl.SSLSocket]
 """Connections that use TLS, by file descriptor."""
@@ -73,8 +66,6 @@ class Message(ctypes.Structure):
         ("fd", ctypes.c_int32),
         ("comes", ctypes.c_int32),
         ("after", ctypes.c_int32),
-        ("bbr", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
     ]
 
 
@@ -85,7 +76,7 @@ def array(count: int) -> type[ctypes.Array[Message]]:
     return Message * count
 
 
-_BEGUN = struct.Struct(f"@{HEADER_BYTES}s{HEADER_BYTES}xPPqqqqqIiiii4x")
+_BEGUN = struct.Struct(f"@{HEADER_BYTES}s{HEADER_BYTES}xPPqqqqqIiii")
 """Writes all fields of a `Message` at once, in a tenth of the time."""
 assert _BEGUN.size == ctypes.sizeof(Message), "laid out as the compiler does"
 
@@ -102,18 +93,16 @@ def begin(
     fd: int,
     comes: bool,
     after: int,
-    bbr: bool = False,
 ) -> None:
     """Begin ``messages[index]``, with ``size`` bytes at the ``address`` and room for its checksums
     at ``checks``, see `check_bytes`. ``ready``: how many bytes can be sent; -1: not even the
     header. ``after``: the index of the preceding message on the same connection in the same
-    direction; -1: none. ``bbr``: whether it is sent over a connection with BBR."""
+    direction; -1: none."""
     fields = FIELDS.pack(*header, size, digest)
     start = fields + _bytes(zlib.crc32(fields))
     counts = size, ready, 0, 0, 0, 0  # ready; moved, done, summed, sum
-    _BEGUN.pack_into(
-        messages, index * _BEGUN.size, start, checks, address, *counts, fd, comes, after, bbr
-    )
+    at = index * _BEGUN.size
+    _BEGUN.pack_into(messages, at, start, checks, address, *counts, fd, comes, after)
 
 
 def move(
@@ -149,27 +138,6 @@ def check_bytes(size: int) -> int:
 def on_wire(size: int) -> int:
     """Bytes of a message of ``size`` bytes, with its header and checksums."""
     return HEADER_BYTES + size + check_bytes(size)
-
-
-def sent_bytes(message: Message, start: int) -> bytes:
-    """What has been sent of ``message``, all of it, from byte ``start`` on."""
-    return b"".join(_describe(message, start, message.size // FRAME + 1))
-
-
-def feed(message: Message, data: bytearray) -> int:
-    """Take the first bytes of ``data``, which have come already, into ``message``. Returns the
-    outcome."""
-    while data and _unfinished(message):
-        taken = 0
-        for part in _describe(message, message.moved):
-            piece = data[taken : taken + len(part)]
-            part[: len(piece)] = piece
-            taken += len(piece)
-        del data[:taken]
-        outcome = _advance(message, taken)
-        if outcome != FINE:
-            return outcome
-    return FINE
 
 
 @cache
@@ -211,8 +179,6 @@ def _move_interpreted(
                 outcome, error = _step(messages[i], secured.get(messages[i].fd))
                 if outcome != FINE:
                     return outcome, i, error
-                if messages[i].bbr:
-                    _renew(messages, i)
         if until == WITHOUT_WAITING:
             return FINE, 0, 0
         if not ready:
@@ -225,28 +191,6 @@ def _reached(messages: ctypes.Array[Message], until: int, enough: int) -> bool:
         return bool(messages[until].done >= enough)
     counting = [m for m in messages[:enough] if until == ALL or not m.comes]
     return until != WITHOUT_WAITING and not any(_unfinished(m) for m in counting)
-
-
-def _renew(messages: ctypes.Array[Message], index: int) -> None:
-    """Restart BBR where it is due, after bytes of message ``index`` were sent."""
-    message = messages[index]
-    if message.bbr == RENEW and congestion.renew(message.fd):
-        message.bbr = USED
-    if not is_complete(message) or _left_to_send(messages, index):
-        return
-    for i, m in enumerate(messages):
-        next_one = m.moved > 0 if m.after < 0 else is_complete(messages[m.after])
-        if m.comes or not m.bbr or not next_one or is_complete(m):
-            continue
-        if _left_to_send(messages, i) > LEFT:
-            m.bbr = RENEW
-
-
-def _left_to_send(messages: ctypes.Array[Message], index: int) -> int:
-    """Bytes that the connection of this message has left to send."""
-    fd = messages[index].fd
-    sent = (m for m in messages if not m.comes and m.fd == fd)
-    return sum(m.size - min(m.moved, m.size) for m in sent)
 
 
 def _ready(waiting: list[Message], secured: Secured, until: int, timeout: int) -> set[int]:
@@ -318,14 +262,14 @@ def _check(message: Message, frame: int) -> memoryview:
     return _view((ctypes.c_ubyte * CHECK_BYTES).from_address(at))
 
 
-def _describe(message: Message, moved: int, most: int = AT_ONCE) -> list[memoryview]:
-    """What can be moved next, once so many bytes have ``moved``: at most so many frames."""
-    parts = []
+def _describe(message: Message) -> list[memoryview]:
+    """What can be moved next."""
+    parts, moved = [], message.moved
     if moved < HEADER_BYTES:
         parts.append(_view(message.got if message.comes else message.header)[moved:])
     ready = message.size if message.comes else message.ready
     first, within = divmod(max(moved - HEADER_BYTES, 0), FRAME + CHECK_BYTES)
-    for frame in range(first, first + most):
+    for frame in range(first, first + AT_ONCE):
         start = frame * FRAME
         if start >= ready:
             break
@@ -377,7 +321,7 @@ def _advance(message: Message, moved: int) -> int:
 def _step(message: Message, secured: ssl.SSLSocket | None) -> tuple[int, int]:
     """Move what can move without waiting."""
     while _unfinished(message):
-        parts = _describe(message, message.moved)
+        parts = _describe(message)
         try:
             if secured is not None:
                 moved = _move_secured(secured, parts, bool(message.comes))

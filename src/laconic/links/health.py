@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing.util
+import math
 import secrets
-import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from typing import Any, Literal, NamedTuple
 
 from laconic.links import congestion, forks, handshake, tls
 from laconic.links.addresses import Address, listen
@@ -34,6 +31,9 @@ PURPOSE = b"beacon"
 ANSWER_SECONDS = 2.0
 """How long a conversation with a beacon may take, from the first byte to the last."""
 RETRY_SECONDS = 0.05
+UNREACHABLE_SECONDS = 10.0
+"""A rank counts as lost if its host cannot be reached for so long. A network that restarts a switch
+needs less, and waiting for the timeout, which may be minutes, would gain nothing."""
 MOST_AT_ONCE = 128
 """How many beacons are asked at a time: many systems allow a process 1024 file descriptors."""
 MOST_TEXT, MOST_STATUS, MOST_NAME, MOST_RANKS = 10_000, 500, 200, 1000
@@ -55,15 +55,11 @@ class Answer:
     """What a beacon answered about a link: the status of its process, the position in the link's
     calls, and the verdict that it knows. ``missing``, if there was no answer: ``"gone"`` (no
     program listens there any more), ``"silent"`` (the connection is open, and no answer came) or
-    ``"unreachable"`` (no connection).
-    ``stalled``: the answer to `Again`; ``connection``: the one of this conversation, which remains
-    open then."""
+    ``"unreachable"`` (no connection)."""
 
     status: str
     position: CallPosition | None = None
     verdict: Verdict | None = None
-    stalled: bool = False
-    connection: socket.socket | None = None
     missing: Literal["", "gone", "silent", "unreachable"] = ""
 
     @property
@@ -79,69 +75,34 @@ SILENT = Answer("does not answer (hung, stopped or very slow)", missing="silent"
 UNREACHABLE = Answer("does not answer (its host is unreachable)", missing="unreachable")
 
 
+class Unreachable:
+    """Which ranks count as lost since their hosts cannot be reached."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def lost(
+        self,
+        answers: Mapping[int, Answer],
+        now: float,
+        heard: Callable[[int], float] = lambda rank: math.inf,
+    ) -> list[int]:
+        """The ranks that were unreachable in all ``answers`` of `UNREACHABLE_SECONDS`, up to
+        ``now``. ``heard(rank)``: seconds since anything has come from there otherwise."""
+        for r, answer in answers.items():
+            if answer.missing == "unreachable":
+                self._since.setdefault(r, now)
+            else:
+                self._since.pop(r, None)
+        silent = {r: now - self._since[r] for r in answers if r in self._since}
+        return [r for r, s in silent.items() if min(s, heard(r)) >= UNREACHABLE_SECONDS]
+
+
 # -- what travels ----
 
 
-class Again(NamedTuple):
-    """The question whether the connection to the caller is stalled: its end of ``key`` has sent
-    more than the ``received`` bytes, or the caller's end has ``failed``."""
-
-    key: str
-    received: int
-    failed: bool
-
-
-class Request(NamedTuple):
-    """What a caller sends to a beacon about a link: a verdict; or that its program ends in order,
-    and after how many calls (``left``); or a question about a connection; or nothing."""
-
-    verdict: Verdict | None = None
-    left: int | None = None
-    again: Again | None = None
-
-    def pack(self) -> bytes:
-        """As bytes, at most `MOST_BYTES` of them."""
-        return _json([_plain(self.verdict), self.left, self.again])
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Request:
-        """From any bytes; raises ``ValueError``."""
-        with _reading():
-            verdict, left, again = json.loads(data)
-            left = None if left is None else int(left)
-            if again is None:
-                return cls(_verdict_of(verdict), left)
-            key, received, failed = again
-            return cls(again=Again(str(key), int(received), bool(failed)))
-
-
-NOTHING = Request()
-
-
-def pack_answer(
-    status: str,
-    position: CallPosition,
-    verdict: Verdict | None,
-    stalled: bool = False,
-) -> bytes:
-    """The answer of a beacon."""
-    serial, call, left, broken = position
-    where = [serial, None if call is None else [*shown(call)[:2]], left, broken]
-    return _json([clean(status)[:MOST_STATUS], where, _plain(verdict), stalled])
-
-
-def unpack_answer(data: bytes) -> Answer:
-    """From any bytes; raises ``ValueError``."""
-    with _reading():
-        status, (serial, call, left, broken), verdict, stalled = json.loads(data)
-        called = None if call is None else shown(Call(int(call[0]), str(call[1])))
-        position = CallPosition(int(serial), called, bool(left), bool(broken))
-        text = clean(str(status))[:MOST_STATUS]
-        return Answer(text, position, _verdict_of(verdict), stalled=bool(stalled))
-
-
-def pack_verdict(verdict: Verdict) -> bytes:
-    """A verdict on its own."""
+def pack_verdict(verdict: Verdict | None) -> bytes:
+    """What a caller sends to a beacon about a link: a verdict, or nothing. At most `MOST_BYTES`."""
     return _json(_plain(verdict))
 
 
@@ -149,6 +110,23 @@ def unpack_verdict(data: bytes) -> Verdict | None:
     """From any bytes; raises ``ValueError``."""
     with _reading():
         return _verdict_of(json.loads(data))
+
+
+def pack_answer(status: str, position: CallPosition, verdict: Verdict | None) -> bytes:
+    """The answer of a beacon."""
+    serial, call, left, broken = position
+    where = [serial, None if call is None else [*shown(call)[:2]], left, broken]
+    return _json([clean(status)[:MOST_STATUS], where, _plain(verdict)])
+
+
+def unpack_answer(data: bytes) -> Answer:
+    """From any bytes; raises ``ValueError``."""
+    with _reading():
+        status, (serial, call, left, broken), verdict = json.loads(data)
+        called = None if call is None else shown(Call(int(call[0]), str(call[1])))
+        position = CallPosition(int(serial), called, bool(left), bool(broken))
+        text = clean(str(status))[:MOST_STATUS]
+        return Answer(text, position, _verdict_of(verdict))
 
 
 def shown(call: Call) -> Call:
@@ -188,39 +166,29 @@ def _reading() -> Iterator[None]:
 # -- the beacon ----
 
 
-class End(Protocol):
-    """This rank's end of connections, as `laconic.links.stalls.Stalls` is."""
-
-    def is_stalled(self, number: int, again: Again) -> bool:
-        """Whether the connection to the rank ``number`` is."""
-
-    def take(self, number: int, connection: socket.socket) -> bool:
-        """Take over a new ``connection`` to that rank, if it was stalled."""
-
-
 @dataclass
 class LinkRecord:
     """What a beacon knows about one link of its process.
 
-    ``secret``: None until the ranks share one. ``left``: the ranks whose programs have ended in
-    order, and after how many calls. ``rank``, ``others``: this rank, and the addresses of the other
-    ranks' beacons, for when this program ends itself.
-    ``ends``: this rank's connections, by key.
+    ``secret``: None until the ranks share one. ``position``: in the calls over the link and those
+    split from it, which count as one sequence. ``header``: the serial number and the id of the
+    present one, which every message carries.
     """
 
     secret: bytes | None = None
     position: CallPosition = field(default_factory=CallPosition)
+    header: tuple[int, int] = (0, 0)
     verdict: Verdict | None = None
-    left: dict[int, int] = field(default_factory=dict)
-    rank: int = 0
-    others: dict[int, str] = field(default_factory=dict)
-    ends: WeakValueDictionary[str, End] = field(default_factory=WeakValueDictionary)
 
-    def adopt(self, verdict: Verdict) -> Verdict:
-        """Adopt ``verdict`` unless the one before counts; returns the one that does."""
+    def begin(self, call: Call) -> None:
+        """``call`` is the next one."""
+        self.position = CallPosition(self.position.serial + 1, shown(call))
+        self.header = self.position.serial, call.id
+
+    def adopt(self, verdict: Verdict) -> None:
+        """Adopt ``verdict`` unless the one before counts."""
         if self.verdict is None or verdict.finder < self.verdict.finder:
             self.verdict = verdict
-        return self.verdict
 
 
 class Beacon:
@@ -237,11 +205,9 @@ class Beacon:
         self._since = time.monotonic()
         self._general: dict[bytes, str] = {}
         self._lock = threading.Lock()
-        at = "laconic-beacon", [server], self._exchange, ANSWER_SECONDS, self._answered
+        at = "laconic-beacon", [server], self._exchange, ANSWER_SECONDS, lambda *ended: None
         self._service = Service(*at)
         self._service.open()
-        # of multiprocessing, whose processes do not run what atexit has
-        multiprocessing.util.Finalize(None, self.announce_exit, exitpriority=0)
 
     def enroll(self, secret: bytes | None = None) -> str:
         """Add a link of this process; returns the address under which others ask about it."""
@@ -261,20 +227,6 @@ class Beacon:
         """Set what this process is doing from now on."""
         self.status, self._since = status, time.monotonic()
 
-    def announce_exit(self) -> None:
-        """Tell the other ranks of all links that this program ends in order, so that they do not
-        take the closing connections for a failure. Tells them nothing if an exception ended the
-        program, or made it leave a link."""
-        if vars(sys).get("last_value") is not None:
-            return
-        asked = []
-        for link in self.links.values():
-            if link.secret is not None and link.verdict is None and not link.position.left:
-                request = Request(left=link.position.serial)
-                at = link.secret, link.rank, request
-                asked += [(a, *at) for r, a in link.others.items() if r not in link.left]
-        ask_each(asked)
-
     def close(self) -> None:
         """Answer nobody from now on."""
         self._service.close()
@@ -287,27 +239,11 @@ class Beacon:
         return None if link is None else link.secret
 
     def _reply(self, hello: handshake.Hello, text: bytes) -> bytes:
-        link = self.links[hello.key.hex()]
-        request = Request.unpack(text)
-        if request.verdict is not None:
-            link.adopt(request.verdict)
-        if request.left is not None:
-            link.left[hello.number] = request.left
-        again, end = request.again, self._end(hello, request)
-        stalled = again is not None and end is not None and end.is_stalled(hello.number, again)
+        link, verdict = self.links[hello.key.hex()], unpack_verdict(text)
+        if verdict is not None:
+            link.adopt(verdict)
         status = f"{self.status}, for {time.monotonic() - self._since:.0f} s"
-        return pack_answer(status, link.position, link.verdict, stalled)
-
-    def _end(self, hello: handshake.Hello, request: Request) -> End | None:
-        """What the caller asks about, if it does."""
-        ends = self.links[hello.key.hex()].ends
-        return None if request.again is None else ends.get(request.again.key)
-
-    def _answered(self, talk: Talk, error: Exception | None) -> None:
-        if error is None:
-            hello = handshake.Hello.unpack(talk.result[: handshake.HELLO_BYTES])
-            end = self._end(hello, Request.unpack(talk.result[handshake.HELLO_BYTES :]))
-            talk.kept = end is not None and end.take(hello.number, talk.connection)
+        return pack_answer(status, link.position, link.verdict)
 
 
 _beacons: list[Beacon] = []
@@ -341,32 +277,21 @@ def key_of(address: str) -> str:
 # -- asking ----
 
 
-def ask_all(
-    addresses: Iterable[str],
-    secret: bytes,
-    rank: int = 0,
-    request: Request = NOTHING,
-    heard: Heard | None = None,
-) -> list[Answer]:
-    """The answers of the beacons at ``addresses`` to ``rank`` and its ``request``, or why there was
-    none, all at once. ``secret``: the link's. ``heard(index, answer)`` is called as soon as each
-    answer, or that there is none, is known."""
-    return ask_each([(a, secret, rank, request) for a in addresses], heard)
-
-
 class _Question:
     """One beacon to ask, several times if needed: a beacon that strangers flood may have dropped
     this caller to make room. ``answered`` is called once."""
 
     def __init__(
         self,
-        asked: tuple[str, bytes, int, Request],
+        address: str,
+        secret: bytes,
+        rank: int,
+        verdict: Verdict | None,
         talks: Talks,
         answered: Callable[[Answer], None],
     ) -> None:
-        address, secret, rank, request = asked
         self._host, self._port, key = Address.parse(address)
-        self._say = secret, PURPOSE, bytes.fromhex(key), rank, request.pack()
+        self._say = secret, PURPOSE, bytes.fromhex(key), rank, pack_verdict(verdict)
         self._deadline = time.monotonic() + ANSWER_SECONDS
         self._talks, self._answered = talks, answered
 
@@ -385,8 +310,7 @@ class _Question:
             answer = unpack_answer(talk.result)
         except ValueError:
             answer = OTHER  # it knows the secret, and runs another version
-        talk.kept = answer.stalled
-        self._answered(replace(answer, connection=talk.connection) if talk.kept else answer)
+        self._answered(answer)
 
     def _failed(self, error: Exception, *, connecting: bool) -> None:
         if isinstance(error, ConnectionRefusedError):
@@ -401,11 +325,16 @@ class _Question:
             self._answered(OTHER if isinstance(error, handshake.RefusedError) else ENDING)
 
 
-def ask_each(
-    asked: Sequence[tuple[str, bytes, int, Request]], heard: Heard | None = None
+def ask_all(
+    addresses: Sequence[str],
+    secret: bytes,
+    rank: int = 0,
+    verdict: Verdict | None = None,
+    heard: Heard | None = None,
 ) -> list[Answer]:
-    """As `ask_all`, of questions that are each an address, a secret, a rank and a request. Waits
-    for each answer at most `ANSWER_SECONDS`."""
+    """The answers of the beacons at ``addresses`` to ``rank`` and its ``verdict``, or why there was
+    none, all at once. Waits for each at most `ANSWER_SECONDS`. ``secret``: the link's.
+    ``heard(index, answer)`` is called as soon as each answer, or that there is none, is known."""
     answers, talks, begun = dict[int, Answer](), Talks(), 0
 
     def answered(index: int, answer: Answer) -> None:
@@ -414,13 +343,14 @@ def ask_each(
             heard(index, answer)
 
     try:
-        while len(answers) < len(asked):
-            if begun < len(asked) and begun - len(answers) < MOST_AT_ONCE:
-                question = _Question(asked[begun], talks, partial(answered, begun))
+        while len(answers) < len(addresses):
+            if begun < len(addresses) and begun - len(answers) < MOST_AT_ONCE:
+                at = addresses[begun], secret, rank, verdict, talks
+                question = _Question(*at, partial(answered, begun))
                 begun += 1
                 question.ask()
             else:
                 talks.turn()
     finally:
         talks.close()
-    return [answers[index] for index in range(len(asked))]
+    return [answers[index] for index in range(len(addresses))]

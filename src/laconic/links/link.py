@@ -221,8 +221,8 @@ class Link(Protocol):
 
     def check_peers(self) -> None:
         """Raise `LinkError` if another rank is known to be lost. To be called between two calls,
-        as often as you like: it is cheap, and sends nothing unless a connection has closed. A rank
-        whose program ended in order is not lost."""
+        as often as you like: it is cheap, and sends nothing unless a connection has closed. After
+        `finish`, a rank may end."""
 
     def leave(self, broken: bool) -> None:
         """Tell the other ranks, when they ask, that this one makes no more calls, and, if
@@ -251,8 +251,9 @@ class Link(Protocol):
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Sequence[Tensor | None]:
         """Send ``x`` to each of the ranks ``to``, and return what the ranks ``source`` send to this
-        one, in that order: as many elements each, or None if that rank was lost and training goes
-        on without it. Valid until the next call."""
+        one, in that order: as many elements each. Valid until the next call. A newcomer of an
+        elastic run that repeats rounds gets None in place of each: nobody else has these messages.
+        """
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, stacked: shape ``(n, *x.shape)``. For small tensors."""

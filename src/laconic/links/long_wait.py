@@ -10,9 +10,6 @@ log = logging.getLogger("laconic")
 FIRST_SECONDS = 30.0
 """A rank that waits for others logs it after so many seconds, then after twice as many, and so
 on."""
-FIRST_ASK_SECONDS, LAST_ASK_SECONDS = 1.0, 30.0
-"""A rank that waits asks the others at once, again after the first time, and so on, up to the
-second."""
 PAUSE_SECONDS = 10.0
 """Without a look for so long, a rank has not been waiting."""
 
@@ -37,27 +34,6 @@ class LongWait:
         while self._next <= seconds:
             self._next *= 2
         return seconds
-
-
-class Patience:
-    """How long a rank that waits for others leaves them alone: twice as long each time it has asked
-    them in the same wait."""
-
-    def __init__(self) -> None:
-        self._what: Hashable = None
-        self._next = self._seconds = 0.0
-
-    def ends(self, what: Hashable, now: float, again: bool) -> bool:
-        """Whether to ask the others at the time ``now``, while this rank waits for ``what``; then
-        ``again`` at the next time, too."""
-        if what != self._what:
-            self._what, self._next, self._seconds = what, now, FIRST_ASK_SECONDS
-        if now < self._next:
-            return False
-        if not again:
-            self._next = now + self._seconds
-            self._seconds = min(2 * self._seconds, LAST_ASK_SECONDS)
-        return True
 
 
 def report(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
-from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.cost import Cost
 from laconic.links.link import Link
@@ -35,8 +34,7 @@ class Ledger:
     ranks, and by name of the call.
 
     Not counted: packet headers and acknowledgements of the network (below 5% for large messages).
-    ``failed`` is called with a link's error, in the thread that raises it. ``measures``: see
-    `measuring`.
+    ``measures``: see `measuring`.
     """
 
     bytes_sent: int = 0
@@ -44,7 +42,6 @@ class Ledger:
     by_collective: dict[str, int] = field(default_factory=dict)
     by_set: dict[str, int] = field(default_factory=dict)
     by_call: dict[str, CallTotals] = field(default_factory=dict)
-    failed: Callable[[LinkError], None] | None = None
     call: str = "setting up"
     measures: bool = False
 
@@ -66,22 +63,11 @@ class Ledger:
             self.measures = False
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """A context that reports a link's error to ``failed``."""
-        try:
-            yield
-        except LinkError as error:
-            if self.failed is not None:
-                self.failed(error)
-            raise
-
-    @contextmanager
     def book(self, collective: str, ranks: str, amount: Cost, received: int) -> Iterator[None]:
         """A context for a collective among the set of ranks named ``ranks``: booked once it has
         completed."""
         start = time.perf_counter()
-        with self.watched():
-            yield
+        yield
         self.add(collective, ranks, amount, received, start)
 
     def add(self, collective: str, ranks: str, amount: Cost, received: int, start: float) -> None:
@@ -115,13 +101,4 @@ class Metered(Wrapped):
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         self.ledger.begin(call)
-        with self.ledger.watched():
-            return super().begin_call(call, wait=wait)
-
-    def check(self) -> None:
-        with self.ledger.watched():
-            self.link.check()
-
-    def check_peers(self) -> None:
-        with self.ledger.watched():
-            self.link.check_peers()
+        return super().begin_call(call, wait=wait)

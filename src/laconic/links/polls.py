@@ -310,8 +310,8 @@ class Polling:
         """Say ``own``, hear what the others say, and decide. None: there is nothing to do yet.
         ``admit``: newcomers take part from now on."""
         guard = self._guard
-        if guard is not None and guard.call != POLL:
-            self._call = guard.call
+        if guard is not None and guard.position.call != POLL:
+            self._call = guard.position.call
             guard.begin(POLL)
         rows = self.link.gather(own.row()).tolist()
         standings = dict(zip(self.ids, map(Standing.of, rows), strict=True))
@@ -329,10 +329,6 @@ class Polling:
 
     def note(self, decision: Decision) -> None:
         """The round has begun. Only traces of elastic runs note it."""
-
-    def owes_rounds(self) -> bool:
-        """Whether this worker, which leaves, must take part in a round before."""
-        return False
 
     def clock(self, step: int) -> Clock:
         """The time of this worker, which has taken ``step`` steps so far."""

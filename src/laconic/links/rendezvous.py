@@ -7,19 +7,20 @@ process has ended is noticed at once.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
 from laconic.errors import LinkError
 from laconic.links import health, job_secret, long_wait, tls
 from laconic.links.handshake import SECRET_BYTES
-from laconic.links.health import Verdict
+from laconic.links.health import Unreachable
 from laconic.links.long_wait import LongWait
 from laconic.links.texts import clean
 
@@ -33,9 +34,6 @@ ASK_SECONDS = 1.0
 LINGER_SECONDS = 5.0
 """How long rank 0 waits, before it raises, for the other ranks to read the verdict: the store may
 end with its process."""
-UNREACHABLE_SECONDS = 10.0
-"""A rank counts as lost if its host cannot be reached for so long. A network that restarts a switch
-needs less, and waiting for the timeout, which may be minutes, would gain nothing."""
 ADVICE = (
     "Look at that rank's own output, then start all ranks again from the last checkpoint; "
     "where a rank is only slow, pass a longer timeout= to laconic.attach"
@@ -57,16 +55,45 @@ def publish() -> None:
         found.publish()
 
 
-def _difference(who: str, how: str, own: str, first: str) -> str:
-    """What is wrong with ``who``, where ``first`` is what the first rank has said."""
-    other, _, fingerprint = first.partition(" ")
-    if how == other:
-        return job_secret.difference(who, own, fingerprint)
-    uses, does = ("uses", "does not") if how == TLS else ("does not use", "does")
+class Entry(NamedTuple):
+    """What a rank puts into the store: a ``problem`` with its settings; or whether it uses TLS
+    (``how``), the fingerprint of its job's secret, and the address of its beacon. And its
+    ``text``."""
+
+    problem: str = ""
+    how: str = PLAIN
+    fingerprint: str = ""
+    beacon: str = ""
+    text: str = ""
+
+
+def _wrong(rank: int, entry: Entry, first: Entry) -> str:
+    """What is wrong with the ``entry`` of a rank, where another one has put ``first``; empty if
+    nothing is."""
+    who = f"rank {rank}"
+    if entry.problem:
+        return f"{who}: {entry.problem}"
+    if first.problem or entry[1:3] == first[1:3]:
+        return ""
+    if entry.how == first.how:
+        return job_secret.difference(who, entry.fingerprint, first.fingerprint)
+    uses, does = ("uses", "does not") if entry.how == TLS else ("does not use", "does")
     return (
         f"{who} {uses} TLS, and the first worker {does}: set the variables that `laconic keys` "
         "prints for every worker, or for none"
     )
+
+
+def _late(ranks: Sequence[int], seconds: float) -> dict[int, str]:
+    return dict.fromkeys(ranks, f"has not come within {seconds:g} s")
+
+
+def _in_words(said: Mapping[int, str]) -> str:
+    return "; ".join(f"rank {r} {text}" for r, text in said.items())
+
+
+def _text(value: bytes) -> str:
+    return bytes(value).decode()
 
 
 class Rendezvous:
@@ -76,140 +103,114 @@ class Rendezvous:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._raw = store
         self._store = dist.PrefixStore("laconic", store)  # type: ignore[attr-defined]
+        self._secret = b""
         self._problem: ValueError | LinkError | None = None
         """What is wrong with this rank's settings, raised in `exchange` by every rank."""
-        with self._failing():
-            try:
-                shared, own = job_secret.read(), job_secret.fingerprint()
-                how = PLAIN if tls.contexts() is None else TLS
-            except ValueError as error:
-                self._secret = b""
-                self._note(error)
-                return
-            said = self._text(self._store.compare_set("keys", "", f"{how} {own}"))
-            if said != f"{how} {own}":
-                said = self._differ(_difference(f"rank {self._rank}", how, own, said))
-                # the others raise it in `exchange`; rank 0 too, since the store may end with it
-                if self._rank != 0:
-                    self._refuse(said)
+        self._unreachable = Unreachable()
+
+    def publish(self) -> Entry:
+        """Put the settings of this rank, and the address of its beacon, into the store."""
+        try:
+            shared, own = job_secret.read(), job_secret.fingerprint()
+            how = PLAIN if tls.contexts() is None else TLS
             if shared is None:
                 drawn = secrets.token_hex(SECRET_BYTES)
-                found = self._text(self._store.compare_set("secret", "", drawn))
-                self._secret = bytes.fromhex(found)
+                with self._failing():
+                    found = self._store.compare_set("secret", "", drawn)
+                self._secret = bytes.fromhex(_text(found))
             else:
                 self._secret = job_secret.derive(shared, "rendezvous")
-
-    def _note(self, problem: ValueError | LinkError) -> None:
-        """Note what is wrong with this rank's settings, and tell the others."""
-        self._problem = problem
-        self._differ(f"rank {self._rank}: {problem}")
-
-    def _differ(self, text: str) -> str:
-        """Tell all ranks what is wrong with this one. Returns the verdict that counts."""
-        verdict = health.pack_verdict(Verdict(text, (self._rank,), self._rank))
-        return self._text(self._store.compare_set("differs", "", verdict.decode()))
-
-    def publish(self) -> None:
-        """Put the address of this process's beacon into the store."""
-        if self._problem is not None:
-            return
+            beacon = health.beacon().address_for(self._secret)
+            entry = Entry(how=how, fingerprint=own, beacon=beacon)
+        except (ValueError, LinkError) as error:
+            self._problem = error
+            return Entry(str(error))
         with self._failing():
-            try:
-                address = health.beacon().address_for(self._secret)
-            except (ValueError, LinkError) as error:
-                self._note(error)
-            else:
-                self._store.set(f"beacon/{self._rank}", address)
+            self._store.set(f"beacon/{self._rank}", json.dumps(entry))
+        return entry
 
     def exchange(self, text: str, timeout: float) -> list[str]:
         """Wait until all ranks have called it as often as this one, and return their texts, by
         rank. Raises `LinkError`, and ``ValueError`` where this rank's settings are wrong."""
-        self.publish()
+        entry = self.publish()._replace(text=text)
         with self._failing():
             number = self._store.add(f"meetings/{self._rank}", 1)
             here = dist.PrefixStore(  # type: ignore[attr-defined]
                 f"meeting/{number}", self._store
             )
-            here.set(f"rank/{self._rank}", text)
+            here.set(f"rank/{self._rank}", json.dumps(entry))
             here.add("count", 1)
         start = time.monotonic()
         deadline, ask_at, pause = start + timeout, start + ASK_SECONDS, FIRST_POLL
-        since: dict[int, float] = {}
+        come: dict[int, Entry] = {}
         wait = LongWait()
         while True:
             with self._failing():
-                complete = here.add("count", 0) >= self._size
-                if self._store.check(["differs"]):  # written before that rank was counted
-                    here.compare_set("verdict", "", self._text(self._store.get("differs")))
+                if here.add("count", 0) > len(come):
+                    come |= self._read(here, "rank", set(range(self._size)) - set(come))
+                    self._compare(here, come)
                 if here.check(["verdict"]):
-                    self._raise(here)
-                if complete:
-                    return [self._text(here.get(f"rank/{r}")) for r in range(self._size)]
+                    self._raise(here, come)
+            if len(come) == self._size:
+                return [come[r].text for r in range(self._size)]
             now = time.monotonic()
             if now >= ask_at or now >= deadline:
-                with self._failing():
-                    missing = [r for r in range(self._size) if not here.check([f"rank/{r}"])]
                 ask_at = now + ASK_SECONDS
-                said = self._lost(missing, since)
-                lost, why = list(said), "; ".join(f"rank {r} {text}" for r, text in said.items())
-                long = wait.due(number, now)
-                if long and missing and self._rank == min({*range(self._size)} - {*missing}):
-                    at = "laconic.attach", self._late(missing, round(long)), timeout
-                    long_wait.report(self._rank, missing, long, *at)
-                if not lost and missing and now >= deadline:
-                    lost, why = missing, self._late(missing, timeout)
+                missing = sorted(set(range(self._size)) - set(come))
+                lost = self._lost(here, missing, come)
+                if (long := wait.due(number, now)) and self._rank == min(come):
+                    why = _in_words(_late(missing, round(long)))
+                    at = missing, long, "laconic.attach", why, timeout
+                    long_wait.report(self._rank, *at)
+                if not lost and now >= deadline:
+                    lost = _late(missing, timeout)
                 if lost:
-                    text = f"waiting for all ranks: {why}. {ADVICE}"
-                    verdict = health.pack_verdict(Verdict(text, tuple(lost), self._rank))
-                    with self._failing():  # the first verdict counts
-                        here.compare_set("verdict", "", verdict.decode())
-                        self._raise(here)
+                    text = f"waiting for all ranks: {_in_words(lost)}. {ADVICE}"
+                    self._conclude(here, text, list(lost))
+                    continue
             time.sleep(pause)  # a wait on the store itself would block other threads
             pause = min(1.5 * pause, LAST_POLL)
 
-    def _late(self, missing: list[int], timeout: float) -> str:
-        return "; ".join(f"rank {r} has not come within {timeout:g} s" for r in missing)
+    def _read(self, store: Store, key: str, ranks: Iterable[int]) -> dict[int, Entry]:
+        """What those of the ``ranks`` have put into the ``store`` that have."""
+        there = [r for r in ranks if store.check([f"{key}/{r}"])]
+        return {r: Entry(*json.loads(_text(store.get(f"{key}/{r}")))) for r in there}
 
-    def _lost(self, missing: list[int], since: dict[int, float]) -> dict[int, str]:
-        """The ``missing`` ranks that cannot come, according to their beacons, and why; ``since``:
-        when each first was unreachable."""
+    def _compare(self, here: Store, entries: Mapping[int, Entry]) -> None:
+        """Conclude that a rank's settings are wrong, if one's are."""
+        for r in sorted(entries):
+            if text := _wrong(r, entries[r], entries[min(entries)]):
+                self._conclude(here, text, [r])
+
+    def _conclude(self, here: Store, text: str, ranks: Sequence[int]) -> None:
+        """Have all ranks raise ``text``, which blames the ``ranks``. The first verdict counts."""
         with self._failing():
-            known = [r for r in missing if self._store.check([f"beacon/{r}"])]
-            addresses = [self._text(self._store.get(f"beacon/{r}")) for r in known]
-        answers = health.ask_all(addresses, self._secret, self._rank)
-        lost, now = {}, time.monotonic()
-        for r, answer in zip(known, answers, strict=True):
-            if answer.missing != "unreachable":
-                since.pop(r, None)
-            first = since.setdefault(r, now) if answer.missing == "unreachable" else now
-            if answer.missing == "gone" or now - first >= UNREACHABLE_SECONDS:
-                lost[r] = answer.status
-        return lost
+            here.compare_set("verdict", "", json.dumps([text, ranks]))
 
-    def _raise(self, here: Store) -> NoReturn:
+    def _lost(
+        self, here: Store, missing: Sequence[int], come: Mapping[int, Entry]
+    ) -> dict[int, str]:
+        """The ``missing`` ranks that cannot come, according to their beacons, and why."""
+        with self._failing():
+            known = self._read(self._store, "beacon", missing)
+            self._compare(here, {**come, **known})
+        addresses = [entry.beacon for entry in known.values()]
+        answers = dict(zip(known, health.ask_all(addresses, self._secret, self._rank), strict=True))
+        lost = self._unreachable.lost(answers, time.monotonic())
+        lost += [r for r, answer in answers.items() if answer.missing == "gone"]
+        return {r: answers[r].status for r in lost}
+
+    def _raise(self, here: Store, come: Mapping[int, Entry]) -> NoReturn:
         """Raise the verdict. Rank 0 first waits for the others to read it."""
-        text = self._text(here.get("verdict"))
-        verdict = self._verdict(text)
-        gone = [r for r in verdict.ranks if not here.check([f"rank/{r}"])]
+        text, ranks = json.loads(_text(here.get("verdict")))
         readers, until = here.add("readers", 1), time.monotonic() + LINGER_SECONDS
-        while self._rank == 0 and readers < self._size - len(gone) and time.monotonic() < until:
+        expected = self._size - len([r for r in ranks if r not in come])
+        while self._rank == 0 and readers < expected and time.monotonic() < until:
             time.sleep(FIRST_POLL)
             readers = here.add("readers", 0)
-        self._refuse(text)
-
-    def _verdict(self, text: str) -> Verdict:
-        verdict = health.unpack_verdict(text.encode())
-        assert verdict is not None, "only ranks of the job write it"
-        return verdict
-
-    def _refuse(self, text: str) -> NoReturn:
         if self._problem is not None:
             raise self._problem
-        verdict = self._verdict(text)
-        raise LinkError(verdict.text, ranks=verdict.ranks)
-
-    def _text(self, value: bytes) -> str:
-        return bytes(value).decode()
+        raise LinkError(text, ranks=tuple(ranks))
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

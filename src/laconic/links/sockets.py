@@ -6,12 +6,7 @@ import contextlib
 import socket
 import struct
 import sys
-from array import array
 from collections.abc import Iterator
-
-if sys.platform.startswith("linux"):
-    import fcntl
-    import termios
 
 
 @contextlib.contextmanager
@@ -43,16 +38,6 @@ def watch(connection: socket.socket, *, reads_at_once: bool = True) -> None:
     if _USER_TIMEOUT is not None:
         limit = UNACKNOWLEDGED_MS if reads_at_once else 0
         connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, limit)
-
-
-def unacknowledged(fd: int) -> int:
-    """How many bytes were sent over a TCP connection that the other host has not acknowledged; 0 if
-    the system does not report it."""
-    if not sys.platform.startswith("linux"):
-        return 0
-    count = array("i", [0])
-    fcntl.ioctl(fd, termios.TIOCOUTQ, count)
-    return count[0]
 
 
 def tcp_info(fd: int, layout: struct.Struct) -> tuple[int, ...]:

@@ -18,12 +18,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic.device import Accelerator, Event, accelerator
-from laconic.links.link import AsyncLink, Blocking, Link, Parts, arrivals, at_once, hops, one_by_one
+from laconic.links.link import (
+    AsyncLink,
+    Blocking,
+    Job,
+    Link,
+    Parts,
+    arrivals,
+    at_once,
+    awaiting,
+    hops,
+    one_by_one,
+)
 from laconic.links.wrapped import Around
 
 
@@ -72,20 +85,27 @@ class StagedLink(Blocking, Around):
     @property
     def overlapping(self) -> AsyncLink | None:
         inner = self.link.overlapping
-        return None if inner is None else _AsyncStaged(self, inner)
+        return None if inner is None else self._staged(inner)
 
     @property
     def awaited(self) -> AsyncLink:
-        return _AsyncStaged(self, one_by_one(self.link))
+        return self._staged(one_by_one(self.link))
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         return StagedLink(self.link.split(sets), self.device)
 
-    # -- copies ----
+    def _staged(self, inner: AsyncLink) -> AsyncLink:
+        """The collectives of ``inner``, by way of host memory for tensors on the device."""
+        staged = _AsyncStaged(self, inner)
 
-    def staged(self, x: Tensor) -> bool:
-        """Whether ``x`` travels by way of host memory."""
-        return x.device.type == self.device.type
+        def collective(name: str, x: Tensor, *args: Any, **options: Any) -> Job[Any]:
+            on = staged if x.device.type == self.device.type else inner
+            job: Job[Any] = getattr(on, name)(x, *args, **options)
+            return job
+
+        return awaiting(self.rank, self.size, lambda name: partial(collective, name))
+
+    # -- copies ----
 
     def copy(self, source: Tensor, to: Tensor) -> None:
         """Queue a copy between the device and the host."""
@@ -101,81 +121,60 @@ class StagedLink(Blocking, Around):
 
 
 class _AsyncStaged:
-    """The collectives of ``link``, by those of ``inner`` on host memory."""
+    """The collectives of ``link`` on its device's tensors, by those of ``inner`` on host memory."""
 
     def __init__(self, link: StagedLink, inner: AsyncLink) -> None:
         self._link, self._inner = link, inner
         self.rank, self.size = link.rank, link.size
 
     async def mean(self, x: Tensor) -> None:
-        if not self._link.staged(x):
-            await self._inner.mean(x)
-            return
         with self._link.copied(x) as host:
             await self._inner.mean(host)
             self._link.copy(host, x)
 
     async def reduce_scatter(self, x: Tensor) -> Tensor:
-        link = self._link
-        if not link.staged(x):
-            return await self._inner.reduce_scatter(x)
-        with link.copied(x) as host:
+        with self._link.copied(x) as host:
             mean = await self._inner.reduce_scatter(host)
             if mean.dtype != x.dtype:
-                return mean.to(link.device)  # it waits: this memory is not pinned
+                return mean.to(x.device)  # it waits: this memory is not pinned
             own = x.view(self.size, -1)[self.rank]
-            link.copy(mean, own)
+            self._link.copy(mean, own)
             return own
 
     async def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        link = self._link
-        if not link.staged(out):
-            await self._inner.all_gather(mine, out, parts)
-            return
         with (
             at_once(parts, [self.rank], arrivals(self.rank, self.size)),
-            link.copied(mine) as own,
-            link.memory.borrow(out.numel(), out.dtype) as host,
+            self._link.copied(mine) as own,
+            self._link.memory.borrow(out.numel(), out.dtype) as host,
         ):
             await self._inner.all_gather(own, host)
-            link.copy(host, out)
+            self._link.copy(host, out)
 
     async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        link = self._link
-        if not link.staged(x):
-            await self._inner.all_to_all(x, out, parts)
-            return
         with (
             at_once(parts, hops(self.rank, self.size), arrivals(self.rank, self.size)),
-            link.copied(x) as sent,
-            link.memory.borrow(x.numel(), x.dtype) as came,
+            self._link.copied(x) as sent,
+            self._link.memory.borrow(x.numel(), x.dtype) as came,
         ):
             await self._inner.all_to_all(sent, came.view(x.shape))
-            link.copy(came.view(x.shape), out)
+            self._link.copy(came.view(x.shape), out)
 
     async def broadcast(self, x: Tensor, root: int = 0) -> None:
-        link = self._link
-        if not link.staged(x):
-            await self._inner.broadcast(x, root)
-        elif self.rank == root:
-            with link.copied(x) as host:
+        if self.rank == root:
+            with self._link.copied(x) as host:
                 await self._inner.broadcast(host, root)
         else:
-            with link.memory.borrow(x.numel(), x.dtype) as host:
+            with self._link.memory.borrow(x.numel(), x.dtype) as host:
                 await self._inner.broadcast(host, root)
-                link.copy(host, x.view(-1))
+                self._link.copy(host, x.view(-1))
 
     async def swap(
         self, x: Tensor, to: Sequence[int], source: Sequence[int]
     ) -> Sequence[Tensor | None]:
-        if not self._link.staged(x):
-            return await self._inner.swap(x, to, source)
         with self._link.copied(x) as host:
             pieces = await self._inner.swap(host, to, source)
-            return [None if piece is None else piece.to(self._link.device) for piece in pieces]
+            return [None if piece is None else piece.to(x.device) for piece in pieces]
 
     async def gather(self, x: Tensor) -> Tensor:
-        if not self._link.staged(x):
-            return await self._inner.gather(x)
         with self._link.copied(x) as host:
-            return (await self._inner.gather(host)).to(self._link.device)
+            return (await self._inner.gather(host)).to(x.device)

@@ -84,7 +84,7 @@ class TcpLink(Collectives):
             guard.conclude(str(error), error.ranks)  # tells the ranks that still wait
         except ValueError as error:  # this rank's settings
             guard.conclude(f"rank {guard.ranks[guard.rank]}: {error}", [guard.ranks[guard.rank]])
-        wire.connections.stalls = guard.stalls(addresses, wire.connections)
+        wire.connections.answers = guard.answering()
         link = cls(guard, wire)
         seconds = link.gather(torch.tensor([wire.round_trip()], dtype=torch.float64))
         link.far = float(seconds.max()) >= FAR_SECONDS

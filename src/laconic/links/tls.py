@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 KEY, CERTIFICATE = "GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY", "GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT"
-CA_FILE, CA_PATH = "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE", "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_PATH"
+CA_FILE = "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE"
 ON = "TCP_TLS"
 """The value of `TRANSPORT` with which TLS is on."""
 SWITCH = "LACONIC_TLS"
@@ -48,7 +48,6 @@ class Settings(NamedTuple):
     key: str
     certificate: str
     ca_file: str
-    ca_path: str
 
 
 def settings() -> Settings | None:
@@ -60,10 +59,9 @@ def settings() -> Settings | None:
         raise ValueError(f"{SWITCH} must be 1 or 0, not {by_switch!r}")
     if not by_gloo and by_switch != "1":
         return None
-    found = Settings(*(os.environ.get(name, "") for name in (KEY, CERTIFICATE, CA_FILE, CA_PATH)))
-    missing = [n for n, v in ((KEY, found.key), (CERTIFICATE, found.certificate)) if not v]
-    if not found.ca_file and not found.ca_path:
-        missing.append(CA_FILE)
+    names = KEY, CERTIFICATE, CA_FILE
+    found = Settings(*(os.environ.get(name, "") for name in names))
+    missing = [name for name, value in zip(names, found, strict=True) if not value]
     if missing:
         raise ValueError(
             f"{TRANSPORT + '=' + ON if by_gloo else SWITCH + '=1'} needs {' and '.join(missing)} "
@@ -92,10 +90,7 @@ def contexts() -> Contexts | None:
 def _contexts(files: Settings) -> Contexts:
     _check(KEY, files.key, "PRIVATE KEY-----", "private key")
     _check(CERTIFICATE, files.certificate, "-----BEGIN CERTIFICATE-----", "certificate")
-    if files.ca_file:
-        _check(CA_FILE, files.ca_file, "-----BEGIN CERTIFICATE-----", "certificate")
-    if files.ca_path and not os.path.isdir(files.ca_path):
-        raise ValueError(f"{files.ca_path} ({CA_PATH}) is not a directory")
+    _check(CA_FILE, files.ca_file, "-----BEGIN CERTIFICATE-----", "certificate")
     made = Contexts(
         _context(ssl.PROTOCOL_TLS_SERVER, files), _context(ssl.PROTOCOL_TLS_CLIENT, files)
     )
@@ -136,9 +131,9 @@ def _context(protocol: int, files: Settings) -> ssl.SSLContext:
         )
 
     try:
-        context.load_verify_locations(files.ca_file or None, files.ca_path or None)
+        context.load_verify_locations(files.ca_file)
     except (ssl.SSLError, OSError) as error:
-        name = f"{files.ca_file} ({CA_FILE})" if files.ca_file else f"{files.ca_path} ({CA_PATH})"
+        name = f"{files.ca_file} ({CA_FILE})"
         raise ValueError(f"{name} cannot be used: {_reason(error)}") from error
     try:
         context.load_cert_chain(files.certificate, files.key, password)
@@ -173,7 +168,7 @@ def _refuse(
 ) -> NoReturn:
     """Raise what is wrong with this process's own files."""
     certificate = f"the certificate {files.certificate} ({CERTIFICATE})"
-    ca = f"{files.ca_file} ({CA_FILE})" if files.ca_file else f"{files.ca_path} ({CA_PATH})"
+    ca = f"{files.ca_file} ({CA_FILE})"
     if error.verify_code in (_NOT_YET, _EXPIRED):
         ends = [str(ca["notAfter"]) for ca in context.get_ca_certs()]
         if any(ssl.cert_time_to_seconds(end) < time.time() for end in ends):

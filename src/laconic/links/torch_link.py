@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from laconic.device import accelerator
-from laconic.links.agreement import agree
 from laconic.links.link import Link
 from laconic.links.nccl import NcclLink
 from laconic.links.rendezvous import default_rendezvous
@@ -27,7 +25,7 @@ from laconic.links.tcp import TcpLink
 
 Choice = Literal["auto", "tcp", "nccl"]
 CHOICES = ("auto", "tcp", "nccl")
-"""What messages between ranks travel by; ``"auto"``: see `_on_one_host`."""
+"""What messages between ranks travel by; ``"auto"``: see `_place`."""
 
 
 OWN: dict[str, Callable[..., NcclLink]] = {"nccl": NcclLink.over}
@@ -62,64 +60,43 @@ def _for_tensors_on(device: torch.device, link: TcpLink) -> Link:
 
 
 def TorchLink(  # noqa: N802  a user writes it like the classes of other links
-    group: dist.ProcessGroup,
-    device: torch.device,
-    timeout: timedelta,
-    link: Literal["tcp", "nccl"] = "tcp",
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> Link:
-    """A link over all ranks of ``group``, for tensors on ``device``. Every rank of the group must
-    call it. ``timeout``: how long to wait for a rank that does not answer. ``link``: over laconic's
-    own connections, or by NCCL."""
-    check_choice_of_link(link, device)
-    if link in OWN:
-        return OWN[link](group, device, timeout)
+    """A link over all ranks of ``group``, for tensors on ``device``, over laconic's own
+    connections. Every rank of the group must call it. ``timeout``: how long to wait for a rank that
+    does not answer."""
+    check_choice_of_link("tcp", device)
     return _for_tensors_on(device, TcpLink.over(group, device, timeout))
-
-
-def _host_link(device: torch.device, timeout: timedelta) -> Link:
-    """The link over laconic's own connections to all ranks of the default process group."""
-    found, group = default_rendezvous(), dist.group.WORLD
-    assert group is not None, "there is a process group"
-    if found is None:
-        return _for_tensors_on(device, TcpLink.over(group, device, timeout))
-    exchange = partial(found.exchange, timeout=timeout.total_seconds())
-    exchange("")  # raises what is wrong with any rank's settings on all of them
-    link = TcpLink.met(group.rank(), group.size(), exchange, timeout)
-    return _for_tensors_on(device, link)
-
-
-def _own_link(backend: str, device: torch.device, timeout: timedelta) -> Link:
-    """The link over the accelerator's own collectives to all those ranks."""
-    found = default_rendezvous()
-    if found is not None:
-        found.exchange("", timeout.total_seconds())
-    return OWN[backend](dist.new_group(timeout=timeout), device, timeout, owned=True)
 
 
 def world_link(device: torch.device, timeout: timedelta, choice: Choice = "auto") -> Link:
     """The link over all ranks of torch's default process group. Every rank must call it."""
     check_choice_of_link(choice, device)
-    backend = own_backend(device)
-    if backend is None or choice == "tcp":
-        return _host_link(device, timeout)
-    if choice == "auto":
-        host = _host_link(device, timeout)
-        with ExitStack() as on_exit:
-            on_exit.callback(host.close)
-            agree(host.gather, None)
-            if not _on_one_host(host, device):
-                on_exit.pop_all()
-                return host
-    return _own_link(backend, device, timeout)
+    backend, group = own_backend(device), dist.group.WORLD
+    assert group is not None, "there is a process group"
+    found = default_rendezvous()
+    place = _place(device) if backend is not None and choice == "auto" else ""
+    if found is None:
+        places = [place] * group.size()
+    else:  # raises what is wrong with any rank's settings on all of them
+        places = found.exchange(place, timeout.total_seconds())
+    on_one_host = "" not in places and len({*places}) == group.size()
+    if backend is not None and (choice == backend or on_one_host):
+        return OWN[backend](dist.new_group(timeout=timeout), device, timeout, owned=True)
+    if found is None:
+        return TorchLink(group, device, timeout)
+    exchange = partial(found.exchange, timeout=timeout.total_seconds())
+    link = TcpLink.met(group.rank(), group.size(), exchange, timeout)
+    return _for_tensors_on(device, link)
 
 
-def _on_one_host(link: Link, device: torch.device) -> bool:
-    """Whether the launcher has started all ranks on one host, each with an accelerator of its own.
-    There the accelerator's own collectives are faster. Between hosts, those over host memory find
-    lost ranks, encrypt, and sum in one order, which matters more."""
-    here = os.environ.get("LOCAL_WORLD_SIZE") == str(link.size)
-    places = link.gather(torch.tensor([(device.index or 0) if here else -1])).flatten().tolist()
-    return min(places) >= 0 and len({*places}) == link.size
+def _place(device: torch.device) -> str:
+    """Which of this host's accelerators ``device`` is, if the launcher has started all ranks here;
+    else empty. Where each rank has one of its own, the accelerator's own collectives are faster.
+    Between hosts, those over host memory find lost ranks, encrypt, and sum in one order, which
+    matters more."""
+    here = os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size())
+    return str(device.index or 0) if here else ""
 
 
 def inner_link(layout: Sequence[Sequence[int]], device: torch.device, timeout: timedelta) -> Link:

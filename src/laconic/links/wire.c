@@ -2,8 +2,6 @@
    interpreter. What a message looks like on its way is described in wire.py. */
 
 #include <errno.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -22,7 +20,6 @@
 #define FRAME 16384 /* bytes of payload before a checksum */
 #define CHECK 4
 #define AT_ONCE 16 /* frames in one go */
-#define LEFT (1 << 19) /* bytes for which it pays to find the rate again */
 
 /* as class _Message in wire.py */
 struct message {
@@ -39,15 +36,11 @@ struct message {
     int32_t fd;
     int32_t comes; /* 1: is received, 0: is sent */
     int32_t after; /* which message must be complete before, over the same socket; -1: none */
-    int32_t bbr;   /* NOT, USED, or RENEW: restarted as soon as nothing is sent again */
-    int32_t reserved;
 };
-
-enum { NOT = 0, USED = 1, RENEW = 2 };
 
 enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4, INTERRUPTED = 5, CHANGED = 6 };
 
-EXPORT int laconic_version(void) { return 9; }
+EXPORT int laconic_version(void) { return 10; }
 
 /* -- checksums: CRC-32 as zlib computes it ---- */
 
@@ -243,45 +236,6 @@ static int step(struct message *m) {
     return FINE;
 }
 
-/* -- congestion control: see congestion.py ---- */
-
-/* Bytes that the connection of message `i` has left to send. */
-static int64_t left_to_send(const struct message *messages, int64_t count, int64_t i) {
-    int64_t left = 0;
-    for (int64_t k = 0; k < count; k++)
-        if (!messages[k].comes && messages[k].fd == messages[i].fd)
-            left += messages[k].size - least(messages[k].moved, messages[k].size);
-    return left;
-}
-
-/* BBR finds out slowly that others have stopped sending: it tries a quarter more every 8 round trips.
-   So when a connection has nothing more to send, it is restarted on others that have much left. */
-static void renew_others(struct message *messages, int64_t count, int64_t sent) {
-    if (left_to_send(messages, count, sent) > 0)
-        return;
-    for (int64_t i = 0; i < count; i++) {
-        struct message *m = &messages[i];
-        const struct message *before = m->after < 0 ? NULL : &messages[m->after];
-        int next = before == NULL ? m->moved > 0 : before->moved == on_wire(before, before->size);
-        if (!m->comes && m->bbr && next && m->moved < on_wire(m, m->size) &&
-            left_to_send(messages, count, i) > LEFT)
-            m->bbr = RENEW;
-    }
-}
-
-/* While packets are being sent again, BBR would forget its window. */
-static void renew(struct message *m) {
-#if defined(TCP_INFO) && defined(TCP_CONGESTION)
-    uint8_t info[2] = {0, 0}; /* the second one is tcpi_ca_state; 0 is TCP_CA_Open */
-    socklen_t size = sizeof info;
-    if (getsockopt(m->fd, IPPROTO_TCP, TCP_INFO, info, &size) || info[1])
-        return;
-    setsockopt(m->fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
-    setsockopt(m->fd, IPPROTO_TCP, TCP_CONGESTION, "bbr", 3);
-#endif
-    m->bbr = USED;
-}
-
 static int64_t moved(const struct message *messages, int64_t count) {
     int64_t total = 0;
     for (int64_t i = 0; i < count; i++)
@@ -342,10 +296,6 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
                 *which = numbers[k], *error = errno;
                 return outcome;
             }
-            if (m->bbr == RENEW)
-                renew(m);
-            if (m->bbr && m->moved == on_wire(m, m->size))
-                renew_others(messages, count, numbers[k]);
         }
         if (until == AT_HAND)
             return FINE;

@@ -8,8 +8,6 @@ the processor time of a round.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import secrets
 import select
@@ -17,6 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -26,17 +25,14 @@ from laconic.errors import LinkError
 from laconic.links import congestion, frames, handshake
 from laconic.links.addresses import Address, listen
 from laconic.links.connect import Connecting
-from laconic.links.connections import STALLED, Connections, Traffic
+from laconic.links.connections import Connections, Traffic
 from laconic.links.sockets import tcp_info, watch
-from laconic.links.stalls import Stalls
-
-log = logging.getLogger("laconic")
 
 _HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux reports it before everything was read
-_INFO = struct.Struct("=52x2I")  # struct tcp_info up to tcpi_last_data_recv, tcpi_last_ack_recv
 _LEAST, NO_SAMPLE = struct.Struct("=148xI"), 2**32 - 1  # tcpi_min_rtt
-_POSITION = struct.Struct(">Q")
-FORGOTTEN = "a firewall or NAT between them has forgotten it"
+LOOK_SECONDS, ASK_SECONDS = 1.0, 5.0
+"""How often a rank that waits looks whether a byte has moved, and whether a connection is
+stalled."""
 
 
 class OtherCallError(LinkError):
@@ -54,6 +50,17 @@ class OtherCallError(LinkError):
 class LostError(RuntimeError):
     """A connection is closed, or nothing arrived over it for too long. Not an ``OSError``, because
     a signal handler that runs during the wait may raise an unrelated one."""
+
+
+class StalledError(LostError):
+    """Nothing passes over the connection to the rank that is named ``name`` in errors."""
+
+    def __init__(self, name: int) -> None:
+        super().__init__(
+            f"nothing passes over the connection to rank {name}, though its process answers over "
+            "new ones: a firewall or NAT between them has forgotten it, or drops full packets, "
+            "which `laconic doctor` tests (a smaller MTU of the network interfaces avoids it)"
+        )
 
 
 class ChangedError(LinkError):
@@ -121,14 +128,9 @@ class Transfer:
         traffic.grow(len(messages))
         for index, (r, x, comes) in enumerate(messages, first):
             size, after = x.nbytes, traffic.latest.get((r, comes), -1)
-            fd = connections[r]
-            where = checks, x.data_ptr(), size, size if ready else -1, fd, comes, after
-            bbr = fd in connections.bbr and not comes
-            frames.begin(traffic.messages, index, header, digest, *where, bbr=bbr)
+            where = checks, x.data_ptr(), size, size if ready else -1, connections[r], comes, after
+            frames.begin(traffic.messages, index, header, digest, *where)
             checks += frames.check_bytes(size)
-            start = traffic.ends.get((r, comes), connections.totals.get((r, comes), 0))
-            traffic.starts.append(start)
-            traffic.ends[r, comes] = start + frames.on_wire(size)
             traffic.latest[r, comes] = index
             traffic.ranks.append(r)
             traffic.tensors.append(x)
@@ -141,16 +143,11 @@ class Transfer:
         connections.traffic = traffic
         self._move(frames.WITHOUT_WAITING)
 
-    def send(self, rank: int, size: int) -> None:
-        """Allow the first ``size`` bytes of the message for ``rank`` to be sent."""
-        self._traffic.messages[self._outgoing[rank]].ready = size
-        self._move(frames.WITHOUT_WAITING)
-
-    def send_all(self, size: int | None = None) -> None:
-        """Allow the first ``size`` bytes (None: all) of every message to be sent."""
-        for index in self._outgoing.values():
-            message = self._traffic.messages[index]
-            message.ready = message.size if size is None else size
+    def send(self, size: int, rank: int | None = None) -> None:
+        """Allow the first ``size`` bytes of the message for ``rank``, or for every rank, to be
+        sent."""
+        for index in self._outgoing.values() if rank is None else [self._outgoing[rank]]:
+            self._traffic.messages[index].ready = size
         self._move(frames.WITHOUT_WAITING)
 
     def wait(self, rank: int | None = None, size: int | None = None) -> None:
@@ -164,13 +161,9 @@ class Transfer:
             self._move(index, traffic.messages[index].size if size is None else size)
             return
         self._wait_for_all(frames.ALL)
-        connections = self.connections
-        if connections.stalls is not None:
-            connections.release(traffic, self._outgoing)
         traffic.transfers -= 1
         if not traffic.transfers:
-            connections.traffic = None
-            connections.totals.update(traffic.ends)
+            self.connections.traffic = None
 
     def wait_sent(self) -> None:
         """Wait until all messages are sent, as far as the kernel accepts them. Raises the same
@@ -190,149 +183,50 @@ class Transfer:
     def _move(self, until: int, enough: int = 0) -> None:
         traffic = self._traffic
         if traffic.failure is not None:  # what has moved since was not checked
-            raise self._error(*traffic.failure)
+            raise traffic.failure()
         connections, now = self.connections, time.monotonic()
-        quiet_since = now
+        quiet_since, ask_at = now, now + ASK_SECONDS
         while True:
             left = quiet_since + self._timeout - now
-            seconds = max(left, 0.001)
-            if connections.stalls is not None:
-                seconds = min(seconds, connections.stalls.look_seconds)
-            milliseconds = min(max(round(1000 * seconds), 1), 2**31 - 1)
-            outcome, index, error = connections.feed()
-            if outcome == frames.FINE:
-                at = traffic.messages, connections.secured, until, enough, milliseconds
-                outcome, index, error = frames.move(*at)
+            seconds = min(max(left, 0.001), LOOK_SECONDS)
+            milliseconds = max(round(1000 * seconds), 1)
+            at = traffic.messages, connections.secured, until, enough, milliseconds
+            outcome, index, error = frames.move(*at)
             if outcome == frames.FINE:
                 return
             now = time.monotonic()
-            if outcome in (frames.SILENT, frames.INTERRUPTED):
-                if index:  # whether any byte moved
-                    quiet_since = now if outcome == frames.INTERRUPTED else now - seconds
-                if self._look(quiet_since, now):
-                    quiet_since = now = time.monotonic()
-                elif now - quiet_since >= self._timeout:  # Python's handlers run in between
-                    break
-            elif outcome in (frames.CLOSED, frames.FAILED) and self._ended(index):
-                quiet_since = now = time.monotonic()
-            else:
+            if outcome not in (frames.SILENT, frames.INTERRUPTED):
                 break
-        traffic.failure = outcome, index, error
-        traffic.tensors.clear()  # nothing moves any more
-        if connections.stalls is not None:
-            connections.stalls.ended = True
-        raise self._error(*traffic.failure)
+            if index:  # whether any byte moved
+                quiet_since = now if outcome == frames.INTERRUPTED else now - seconds
+            if now - quiet_since >= self._timeout:  # Python's handlers run in between
+                break
+            if now >= ask_at:
+                ask_at = now + ASK_SECONDS
+                if ranks := connections.forgotten():
+                    self._fail(partial(StalledError, self.names[ranks[0]]))
+        self._fail(self._cause(outcome, index, error))
 
-    # -- connections that are made again ----
+    def _fail(self, failure: Callable[[], Exception]) -> NoReturn:
+        """Raise ``failure()``, now and in later calls: the error itself would hold the
+        connections."""
+        self._traffic.failure = failure
+        self._traffic.tensors.clear()  # nothing moves any more
+        raise failure()
 
-    def _look(self, quiet_since: float, now: float) -> bool:
-        """Nothing has moved since then. Returns whether a connection was made again."""
-        stalls, traffic = self.connections.stalls, self._traffic
-        if stalls is None:
-            return False
-        for rank in list(stalls.offered):
-            if self._go_on(stalls, rank, stalls.offered.pop(rank)):
-                return True
-        each = zip(traffic.ranks, traffic.messages, strict=True)
-        waited_for = sorted({r for r, m in each if m.comes and not frames.is_complete(m)})
-        found = stalls.ask(waited_for, now - quiet_since)
-        connections = {r: a.connection for r, a in found.items() if a.connection is not None}
-        return any([self._go_on(stalls, r, c, calls=True) for r, c in connections.items()])
-
-    def _ended(self, index: int) -> bool:
-        """The connection of message ``index`` has ended. Returns whether it was made again."""
-        stalls, rank = self.connections.stalls, self._traffic.ranks[index]
-        if stalls is None:
-            return False
-        until = time.monotonic() + self._timeout
-        while not stalls.ended and time.monotonic() < until:
-            offered = stalls.offered.pop(rank, None)
-            if offered is not None and self._go_on(stalls, rank, offered):
-                return True
-            answer = stalls.call([rank], failed=True).get(rank)
-            if answer is None or answer.connection is None:
-                return False
-            if self._go_on(stalls, rank, answer.connection, calls=True):
-                return True
-            stalls.wait()
-        return False
-
-    def _go_on(
-        self, stalls: Stalls, rank: int, connection: socket.socket, *, calls: bool = False
-    ) -> bool:
-        """Go on over a new ``connection`` to ``rank``, which this rank has made (``calls``) or the
-        other one. Both say how much they have received, and send the rest again. Returns whether
-        that worked: the other one may be busy."""
-        connections, came = self.connections, bytearray()
-
-        def give_up() -> bool:
-            """While this rank waits, others may wait for it. Of two connections between two ranks,
-            the one that the higher rank has made is used."""
-            for r in [r for r in stalls.offered if r != rank]:
-                self._go_on(stalls, r, stalls.offered.pop(r))
-            return calls and stalls.rank < rank and rank in stalls.offered
-
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(connection.close)
-            try:
-                configure(connection)
-                received = connections.drain(rank)
-                own = _POSITION.pack(received)
-                # the caller may have given up: only its answer says that it goes on
-                first, second = (b"", own) if calls else (own, b"")
-                if not stalls.exchange(connection, first, len(own), came, give_up):
-                    return False
-                (position,) = _POSITION.unpack_from(came)
-                again = connections.kept(rank, position)
-                if again is None or stalls.in_vain(rank, (received, position)):
-                    self._fail(self._why(rank, again is None))
-                if not stalls.exchange(connection, second + again, 0, came, lambda: False):
-                    return False
-            except OSError:
-                return False
-            on_failure.pop_all()
-        stalls.offered.pop(rank, None)
-        connections.go_on(rank, connection, position)
-        connections.early[rank] += came[len(own) :]
-        log.warning(
-            "the connection to rank %d was lost while both processes live, and was made again: %s",
-            *(self.names[rank], FORGOTTEN),
-        )
-        return True
-
-    def _fail(self, why: str) -> NoReturn:
-        self._traffic.stalled = why
-        self._traffic.failure = STALLED, 0, 0
-        if self.connections.stalls is not None:
-            self.connections.stalls.ended = True
-        raise self._error(*self._traffic.failure)
-
-    def _why(self, rank: int, lost: bool) -> str:
-        pair = f"the connection to rank {self.names[rank]}"
-        if lost:
-            return (
-                f"{pair} was lost though both processes live, with bytes that it had acknowledged"
-            )
-        return (
-            f"{pair} was made again, and again lets nothing pass, though both processes live. If "
-            "small messages pass and large ones do not, lower the MTU of the path (`ip link set "
-            "mtu 1400`); see `laconic doctor`"
-        )
-
-    def _error(self, outcome: int, index: int, number: int) -> LostError | LinkError:
-        """Of `Traffic.failure`."""
-        if outcome == STALLED:
-            return LostError(self._traffic.stalled)
+    def _cause(self, outcome: int, index: int, number: int) -> Callable[[], Exception]:
+        """Makes the error for what `frames.move` has returned."""
         if outcome in (frames.SILENT, frames.INTERRUPTED):
-            return LostError(f"nothing was sent or received for {self._timeout:g} s")
+            return partial(LostError, f"nothing was sent or received for {self._timeout:g} s")
         rank, message = self._traffic.ranks[index], self._traffic.messages[index]
+        name = self.names[rank]
         if outcome == frames.CHANGED:
-            return ChangedError(rank, self.names[rank])
+            return partial(ChangedError, rank, name)
         if outcome == frames.OTHER:
             serial, call_id, size, _ = frames.FIELDS.unpack_from(message.got)
-            return OtherCallError(rank, self.names[rank], (serial, call_id), size, message.size)
+            return partial(OtherCallError, rank, name, (serial, call_id), size, message.size)
         why = "closed by it" if outcome == frames.CLOSED else os.strerror(number)
-        return LostError(f"connection to rank {self.names[rank]}: {why}")
+        return partial(LostError, f"connection to rank {name}: {why}")
 
 
 def configure(connection: socket.socket) -> None:
@@ -392,13 +286,6 @@ class Wire:
         infos = [tcp_info(fd, _LEAST) for fd in self.connections.values()]
         found = [info[0] for info in infos if info and info[0] != NO_SAMPLE]
         return max(found, default=0) / 1e6
-
-    def heard(self, rank: int) -> float:
-        """Seconds since anything came from the host of ``rank``, acknowledgements included; 0 where
-        the system does not report it."""
-        fd = self.connections.get(rank)
-        info = () if fd is None else tcp_info(fd, _INFO)
-        return min(info) / 1000 if info else 0.0
 
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that waiting threads return."""

@@ -23,7 +23,11 @@ def size_of(x: Tensor) -> int:
 
 def inner(name: str) -> Any:
     """That attribute of the link inside."""
-    return property(lambda around: getattr(around.link, name))
+
+    def assign(around: Around, value: Any) -> None:
+        setattr(around.link, name, value)
+
+    return property(lambda around: getattr(around.link, name), assign)
 
 
 class Around:

@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.round import Recipe, Round
@@ -17,7 +15,6 @@ from laconic.algorithms.updates import Average
 from laconic.policy.candidates import Candidate, candidates, lateness, same_but_delay
 from laconic.policy.facts import Facts, Net
 from laconic.policy.predict import predict, travel
-from laconic.policy.probe import unequal_workers
 from laconic.units import format_rate, format_share
 
 WARMUP, WINDOW = 3, 8
@@ -44,10 +41,6 @@ SHORT, FEWEST, FEW = 2.5e-3, 10, 3
 again, or than `FEW` for each rank, do not count as lost. TCP sends packets again that were only
 late, too: over the loopback interface, which loses none, 0 to 2 of the 1,650 of two ranks, and 3 to
 6 of the 4,900 of four."""
-LEAST_STEP = 0.01
-"""The least seconds of the slowest rank's step for which ranks are compared. The two to eight steps
-that are measured say nothing about shorter ones: two equal ranks on 2 cores, with steps of 4 ms,
-differed by factors of 1.5 to 3.5 in four of six runs."""
 
 
 def choose(
@@ -84,11 +77,6 @@ def choose(
         best = now.text if score[now.text] <= enough else best
     lost = f", and {format_share(facts.loss)} of its packets are lost" if facts.loss else ""
     each = " per rank" if facts.ranks > 1 else ""
-    network = (
-        f"{format_rate(facts.rate)}{each} and takes {facts.one_way * 1e3:.2g} ms per message{lost}"
-    )
-    work = facts.contention * facts.carry
-    slowed = f"; messages slow training by {work * 1e9:.2g} ns per byte" if work else ""
     second = ""
     if "outer='muon'" in best:
         second = (
@@ -97,10 +85,10 @@ def choose(
         )
     reason = (
         f"a step computes for {facts.compute * 1e3:.3g} ms; the network sends "
-        f"{network}: {best} "
-        f"takes {seconds[best] * 1e3:.3g} ms per step, {facts.compute / seconds[best]:.0%} of the "
-        f"speed without communication, and {counted(steps[best])} for the work of one step of "
-        f"ddp(){slowed}{second}"
+        f"{format_rate(facts.rate)}{each} and takes {facts.one_way * 1e3:.2g} ms per message{lost}"
+        f": {best} takes {seconds[best] * 1e3:.3g} ms per step, "
+        f"{facts.compute / seconds[best]:.0%} of the speed without communication, and "
+        f"{counted(steps[best])} for the work of one step of ddp(){second}"
     )
     return best, reason
 
@@ -136,22 +124,6 @@ def nets_of(workers: int, ranks: int, rate: float, latency: float) -> dict[str, 
         return {}
     outside = (workers - 1) * ranks / (workers * ranks - 1)
     return {"world": Net(rate / outside, latency), "replica": Net(math.inf, 0.0)}
-
-
-def slow_worker(computes: Tensor) -> str:
-    """A clause about the rank whose steps take longest, from each rank's seconds; empty if they
-    take about as long as the median rank's, or less than `LEAST_STEP`."""
-    slowest = float(computes.max())
-    if slowest < LEAST_STEP or not unequal_workers(computes):
-        return ""
-    rank, two = int(computes.argmax()), len(computes) == 2
-    other = f"rank {1 - rank}, which waits for it" if two else "the median rank"
-    gain = float((slowest / computes[computes > 0]).mean())  # newcomers have 0
-    return (
-        f"; rank {rank} computes {slowest / float(computes.median()):.2g} times as long as {other}"
-        f"{'' if two else ', and the others wait for it'}. If no rank waited (docs/quorum.md), "
-        f"{'both' if two else 'all'} together would take {gain:.2g} times as many steps per second"
-    )
 
 
 def usual(spans: Sequence[tuple[float, float]], cycle: int) -> tuple[float, float]:

@@ -45,12 +45,11 @@ from laconic.policy.choice import (
     expected,
     lost_share,
     nets_of,
-    slow_worker,
     usual,
 )
-from laconic.policy.facts import Facts
+from laconic.policy.facts import Facts, Net
 from laconic.policy.predict import often, travel, undisturbed
-from laconic.policy.probe import BufferWatch, Probed, probe, shapes_of, slow_host, traffic, usage
+from laconic.policy.probe import Probed, probe, shapes_of, traffic, usage
 from laconic.processor import Usage
 
 log = logging.getLogger("laconic")
@@ -76,7 +75,7 @@ LEAST_TRAFFIC = 2**16
 PACE, MEASURE = "comparing the pace", "measuring the network"
 """The names of the calls of a policy."""
 
-_PLACE = ("steps", "due", "baseline", "extra", "workers", "facts_loaded", "told", "slow_host")
+_PLACE = ("steps", "due", "baseline", "extra", "workers")
 """The attributes of a `Chooser` between two reviews that are equal on all workers."""
 
 
@@ -93,8 +92,7 @@ class Chooser:
         """The pace in the first review of the current recipe."""
         self._paces: Pending[Tensor] | None = None
         self._facts: Facts | None = None
-        self._facts_loaded = False
-        """Whether the facts were loaded: they may be of another network."""
+        """None after loading: those before may be of another network."""
         self._workers = workers
         """The number of workers in the latest measurement."""
         self._steps, self._due = 0, 0
@@ -106,14 +104,8 @@ class Chooser:
         """Up to where measured steps begin."""
         self._work = (0.0, 0.0)
         """What messages took of the processors when it was last measured: see `_used`."""
-        self._slow_worker = self._slow_host = ""
-        """What the latest measurements say about unequal workers and networks."""
-        self._told = False
-        """Whether the latest choice has told of unequal workers or networks."""
         self._first = FIRST_WARMUP, FIRST_WINDOW
         """Steps before the first choice, if they send gradients."""
-        self._buffers: BufferWatch | None = None
-        """Which of the module's buffers training changes; None: not known yet, or they stay."""
         self._probed: Probed | None = None
         """The network as `start` has measured it, until the next choice."""
 
@@ -151,9 +143,6 @@ class Chooser:
             return False
         now = self._now()
         self._steps += 1
-        kind = self._session.settings.buffers
-        if self._buffers is None and kind != "keep":
-            self._buffers = BufferWatch(self._session.model, every=kind == "broadcast")
         warmup = WARMUP if self.choices else self._first[0]
         if self._steps > warmup:
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
@@ -186,7 +175,6 @@ class Chooser:
             self._due = self._steps + max(LATER, delay)  # behind other messages
         elif self._paces is not None and self._steps == self._due:
             paces, self._paces = self._paces.wait(), None
-            self._slow_worker = slow_worker(paces[:, 2])
             wall, each, compute = paces[:, :3].amax(0).tolist()
             carry, contention = _busiest(paces[:, 3:])
             if paces.shape[0] // self._ranks != self._workers:
@@ -230,13 +218,16 @@ class Chooser:
 
     def _compare(self, pace: list[float], measured: tuple[float, float, float]) -> None:
         """Choose again if a step's time is not as predicted, or not as before."""
-        assert self._facts is not None, "measured before the first choice"
+        if self._facts is None:
+            self._baseline = pace
+            self._choose_anew(pace[0])
+            return
         if not self._baseline:
             compute, carry, contention = measured
             facts = replace(self._facts, compute=compute, carry=carry, contention=contention)
             self._baseline, facts = pace, undisturbed(self.now.recipe, facts)
             ratio = pace[0] / expected(self.now.recipe, facts)
-            if self._facts_loaded or not 1 / CHANGE < ratio < CHANGE:
+            if not 1 / CHANGE < ratio < CHANGE:
                 facts, _ = self._measure()  # the network may have changed since the choice
                 if self._rests(facts):
                     return
@@ -265,15 +256,12 @@ class Chooser:
         by_text = {c.text: c for c in candidates(facts, before)}
         stay = change_seconds(facts) / step if self.choices and differ else 0.0
         text, reason = choose(self.auto, facts, before, self._extra, stay)
-        uneven = self._slow_worker + self._slow_host
-        self._facts, self._facts_loaded = facts, False
+        self._facts = facts
         changed = not self.choices or text != self.now.text
-        if changed or (uneven and not self._told):
-            self.choices.append(Choice(step, text, facts, reason + uneven))
-            if self._world.rank == 0:
-                log.info("after step %d: %s. %s", step, text, reason + uneven)
-        self._told = bool(uneven)
         if changed:
+            self.choices.append(Choice(step, text, facts, reason))
+            if self._world.rank == 0:
+                log.info("after step %d: %s. %s", step, text, reason)
             self._steps, self._baseline, self._spans = 0, [], []
         self.now = by_text.get(text, self.now)
 
@@ -300,22 +288,16 @@ class Chooser:
         shapes, itemsize = shapes_of(self._session)
         elements = sum(map(math.prod, shapes))
         muon = muon_costs(self._session, self._ranks) if self.auto.outer else (0.0,) * 4
-        sizes, changing = ((), 0) if self._buffers is None else self._buffers.sizes()
         slowest = [compute, -found.rate, found.latency, wall, elements, -elements]
-        rest = [*muon, itemsize, changing, found.packets, found.again, *used, *found.speeds]
+        rest = [*muon, itemsize, found.packets, found.again, *used]
         own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
         self._traffic = traffic(self._session)  # without the probes, which wait for nothing else
         self._before = usage(self._session)
-        self._slow_worker = slow_worker(everyone[:, 0])
-        alone = self._ranks == 1  # a rank's row is that of a worker
-        self._slow_host = slow_host(everyone[:, 16:]) if alone else ""
         ranks = 1 if self._session.sharded else self._ranks  # else each sends a part of a message
         facts, wall = _of_all(everyone, self._workers, ranks, shapes)
-        broadcast = self._session.settings.buffers == "broadcast"
-        overlapping = self._world.overlapping is not None
-        facts = replace(facts, overlapping=overlapping, buffers=sizes, broadcast=broadcast)
+        facts = replace(facts, overlapping=self._world.overlapping is not None)
         return undisturbed(self.now.recipe, facts), wall
 
     def _probe(self) -> Probed:
@@ -326,9 +308,7 @@ class Chooser:
 
     def state_dict(self) -> dict[str, Any]:
         """The choices so far and the facts behind them, as plain data."""
-        choices = [{**asdict(c), "facts": _saved(c.facts)} for c in self.choices]
-        facts = None if self._facts is None else _saved(self._facts)
-        return {"choices": choices, "text": self.now.text, "facts": facts}
+        return {"choices": [asdict(c) for c in self.choices], "text": self.now.text}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict`, with its `recipe`. Step times are measured again, because the
@@ -336,9 +316,8 @@ class Chooser:
         choices = [Choice(**{**c, "facts": _facts(c["facts"])}) for c in state["choices"]]
         if choices or self._link.size > 1:
             self.now = spelled(state["text"], 1.0)
-        self._facts = None if state["facts"] is None else _facts(state["facts"])
         self.choices, self._steps, self._baseline, self._extra = choices, 0, [], {}
-        self._paces, self._spans, self._facts_loaded = None, [], True
+        self._paces, self._spans, self._facts = None, [], None
         self._probed = None if choices else self._probed
         self._last = self._now()
 
@@ -348,6 +327,7 @@ class Chooser:
         return {
             **self.state_dict(),
             **{name: getattr(self, f"_{name}") for name in _PLACE},
+            "facts": None if self._facts is None else asdict(self._facts),
             "comparing": paces is not None,
             "outputs": {PACE: paces.wait()} if paces is not None and paces.done() else {},
         }
@@ -357,6 +337,7 @@ class Chooser:
         self.load_state_dict(state)
         for name in _PLACE:
             setattr(self, f"_{name}", state[name])
+        self._facts = None if state["facts"] is None else _facts(state["facts"])
         self._traffic, self._before = traffic(self._session), usage(self._session)
         if state["comparing"]:
             raw = outputs[PACE].contiguous().view(-1).view(torch.uint8)  # or it is bytes already
@@ -398,13 +379,13 @@ def _of_all(
 ) -> tuple[Facts, float]:
     """The facts and the seconds of a step, from what each rank has measured. ``ranks``: how many of
     a worker share its messages."""
-    compute, rate, latency, wall, most, least, muon, own, turns, largest, itemsize, changing = (
-        rows[:, :12].amax(0).tolist()
+    compute, rate, latency, wall, most, least, muon, own, turns, largest, itemsize = (
+        rows[:, :11].amax(0).tolist()
     )
     if most != -least:  # shards of different sizes: all ranks use the largest
         shapes = ((int(most),),)
-    packets, again = rows[:, 12:14].sum(0).tolist()
-    carry, contention = _busiest(rows[:, 14:16])
+    packets, again = rows[:, 11:13].sum(0).tolist()
+    carry, contention = _busiest(rows[:, 13:15])
     known = workers, shapes, int(itemsize), compute, -rate, latency
     facts = Facts(
         *known,
@@ -417,16 +398,10 @@ def _of_all(
         own=bool(own),
         turning=turns,
         largest=largest,
-        changing=int(changing),
     )
     return facts, wall
 
 
-def _saved(facts: Facts) -> dict[str, Any]:
-    """``facts`` as plain data, without the networks, which `_facts` computes again."""
-    return {name: value for name, value in asdict(facts).items() if name != "nets"}
-
-
 def _facts(saved: Mapping[str, Any]) -> Facts:
-    facts = Facts(**saved)
-    return replace(facts, nets=nets_of(facts.workers, facts.ranks, facts.rate, facts.one_way))
+    """The facts that became these plain data."""
+    return Facts(**{**saved, "nets": {name: Net(**net) for name, net in saved["nets"].items()}})

@@ -56,9 +56,7 @@ class Facts:
     steps in Muon's direction may be chosen (`laconic.policy.candidates.takes_muon`), and ``own``
     whether each worker may take its own (`laconic.policy.candidates.takes_own`); ``turning``: the
     seconds for which training stops to turn the steps of all matrices once; ``largest``: the share
-    of the model in the largest fragment by layers, 0 if unknown. ``buffers``: the bytes of each of
-    the module's buffers that rounds average, and ``changing``, of those that training changes:
-    others are not sent. ``broadcast``: these are all buffers, which every step shares instead.
+    of the model in the largest fragment by layers, 0 if unknown.
     """
 
     workers: int
@@ -84,9 +82,6 @@ class Facts:
     turning: float = 0.0
     largest: float = 0.0
     shared: tuple[Shared, ...] = ()
-    buffers: tuple[int, ...] = ()
-    changing: int = 0
-    broadcast: bool = False
 
     @property
     def alone(self) -> float:

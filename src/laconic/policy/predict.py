@@ -1,6 +1,6 @@
 """Predict the seconds per training step of a recipe from measured costs.
 
-This is the only cost model. `laconic.auto` chooses recipes with it, `laconic advise` reports its
+This is the cost model. `laconic.auto` chooses recipes with it, `laconic advise` reports its
 predictions, and `make validate-model` compares them with measurements.
 
 Symbols:
@@ -43,19 +43,6 @@ longer on average. ``packets`` is the number of packets that the n ranks send in
 of the message, which takes S seconds; half of them remain when a packet is lost. Packets that are
 lost earlier are sent again while others are still being sent.
 
-Rounds with a quorum of q workers, at most every H steps, let worker i arrive after k_i steps of c_i
-seconds; k_i = H, or at own pace the steps that it takes while the fastest takes H. Then
-
-    t_i     = k_i * c_i + sum_r (T_r + w_r) + s * sqrt(H)
-    closed  = min(largest t, q-th smallest t + grace)
-    seconds = n / sum_i k_i / max(t_i, closed)                              per step of a worker
-
-Every worker takes part in every round, also those that go on computing, so all wait T_r.
-
-Rounds average the module's buffers, too (`buffer_rounds`), as far as training changes them: with
-b such buffers of v bytes, messages of 8 and of 16*b bytes compare digests among all ranks, and a
-message like those of the exchange has v bytes. They travel behind the round's own.
-
 The second term of the maximum is the network's capacity. A collective starts only when its last
 rank has reached it, so collectives with a delay can keep the network busy for at most the share U
 of the time that latency leaves. U_r = 1 for all other rounds and for gossip. A step never takes
@@ -65,17 +52,17 @@ longer than it would without overlap.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import cast
 
 import torch
 
-from laconic.algorithms.compile import buffer_rounds, with_replicas
+from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Mean, QuorumMean
+from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import (
     AnyRound,
     GradientRound,
@@ -84,13 +71,12 @@ from laconic.algorithms.round import (
     describe,
     fragments_of,
 )
-from laconic.algorithms.schedules import After, Every, Schedule, every, own_pace
-from laconic.algorithms.updates import Replace
+from laconic.algorithms.schedules import After, Every, Schedule, every
 from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_channels import bucket_bytes
 from laconic.engine.overlap import AHEAD, turns_at_once
 from laconic.links import cost
-from laconic.parts import Fragment, module_buffers
+from laconic.parts import Fragment
 from laconic.policy.facts import Facts
 
 UTILIZATION = 0.7
@@ -152,18 +138,19 @@ class Load:
 def predict(recipe: Recipe, facts: Facts) -> Prediction:
     """Predict the cost of a step under ``recipe``.
 
-    Rounds inside a group, and all processor work that ``facts`` lacks, count as free.
+    Rounds inside a group, and all processor work that ``facts`` lacks, count as free. Rounds have
+    no quorum: `laconic.advisor.quorum` predicts those.
     """
-    if recipe and all(isinstance(r.exchange, QuorumMean) for r in recipe):
-        return _predict_quorum(recipe, facts)
     rounds = with_replicas(recipe) if facts.ranks > 1 else recipe
     exposed = network = waited = least = serial = sent = synchronous = 0.0
-    for r, load in (*_loads(rounds, facts), *_buffer_loads(recipe, facts)):
+    for r in rounds:
         share = often(r)
+        if not share or not takes_time(r):
+            continue
+        load = load_of(r, facts)
         exposed += share * (load.exposed + load.stretch)
         if r.over != "replica":
-            meets = r.part is module_buffers if isinstance(r, Round) else False
-            meets |= r.exchange.communicates and r.exchange.out_degree is None
+            meets = r.exchange.communicates and r.exchange.out_degree is None
             synchronous += share if meets and not r.delay else 0.0
             network += share * load.network
             waited += share * min(load.exposed, load.network)
@@ -178,74 +165,10 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     return Prediction(total, sent, hidden)
 
 
-def _loads(rounds: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
-    for r in rounds:
-        if takes_time(r) and often(r):
-            yield r, load_of(r, facts)
-
-
 def takes_time(r: AnyRound) -> bool:
     """Whether ``r`` counts: it sends something between workers, or computes Muon's direction."""
     computes = isinstance(r, Round) and r.update.scope == "tensors"
     return r.over != "group" and (r.exchange.communicates or computes)
-
-
-def _buffer_loads(recipe: Recipe, facts: Facts) -> Iterator[tuple[AnyRound, Load]]:
-    """Yield the rounds about the module's buffers that ``recipe`` implies, and what each costs. The
-    ranks compare digests, and send what differs, behind the messages that are under way."""
-    shared = Round(every(1), Replace(), Mean(), module_buffers, over="world")
-    rounds = (shared,) if facts.broadcast else buffer_rounds(recipe)
-    travels = [(r.delay, load.network) for r, load in _loads(recipe, facts) if r.delay]
-    for r in filter(takes_time, rounds if facts.buffers else ()):
-        n = facts.workers * (facts.ranks if r.over == "world" else 1)
-        load, amount = Load(0.0, 0.0, 0.0, 0.0, 0.0), cost.gather(8, n)
-        if facts.changing:
-            amount += cost.gather(16 * len(facts.buffers), n)
-            if facts.broadcast:
-                amount += cost.broadcast(facts.changing, n)
-            else:
-                load = _parameters(r, of_buffers(facts, facts.changing))
-        names = (r.over, "workers")
-        seconds = facts.travel(names, amount, n, 1) + load.network
-        sending = amount.seconds(facts.net(*names).rate, 0.0) + load.sending
-        before = max((t for delay, t in travels if delay == r.delay), default=0.0)
-        exposed = max(seconds - max(r.delay * facts.compute - before, 0.0), 0.0)
-        sent = _external_share(r, facts) * (amount.bytes + load.sent)
-        yield r, Load(seconds, sending, exposed, load.stretch, sent)
-
-
-def of_buffers(facts: Facts, size: int) -> Facts:
-    """Return ``facts`` about ``size`` bytes of buffers in place of the model."""
-    return replace(facts, shapes=((-(-size // 4),),), itemsize=4, work={}, turning=0.0)
-
-
-def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
-    """Predict the cost of a step under a recipe whose rounds close with a quorum. All are due
-    equally often, over workers of one rank, without a delay (`check_quorum`)."""
-    exchange = recipe[0].exchange
-    assert isinstance(exchange, QuorumMean), "selected by `predict`"
-    n, period = facts.workers, round(1 / often(recipe[0]))
-    computes = facts.computes or (facts.compute,) * n
-    fastest = 1 / min(computes) if min(computes) else 0.0
-    other, sent = facts.skew * math.sqrt(period), 0.0
-    about = [(r, facts) for r in recipe]
-    if facts.buffers:  # all of them travel, since not all workers have arrived
-        buffers = of_buffers(facts, sum(facts.buffers))
-        about += [(r, buffers) for r in buffer_rounds(recipe)]
-    for load in (load_of(r, known) for r, known in about):
-        other += load.exposed
-        sent += load.sent
-    steps = [period] * n
-    if exchange.pace == "own":
-        pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace)
-        steps = [pace(1 / c if c else fastest) for c in computes]
-    ends = [k * c + other for k, c in zip(steps, computes, strict=True)]
-    reached = sorted(ends)[min(exchange.workers or n, n) - 1]
-    closed = min(max(ends), reached + exchange.grace)
-    spans = [max(end, closed) for end in ends]
-    rounds = sum(1 / span for span in spans) / n  # of a mean worker, per second
-    seconds = n / sum(k / span for k, span in zip(steps, spans, strict=True))
-    return Prediction(seconds, sent * rounds * seconds)
 
 
 def undisturbed(recipe: Recipe, facts: Facts) -> Facts:
@@ -410,7 +333,7 @@ def elements(r: AnyRound, facts: Facts, n: int, carriers: int = 1) -> int:
     """
     share = fragments_of(r)
     multiple = r.exchange.multiple(n) * carriers
-    return -(-facts.elements * r.update.models // share // multiple) * multiple
+    return -(-facts.elements // share // multiple) * multiple
 
 
 def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:

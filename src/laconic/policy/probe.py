@@ -1,5 +1,4 @@
-"""Probe the network between the ranks of a link: its rate, latency and lost packets, and which
-hosts or workers the others wait for."""
+"""Probe the network between the ranks of a link: its rate, latency and lost packets."""
 
 from __future__ import annotations
 
@@ -8,16 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from laconic.device import synchronize
-from laconic.engine.comparison import digest
 from laconic.engine.session import Session
 from laconic.links import cost
 from laconic.links.link import FAR_SECONDS, Link, Sent
-from laconic.parts import module_buffers
 from laconic.processor import Usage
-from laconic.tensors import itemsize_of, local, parts
+from laconic.tensors import itemsize_of, local
 
 LEAST, MOST, LONG = 2**16, 2**26, 0.1
 """Bytes of the first and of the largest probe. Once a probe takes `LONG` seconds, no larger one is
@@ -40,20 +36,16 @@ difference of two probes, 2 emulated hosts with 100 Mbit/s and a round trip of 4
 Mbit/s."""
 ENOUGH = 1000
 """Packets from which the share of lost ones is computed for the probes alone."""
-UNEQUAL_WORKERS, UNEQUAL_HOSTS = 1.25, 2.5
-"""The slowest worker or host is reported if it is slower than the median by this factor."""
 
 
 class Probed(NamedTuple):
     """What one rank measures: ``rate`` in bit/s; ``latency`` in seconds per message; ``packets``,
-    the number that it has sent; ``again``, how many of them were sent again; ``speeds``, the rate
-    in bit/s at which its bytes reached each rank."""
+    the number that it has sent, and ``again``, how many of them were sent again."""
 
     rate: float
     latency: float
     packets: int
     again: int
-    speeds: list[float]
 
 
 def probe(link: Link, device: torch.device) -> Probed:
@@ -68,7 +60,7 @@ def probe(link: Link, device: torch.device) -> Probed:
     """
     n = link.size
     if n == 1:  # in an elastic run
-        return Probed(0.0, 0.0, 0, 0, [0.0])
+        return Probed(0.0, 0.0, 0, 0)
     earlier = link.sent()
     link.gather(torch.zeros(1, device=device))  # all ranks begin together
     latency = sorted(timed(link, device, n) for _ in range(SMALL))[1]  # lost packets delay some
@@ -93,15 +85,14 @@ def probe(link: Link, device: torch.device) -> Probed:
         burst = again > CLEARLY * seconds
         seconds = again if burst else min(seconds, again)
     sent = cost.all_to_all(size, n).bytes - cost.all_to_all(before[0], n).bytes
-    later = link.sent()
-    packets, again = _packets(later)
+    packets, again = _packets(link.sent())
     if packets - _packets(earlier)[0] >= ENOUGH:  # else too few to tell: all that were ever sent
         packets, again = packets - _packets(earlier)[0], again - _packets(earlier)[1]
     longer = seconds - before[1]
     if far or burst or longer < seconds / 4:  # the one before was fast, or delayed: this one's rate
         sent, longer = cost.all_to_all(size, n).bytes, seconds - (latency if far else 0.0)
     rate = 8 * sent / max(longer, 1e-9)
-    return Probed(rate, latency, packets, again, speeds(earlier, later, n))
+    return Probed(rate, latency, packets, again)
 
 
 def _steady(taken: Sequence[tuple[int, float]]) -> bool:
@@ -136,80 +127,6 @@ def _now(device: torch.device) -> float:
     """The time in seconds, after the GPU has finished its work."""
     synchronize(device)
     return time.perf_counter()
-
-
-def speeds(earlier: Mapping[int, Sent], later: Mapping[int, Sent], n: int) -> list[float]:
-    """The bit/s at which this rank's bytes have arrived at each of ``n`` ranks; 0 if not known."""
-    return [_speed(earlier, later, rank) for rank in range(n)]
-
-
-def _speed(earlier: Mapping[int, Sent], later: Mapping[int, Sent], rank: int) -> float:
-    if rank not in earlier or rank not in later:
-        return 0.0
-    seconds = later[rank].seconds - earlier[rank].seconds
-    return 8 * (later[rank].bytes - earlier[rank].bytes) / seconds if seconds > 0 else 0.0
-
-
-def unequal_workers(computes: Tensor) -> bool:
-    """Whether the slowest rank's steps take so much longer than the median rank's."""
-    usual = float(computes.median())
-    return usual > 0 and float(computes.max()) >= UNEQUAL_WORKERS * usual
-
-
-def own_rates(speeds: Tensor) -> Tensor:
-    """How fast each rank's network is, relative to the others, from the speeds at which each rank
-    (rows) sends to each (columns): as fast as its fastest connection, in the slower of the two
-    directions."""
-    return torch.minimum(speeds.amax(0), speeds.amax(1))
-
-
-def unequal_hosts(rates: Tensor) -> bool:
-    """Whether the slowest network is so much slower than the median one. Which of two is slow,
-    nobody can tell."""
-    slowest = float(rates.min())
-    return len(rates) > 2 and slowest > 0 and float(rates.median()) >= UNEQUAL_HOSTS * slowest
-
-
-def slow_host(speeds: Tensor) -> str:
-    """A clause on the rank whose network is slowest, from the `speeds` of all ranks; empty if it is
-    about as fast as the median rank's."""
-    if len(speeds) != speeds.shape[1]:  # a worker was lost since it was measured
-        return ""
-    rates = own_rates(speeds)
-    if not unequal_hosts(rates):
-        return ""
-    factor = float(rates.median() / rates.min())
-    return (
-        f"; the network of rank {int(rates.argmin())} is {factor:.2g} times slower than "
-        "the median rank's, and the others wait for it"
-    )
-
-
-class BufferWatch:
-    """Notes the buffers of ``model`` that rounds average, or with ``every`` all of them, to find
-    out which of them training changes."""
-
-    def __init__(self, model: nn.Module, *, every: bool = False) -> None:
-        self._model, self._every = model, every
-        self._before = self._digests()
-
-    def _named(self) -> dict[str, Tensor]:
-        if not self._every:
-            return module_buffers(self._model)[0]
-        return {name: local(b) for name, b in self._model.named_buffers()}
-
-    def _digests(self) -> dict[str, int]:
-        return {name: digest(parts(b).values()) for name, b in self._named().items()}
-
-    def sizes(self) -> tuple[tuple[int, ...], int]:
-        """The bytes of each buffer, and of those together that have changed."""
-        sizes = {
-            name: sum(part.numel() * part.element_size() for part in parts(b).values())
-            for name, b in self._named().items()
-        }
-        now = self._digests()
-        changed = sum(size for name, size in sizes.items() if now[name] != self._before.get(name))
-        return tuple(sizes.values()), changed
 
 
 def shapes_of(session: Session) -> tuple[tuple[tuple[int, ...], ...], int]:

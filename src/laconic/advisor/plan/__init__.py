@@ -7,7 +7,6 @@ run.py        what both kinds of simulations share: clocks, step times at random
 together.py  the simulation of rounds that wait for all workers
 quorum.py    the simulation of rounds that close with a quorum
 simulate.py  one run, and its result
-report.py    figures with their ranges, what limits the run, and what would help
-measured.py  a cluster from the metrics of a real run
+report.py    figures with their ranges, and what limits the run
 show.py      all of that as text
 """

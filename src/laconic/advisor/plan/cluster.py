@@ -23,7 +23,7 @@ Policy = Literal["elastic", "static"]
 
 SPREAD = 0.05
 """Default standard deviation of a worker's step times, as a share of their mean. It is an
-assumption: measure yours with ``--from-metrics``."""
+assumption."""
 MOST_LOSS = 0.1
 """Share of lost packets above which the model does not hold: TCP comes nearly to a halt."""
 

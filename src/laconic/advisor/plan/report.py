@@ -1,4 +1,4 @@
-"""Plans: figures of several simulated runs with their ranges, what limits a run, and what helps."""
+"""Plans: figures of several simulated runs with their ranges, and what limits a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from laconic.advisor.advice import reason as reason_of
 from laconic.advisor.advice import rows_of
 from laconic.advisor.choices import Choice, choices, steps_of
-from laconic.advisor.plan.cluster import Cluster, Site
+from laconic.advisor.plan.cluster import Cluster
 from laconic.advisor.plan.simulate import Result, check_plannable, recipe_of, simulate_plan
 from laconic.advisor.show import Row
 from laconic.algorithms.round import Recipe
@@ -36,10 +36,6 @@ HORIZON = 2000
 """Without failures, and if its rounds are periodic, a run is alike from beginning to end. Then so
 many steps are simulated, or `PERIODS` periods if these are longer, and continued."""
 PERIODS = 20
-TRIED = 10**7
-"""With a change, at most so many steps of all workers together are simulated."""
-HELPS = 0.05
-"""A change helps if the run takes less time by this share."""
 FIGURES = (
     "seconds", "goodput", "utilization", "bytes", "crossed", "memory", "money", "failures", "joins",
     "restarts",
@@ -88,21 +84,9 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change of the recipe or the cluster. ``gain``: by which share the run is shorter for the
-    same progress; ``money``: what it costs then. ``free``: it only changes the recipe or a
-    setting."""
-
-    what: str
-    gain: float
-    money: float
-    free: bool
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A plan: the ``rows`` that were simulated, the one that is recommended, and why; what limits
-    it; and ``changes`` that help: those that are free first, and then the cheapest."""
+    """A plan: the ``rows`` that were simulated, the one that is recommended, and why; and what
+    limits it."""
 
     cluster: Cluster
     steps: int
@@ -110,7 +94,6 @@ class Plan:
     best: Planned
     reason: str
     limit: str
-    changes: tuple[Change, ...]
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -132,7 +115,6 @@ class Plan:
             "recommendation": self.best.text,
             "reason": self.reason,
             "limit": self.limit,
-            "changes": [asdict(change) for change in self.changes],
             "recipes": rows,
         }
         return json.dumps(finite(plain), indent=2)
@@ -144,13 +126,12 @@ def plan(
     *,
     steps: int = 10_000,
     seeds: int | None = None,
-    changes: bool = True,
 ) -> Plan:
     """Plan a run of ``steps`` steps on ``cluster``.
 
     ``recipes``: those to simulate; none: the ones that ``laconic advise`` compares. ``seeds``: how
-    many runs of each; None: `SEEDS`, or fewer of large plans. ``changes``: whether to look for what
-    would help. Raises ``ValueError`` for a recipe that cannot run on the cluster.
+    many runs of each; None: `SEEDS`, or fewer of large plans. Raises ``ValueError`` for a recipe
+    that cannot run on the cluster.
     """
     check_int("steps", steps, 1)
     large = steps * cluster.workers > LARGE
@@ -158,10 +139,10 @@ def plan(
     if cluster.workers < 2:
         raise ValueError("a plan needs at least 2 workers")
     facts = cluster.facts()
-    compared = list(_plannable(choices(facts), cluster))
     if recipes:
-        wanted = [Choice(text, recipe_of(text, cluster), None, "") for text in recipes]
+        wanted = [Choice(text, recipe_of(text, cluster), "") for text in recipes]
     else:
+        compared = list(_plannable(choices(facts), cluster))
         wanted = _promising(compared, facts, FEW_SIMULATED if large else SIMULATED)
     rows = tuple(_planned(choice, cluster, steps, seeds) for choice in wanted)
     if recipes:
@@ -170,8 +151,7 @@ def plan(
         reason = most if len(rows) > 1 else ""
     else:
         best, reason = _recommended(wanted, rows, facts)
-    found = tuple(_changes(best, cluster, compared, steps)) if changes else ()
-    return Plan(cluster, steps, rows, best, reason, limit(best, cluster), found)
+    return Plan(cluster, steps, rows, best, reason, limit(best, cluster))
 
 
 def _plannable(found: Sequence[Choice], cluster: Cluster) -> Iterator[Choice]:
@@ -184,17 +164,12 @@ def _plannable(found: Sequence[Choice], cluster: Cluster) -> Iterator[Choice]:
 
 
 def _promising(compared: Sequence[Choice], facts: Facts, count: int) -> list[Choice]:
-    """Return ``count`` choices to simulate, in their order. The first is DDP."""
-    others = [c.text for c in _by_progress(compared, facts) if c is not compared[0]]
-    wanted = (compared[0].text, *others[: count - 1])
-    return [c for c in compared if c.text in wanted]
-
-
-def _by_progress(compared: Sequence[Choice], facts: Facts) -> list[Choice]:
-    """Return the choices, first those that are predicted to make the most progress per second. The
-    first one that is given is DDP."""
+    """Return ``count`` choices to simulate, in their order: the first, which is DDP, and those that
+    are predicted to make the most progress per second."""
     rows = {row.recipe: row for row in rows_of(compared, facts)}
-    return sorted(compared, key=lambda c: rows[c.text].seconds * rows[c.text].steps)
+    others = sorted(compared[1:], key=lambda c: rows[c.text].seconds * rows[c.text].steps)
+    wanted = (compared[0], *others[: count - 1])
+    return [c for c in compared if c in wanted]
 
 
 def _planned(choice: Choice, cluster: Cluster, steps: int, seeds: int) -> Planned:
@@ -301,80 +276,3 @@ def bottleneck(cluster: Cluster) -> str:
             share = site.uplink * (n - 1) / (site.workers * (n - site.workers))
             found.append((share, f"the uplink of {site.name}, {format_rate(site.uplink)}"))
     return min(found)[1]
-
-
-# -- what would help ----
-
-
-def _changes(
-    best: Planned, cluster: Cluster, compared: Sequence[Choice], steps: int
-) -> Iterator[Change]:
-    """Yield the changes that help: those that are free first, and then the cheapest."""
-    steps = min(steps, max(HORIZON, TRIED // cluster.workers))
-    base = _run(best.recipe, cluster, steps)
-    if base is None:
-        return
-    now = base.seconds * best.steps_factor
-    found = []
-    for what, recipe, changed, free in _variants(best, cluster, compared):
-        after = _run(recipe, changed, steps)
-        if after is None:
-            continue
-        same = cluster.workers / changed.workers  # as many samples
-        seconds = after.seconds * same * _steps(recipe)[0]
-        if seconds <= (1 - HELPS) * now:
-            found.append(Change(what, 1 - seconds / now, after.money * same, free))
-    yield from sorted(found, key=lambda c: (not c.free, round(c.money, 6), -c.gain))
-
-
-def _run(recipe: Recipe, cluster: Cluster, steps: int) -> Result | None:
-    try:
-        return runs(recipe, cluster, steps, 1)[0]
-    except ValueError:  # it cannot run there
-        return None
-
-
-def _variants(
-    best: Planned, cluster: Cluster, compared: Sequence[Choice]
-) -> Iterator[tuple[str, Recipe, Cluster, bool]]:
-    """Yield changes: what, the recipe, the cluster, and whether it costs nothing by itself."""
-    order = _by_progress(compared, cluster.facts())
-    family = best.text.partition("(")[0]
-    relatives = [c for c in order if c.text.startswith(f"{family}(")]
-    for text, c in {c.text: c for c in [*order[:2], *relatives[:2]]}.items():
-        if c.recipe != best.recipe:
-            yield f"{text} instead", c.recipe, cluster, True
-    recipe, sites = best.recipe, cluster.sites
-    if any(site.uplink is not None for site in sites) and len(sites) > 1:
-        wide = tuple(replace(s, uplink=s.uplink and 2 * s.uplink) for s in sites)
-        yield "uplinks twice as fast", recipe, replace(cluster, sites=wide), False
-    fast = tuple(replace(s, rate=2 * s.rate, download=s.download and 2 * s.download) for s in sites)
-    yield "network interfaces twice as fast", recipe, replace(cluster, sites=fast), False
-    if len(sites) > 1:
-        kinds: dict[Site, Site] = {}
-        for site in sites:
-            kinds.setdefault(replace(site, name=""), site)
-        for site in kinds.values():
-            rest = tuple(other for other in sites if other is not site)
-            if sum(s.workers for s in rest) >= max(2, cluster.failures.min_workers):
-                yield f"without {site.name}", recipe, replace(cluster, sites=rest), True
-    fails = cluster.failures
-    if fails.happen:
-        if fails.policy == "static":
-            elastic = replace(cluster, failures=replace(fails, policy="elastic"))
-            yield "an elastic run (elastic=)", recipe, elastic, True
-            every = _young(cluster)
-            if every != fails.checkpoint:
-                saved = replace(cluster, failures=replace(fails, checkpoint=every))
-                yield f"a checkpoint every {every:,} steps", recipe, saved, True
-        quick = replace(cluster, failures=replace(fails, repair=fails.repair / 2))
-        yield "machines back in half the time", recipe, quick, False
-
-
-def _young(cluster: Cluster) -> int:
-    """Return the steps between two checkpoints that cost least, by Young's formula:
-    ``sqrt(2 * seconds to write one * mean time between failures)`` seconds. Writing one counts as
-    at least a step."""
-    fails = cluster.failures
-    mean = fails.mtbf / cluster.workers
-    return max(round(math.sqrt(2 * max(fails.save, cluster.step) * mean) / cluster.step), 1)

@@ -16,8 +16,6 @@ LEGEND = (
     "time: of the whole run; steps: needed per step of ddp() for the same loss (~: not measured); "
     "goodput: share of the workers' time in steps that count; GB: sent by a worker; all medians"
 )
-UPGRADE = ", without the price of the upgrade"
-"""Faster networks and repairs have a price that is not in the description."""
 LONG = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
@@ -29,7 +27,7 @@ def text(plan: Plan) -> Iterator[str]:
 
 
 def answer(plan: Plan) -> Iterator[str]:
-    """Yield the answer: the recipe and its time, where that goes, the cost, and what would help."""
+    """Yield the answer: the recipe and its time, where that goes, and the cost."""
     best, cluster = plan.best, plan.cluster
     sites = "one site" if len(cluster.sites) == 1 else f"{len(cluster.sites)} sites"
     yield (
@@ -52,7 +50,6 @@ def answer(plan: Plan) -> Iterator[str]:
         f"{format_bytes(first.memory)} of memory for rounds"
         f"{f'; price {spread(money, three_digits)}' if money.high else ''}."
     )
-    yield _help(plan)
     if best.steps_factor > 1.005:
         more = best.steps_factor
         paid = f", price {three_digits(money.median * more)}" if money.high else ""
@@ -66,18 +63,6 @@ def answer(plan: Plan) -> Iterator[str]:
     elastic = fails.happen and fails.policy == "elastic"
     option = ', elastic=laconic.Elastic("HOST:29400")' if elastic else ""
     yield f"    sync = laconic.attach(model, optimizer, {qualified(best.text)}{option})"
-
-
-def _help(plan: Plan) -> str:
-    if not plan.changes:
-        return "No change that was tried would shorten the run by 5% or more."
-    first = next((c for c in plan.changes if c.free), plan.changes[0])
-    rest = [c for c in plan.changes if c is not first]
-    more = [f"{c.what} ({c.gain:.0%}{'' if c.free else UPGRADE})" for c in rest[:2]]
-    price = f", for {three_digits(first.money)} in all" if first.money else ""
-    head = "Cheapest change that helps" if first.free else "Change that helps"
-    text = f"{head}: {first.what}, {first.gain:.0%} shorter{price}{'' if first.free else UPGRADE}."
-    return text + (f" Also: {'; '.join(more)}." if more else "")
 
 
 def _cells(row: Planned, plan: Plan) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """With whom a message is exchanged, and how it is encoded."""
 
-from laconic.algorithms.exchanges.coded import CodedMean, GatheredMean, ReplicatedMean, coded
-from laconic.algorithms.exchanges.demo import FastComponents
+from laconic.algorithms.exchanges.coded import CodedMean, ReplicatedMean
 from laconic.algorithms.exchanges.leader import Leader
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.exchanges.mean import Alone, Identical, Mean, ShardedMean
@@ -11,8 +10,6 @@ from laconic.algorithms.exchanges.quorum import QuorumMean
 __all__ = [
     "Alone",
     "CodedMean",
-    "FastComponents",
-    "GatheredMean",
     "Identical",
     "Leader",
     "LowRank",
@@ -21,5 +18,4 @@ __all__ = [
     "QuorumMean",
     "ReplicatedMean",
     "ShardedMean",
-    "coded",
 ]

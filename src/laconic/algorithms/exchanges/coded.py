@@ -1,27 +1,25 @@
 """The mean over all workers of coded messages, with error feedback in both directions.
 
-Symbols: b is the feedback; r is the last result, which all workers have in common (0 for gradients,
-whose mean does not depend on earlier means); Q is the codec. Worker j owns slice j of every bucket:
+Symbols: r is the last result, which all workers have in common (0 for gradients, whose mean does
+not depend on earlier means); Q is the codec. Worker j owns slice j of every bucket:
 
-    worker i:          v = m_i - r + b*e_i ;  q_i = Q(v) ;  e_i <- v - q_i
-    owner, its slice:  mean = r + b*o + (1/n) sum_i q_i ;  c = combine(mean)
+    worker i:          v = m_i - r + e_i ;  q_i = Q(v) ;  e_i <- v - q_i
+    owner, its slice:  mean = r + o + (1/n) sum_i q_i ;  c = combine(mean)
                        w = c - r ;  p = Q(w) ;  o <- w - p
     everyone:          r <- r + p , the result of the round
 
 `ReplicatedMean`, for workers that come and go, codes the mean, and every worker combines it:
 
-    owner, its slice:  w = b*o + (1/n) sum_i q_i ;  p = Q(w) ;  o <- w - p
+    owner, its slice:  w = o + (1/n) sum_i q_i ;  p = Q(w) ;  o <- w - p
     everyone:          c = combine(r + p) ;  r <- c , the result of the round
 
 Error feedback: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv 1901.09847. In
 both directions: Tang et al., ICML 2019, arXiv 1905.05957 (DoubleSqueeze). The next round sends what
-this one leaves out. With b = 1, what was sent plus the residuals e and o equals the sum of all
-messages.
+this one leaves out: what was sent plus the residuals e and o equals the sum of all messages.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,26 +27,96 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival, Combine, Exchange
-from laconic.algorithms.exchanges.coding import (
-    Coded,
-    Encoder,
-    SlicedMean,
-    add_decoded,
-    nonfinite_rows,
-    raise_if_nonfinite,
-    shifted,
-)
 from laconic.algorithms.exchanges.mean import Mean
-from laconic.algorithms.update import Clock, Slot, State
-from laconic.codecs import Codec, codec_of
+from laconic.algorithms.update import Clock, Sends, Slot, State
+from laconic.codecs import Codec
+from laconic.codecs.codec import check_repr
+from laconic.errors import NotFiniteError, check_bool
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink
-from laconic.tensors import mean_in_rank_order, state_dtype
+from laconic.tensors import state_dtype
+
+NOT_FINITE = 255
+"""Marks a message that its codec could not encode: all of its bytes have this value. No code
+consists of such bytes alone, so all ranks learn of the failure from the message itself and raise
+the same error."""
 
 
 @dataclass(frozen=True)
-class CodedMean(SlicedMean):
+class Coded(Exchange):
+    """A mean whose messages are coded by slices, one for each worker. ``codec``: how.
+    ``relative``: code the difference from the last result. Parameters need this, because they
+    change little between rounds. Gradients are coded as they are."""
+
+    codec: Codec
+    relative: bool
+
+    agrees = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise ValueError(
+                f"codec must be a laconic.codecs.Codec, such as laconic.codecs.Int4(), not "
+                f"{self.codec!r}"
+            )
+        check_repr(self.codec)
+        check_bool("relative", self.relative)
+
+    @property
+    def accepts(self) -> Sends:
+        # unless they are relative, whole parameters would lose their low bits in every round
+        return "model" if self.relative else "change"
+
+    def multiple(self, n: int) -> int:
+        return n * self.codec.grain
+
+    def init(self, x: Tensor, owned: slice) -> State:
+        check_codable(self.codec, x)
+        state = {"reference": x} if self.relative else {}
+        return {**state, "residual": torch.zeros_like(x), "lag": torch.zeros_like(x[owned])}
+
+    def rebase(self, x: Tensor, state: State) -> None:
+        if self.relative:
+            state["reference"].copy_(x)
+            state["lag"].zero_()
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        each = -(-length // self.multiple(n)) * self.codec.grain
+        size = n * self.codec.nbytes(each)
+        return cost.all_to_all(size, n) + cost.all_gather(size, n)
+
+    async def reduce_scatter(
+        self, link: AsyncLink, message: Tensor, state: State
+    ) -> tuple[Tensor, Tensor]:
+        """Return v - q, and the mean of the codes received for this rank's slice."""
+        residual = message.to(state_dtype(message.dtype)).contiguous()
+        each = residual.numel() // link.size
+        payload = self._rows(link.size, each, residual.device)
+        less, plus = state.get("reference"), state["residual"]
+        failure = _encode(self.codec, residual, less, plus, payload.view(-1))
+        rows, mean = torch.empty_like(payload), residual.new_empty(each)
+        await link.all_to_all(payload, rows)
+        _raise_if_nonfinite(rows, failure)
+        self.codec.decode_mean(rows, mean)
+        return residual, mean
+
+    async def all_gather(self, link: AsyncLink, w: Tensor, less: Tensor | None = None) -> Tensor:
+        """Return the codes of all ranks' w - less, one after the other. Leaves w - less - p in
+        w."""
+        rows = self._rows(link.size, len(w), w.device)
+        failure = _encode(self.codec, w, less, None, rows[link.rank])
+        await link.all_gather(rows[link.rank], rows.view(-1))
+        _raise_if_nonfinite(rows, failure)
+        return rows.view(-1)
+
+    def _rows(self, n: int, each: int, device: torch.device) -> Tensor:
+        """Return memory for the codes of n slices of ``each`` elements."""
+        return torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=device)
+
+
+@dataclass(frozen=True)
+class CodedMean(Coded):
     """The mean with codes in both directions. All workers hold the same bits afterward.
 
     1. Slices are coded and exchanged by an all-to-all.
@@ -60,116 +128,46 @@ class CodedMean(SlicedMean):
     the reference, each as long as the message; and the owner's residual, 1/n of that length.
     """
 
+    slots: ClassVar[dict[str, Slot]] = {
+        "reference": "everywhere",
+        "residual": "private",
+        "lag": "owner",
+    }
+
     def owners(self, n: int) -> int | None:
         return n
 
     def replicated(self) -> Exchange:
-        return ReplicatedMean(self.codec, self.relative, self.feedback)
+        return ReplicatedMean(self.codec, self.relative)
 
     def collect(self, state: State, owned: slice, n: int) -> None:
-        if self.feedback:
-            state["residual"][owned].add_(state["lag"], alpha=n)  # the mean divides it by n
-            state["lag"].zero_()
+        state["residual"][owned].add_(state["lag"], alpha=n)  # the mean divides it by n
+        state["lag"].zero_()
 
     async def run(
         self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
-        residual, mean = await self.reduce_scatter(link, message, clock, state)
-        n, rank, each = link.size, link.rank, mean.numel()
-        own = slice(rank * each, (rank + 1) * each)
-        if self.feedback:
-            mean.add_(state["lag"], alpha=self.feedback)
+        residual, mean = await self.reduce_scatter(link, message, state)
+        own, less = self.region(link, len(residual)), None
+        mean.add_(state["lag"])
         if self.relative:
-            mean.add_(state["reference"][own])
+            less = state["reference"][own]
+            mean.add_(less)
         result = combine(mean)
         w = result if result is mean else result.clone()  # result may be the update's state
-        less = state["reference"][own] if self.relative else None
-        rows = self.rows(n, each, w.device)
-
-        def save_residuals() -> None:
-            if self.feedback:
-                state["residual"].copy_(residual)  # e <- v - q
-                state["lag"].copy_(w)  # o <- w - p
-
-        if not self.relative or len(self.split(each, clock, w.device).ends) == 1:
-            await self.all_gather(link, w, rows, clock, less)
-            save_residuals()
-            if self.relative:
-                add_decoded(self.codec, rows.view(-1), state["reference"])
-                return Arrival(state["reference"], lent=True)
-            fits = residual.dtype == torch.float32
-            received = self.codec.decode(rows.view(-1), len(residual), residual if fits else None)
-            return Arrival(received.to(residual.dtype))
-
-        suspects: list[tuple[int, slice, slice]] = []
-
-        def use(r: int, part: slice, elements: slice) -> None:
-            if r == rank and part.start == 0:
-                save_residuals()
-            if nonfinite_rows(rows[r : r + 1, part]):
-                suspects.append((r, part, elements))  # not a code if the whole row is marked
-            else:
-                add(r, part, elements)
-
-        def add(r: int, part: slice, elements: slice) -> None:
-            at = shifted(elements, r * each)
-            add_decoded(self.codec, rows[r, part], state["reference"][at])
-
-        try:
-            await self.all_gather(link, w, rows, clock, less, use)
-            for r, part, elements in suspects:
-                add(r, part, elements)
-        except BaseException:  # other ranks may have completed it: NaN makes this state unloadable
-            state["reference"].fill_(math.nan)
-            raise
-        return Arrival(state["reference"], lent=True)
-
-
-@dataclass(frozen=True)
-class GatheredMean(Coded):
-    """The mean with one code: every worker sends its coded message to every other.
-
-    All workers decode and sum the messages in rank order. This suits codes so short that n of them
-    are still small, and whose sum would lose too much by being coded again, such as `TopK`.
-
-    Sends (n-1) times the coded message. Every worker combines everything and stores all state.
-    """
-
-    def multiple(self, n: int) -> int:
-        return 1
-
-    def replicated(self) -> Exchange:
-        return self
-
-    def cost(self, length: int, itemsize: int, n: int) -> Cost:
-        return cost.gather(self.codec.nbytes(length), n)
-
-    async def run(
-        self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
-    ) -> Arrival:
-        length = len(message)
-        residual = message.to(state_dtype(message.dtype)).contiguous()
-        payload = torch.empty(self.codec.nbytes(length), dtype=torch.uint8, device=residual.device)
-        encoder = Encoder(self, residual, state.get("reference"), state.get("residual"))
-        encoder.code(slice(0, length), payload)
-        rows = await link.gather(payload)
-        raise_if_nonfinite(rows, encoder.failure)
-        mean = mean_in_rank_order(
-            (self.codec.decode(row, length).to(residual.dtype) for row in rows), reuse=True
-        )
-        if self.feedback:
-            state["residual"].copy_(residual)  # e <- v - q
+        codes = await self.all_gather(link, w, less)
+        state["residual"].copy_(residual)  # e <- v - q
+        state["lag"].copy_(w)  # o <- w - p
         if self.relative:
-            mean.add_(state["reference"])
-        received = combine(mean)
-        if not self.relative:
-            return Arrival(received.clone())
-        state["reference"].copy_(received)
-        return Arrival(state["reference"], lent=True)
+            add_decoded(self.codec, codes, state["reference"])
+            return Arrival(state["reference"], lent=True)
+        fits = residual.dtype == torch.float32
+        received = self.codec.decode(codes, len(residual), residual if fits else None)
+        return Arrival(received.to(residual.dtype))
 
 
 @dataclass(frozen=True)
-class ReplicatedMean(SlicedMean):
+class ReplicatedMean(Coded):
     """The mean with codes in both directions, for any number of workers.
 
     Messages of any length are padded for the number of workers of the round. ``lag`` is o, as long
@@ -180,8 +178,8 @@ class ReplicatedMean(SlicedMean):
 
     slots: ClassVar[dict[str, Slot]] = {
         "reference": "everywhere",
-        "residual": "pooled",
-        "lag": "pooled",
+        "residual": "private",
+        "lag": "private",
     }
 
     def replicated(self) -> Exchange:
@@ -193,24 +191,21 @@ class ReplicatedMean(SlicedMean):
         n, rank, length = link.size, link.rank, message.numel()
         padding = -length % self.multiple(n)
         padded = {name: _padded(t, padding) for name, t in state.items() if name != "lag"}
-        residual, w = await self.reduce_scatter(link, _padded(message, padding), clock, padded)
+        residual, w = await self.reduce_scatter(link, _padded(message, padding), padded)
         each = w.numel()
         own = slice(rank * each, (rank + 1) * each)
         mine = slice(own.start, max(min(own.stop, length), own.start))
-        if self.feedback:
-            lag = state["lag"][mine]
-            w[: len(lag)].add_(lag, alpha=self.feedback)
-        rows = self.rows(n, each, w.device)
-        await self.all_gather(link, w, rows, clock)
-        mean = self.codec.decode(rows.view(-1), n * each)[:length].to(residual.dtype)
-        if self.feedback:
-            state["residual"].copy_(residual[:length])  # e <- v - q
-            for at in (slice(0, mine.start), slice(mine.stop, length)):
-                elsewhere = state["lag"][at]
-                if elsewhere.any():  # the slices have changed
-                    state["residual"][at].add_(elsewhere, alpha=n)
-                    elsewhere.zero_()
-            state["lag"][mine] = w[: len(state["lag"][mine])]  # o <- w - p
+        lag = state["lag"][mine]
+        w[: len(lag)].add_(lag)
+        codes = await self.all_gather(link, w)
+        mean = self.codec.decode(codes, n * each)[:length].to(residual.dtype)
+        state["residual"].copy_(residual[:length])  # e <- v - q
+        for at in (slice(0, mine.start), slice(mine.stop, length)):
+            elsewhere = state["lag"][at]
+            if elsewhere.any():  # the slices have changed
+                state["residual"][at].add_(elsewhere, alpha=n)
+                elsewhere.zero_()
+        lag.copy_(w[: len(lag)])  # o <- w - p
         if not self.relative:
             return Arrival(combine(mean).clone())
         state["reference"].copy_(combine(mean.add_(state["reference"])))
@@ -244,8 +239,44 @@ def _padded(t: Tensor, padding: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, padding)) if padding else t
 
 
-def coded(codec: Codec | str, *, relative: bool, feedback: float = 1.0) -> Exchange:
-    """Return the exchange for the mean of messages coded with ``codec``."""
-    codec = codec_of(codec)
-    kind = GatheredMean if codec.gathered else CodedMean
-    return kind(codec, relative, feedback)
+def check_codable(codec: object, x: Tensor) -> None:
+    """Raise ``ValueError`` if ``codec`` cannot code parameters like ``x``."""
+    if not x.is_floating_point():
+        raise ValueError(
+            f"{codec} codes floating-point parameters only, not {x.dtype}: choose a recipe that "
+            "does not code them, without codec="
+        )
+
+
+def add_decoded(codec: Codec, payload: Tensor, x: Tensor) -> None:
+    """Compute ``x <- x + Q``, where ``payload`` is the code of Q."""
+    if x.dtype == torch.float32:
+        codec.decode(payload, len(x), x, add=True)
+    else:
+        x += codec.decode(payload, len(x))
+
+
+def _encode(codec: Codec, x: Tensor, less: Tensor | None, plus: Tensor | None, out: Tensor) -> str:
+    """Code x - less + plus into ``out``, and leave the coding errors in x. Return why that cannot
+    be done; ``out`` is then `NOT_FINITE`."""
+    try:
+        codec.encode(x, less=less, plus=plus, subtract=True, out=out)
+    except NotFiniteError as error:
+        out.fill_(NOT_FINITE)
+        return str(error) or f"{codec} could not encode it"
+    return ""
+
+
+def nonfinite_rows(rows: Tensor) -> list[int]:
+    """Return the indices of the ``rows`` that hold nothing but `NOT_FINITE`."""
+    first = rows[:, 0].tolist()
+    return [
+        r for r, byte in enumerate(first) if byte == NOT_FINITE and bool((rows[r] == byte).all())
+    ]
+
+
+def _raise_if_nonfinite(rows: Tensor, own: str) -> None:
+    """Raise the same error on every rank if any row holds nothing but `NOT_FINITE`."""
+    if ranks := nonfinite_rows(rows):
+        here = f"; on this rank: {own}" if own else ""
+        raise NotFiniteError(f"ranks {ranks} of its link had NaN or infinite values to send{here}")

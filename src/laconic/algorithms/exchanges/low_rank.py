@@ -81,7 +81,7 @@ class LowRank(Exchange):
 
     agrees = True
     scope = "tensors"
-    slots: ClassVar[dict[str, Slot]] = {"residual": "pooled", "basis": "everywhere"}
+    slots: ClassVar[dict[str, Slot]] = {"residual": "private", "basis": "everywhere"}
 
     def __post_init__(self) -> None:
         check_int("rank", self.rank, 1)

@@ -84,6 +84,3 @@ class Identical(Alone):
     mean. For rounds over a recipe that averages gradients in every step, such as `ddp`."""
 
     agrees = True
-
-    def replicated(self) -> Exchange:
-        return self

@@ -57,7 +57,7 @@ class Push(Exchange):
             parcel = _with_weight(message, clock.weight * share)
         parcels = await link.swap(parcel, peers, sources)
         for source, received in zip(sources, parcels, strict=True):
-            if received is None:  # that worker is lost, with what it had
+            if received is None:  # a newcomer repeats a round: nobody else has this message
                 continue
             share = 1.0 if weighted else self.graph.share(link.rank, source, *at)
             total.add_(received[: len(message)], alpha=share)

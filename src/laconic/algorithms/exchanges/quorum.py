@@ -12,7 +12,7 @@ from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.exchanges.coded import ReplicatedMean
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.update import Clock, State
-from laconic.codecs import CODECS, Codec
+from laconic.codecs import Codec
 from laconic.errors import check_choice, check_float, check_int
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink
@@ -58,12 +58,6 @@ class QuorumMean(Exchange):
             check_int("quorum", self.workers, 1)
         check_float("grace", self.grace, 0.0)
         check_choice("pace", self.pace, get_args(Pace))
-        if self.codec is not None and getattr(self.codec, "gathered", True):
-            names = [name for name, codec in CODECS.items() if not codec.gathered]
-            raise ValueError(
-                "rounds with a quorum code their results, too, which needs a codec such as "
-                f"{', '.join(names)}, not {self.codec!r}"
-            )
         object.__setattr__(self, "slots", self.inner.slots)
 
     @property

@@ -6,11 +6,9 @@ from laconic.algorithms.updates.elastic import Elastic
 from laconic.algorithms.updates.leader_pull import LeaderPull
 from laconic.algorithms.updates.mix import Mix
 from laconic.algorithms.updates.muon_step import MuonStep
-from laconic.algorithms.updates.noloco import NoLoCo
 from laconic.algorithms.updates.outer_step import OuterStep
 from laconic.algorithms.updates.own_step import OwnStep
 from laconic.algorithms.updates.push_sum import PushSum
-from laconic.algorithms.updates.sign import Sign
 from laconic.algorithms.updates.slow_momentum import SlowMomentum, momentum_for
 
 __all__ = [
@@ -20,13 +18,11 @@ __all__ = [
     "LeaderPull",
     "Mix",
     "MuonStep",
-    "NoLoCo",
     "OuterStep",
     "OwnStep",
     "PushSum",
     "Replace",
     "RoundedAverage",
-    "Sign",
     "SlowMomentum",
     "momentum_for",
 ]

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from laconic.codecs import kernels
 from laconic.device import ACCELERATORS
 from laconic.errors import install
-from laconic.lab.doctor.connections import connections
 from laconic.lab.doctor.finding import Finding, check
 from laconic.lab.emulation.cluster import (
     Cluster,
@@ -28,7 +27,7 @@ from laconic.lab.emulation.cluster import (
     NamespacesUnavailable,
     Network,
 )
-from laconic.links import frames
+from laconic.links import congestion, frames, job_secret, tls
 from laconic.links.addresses import address_of, address_toward
 from laconic.version import __version__
 
@@ -105,22 +104,9 @@ def software() -> list[Finding]:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return the addresses of this host's interfaces, by name. Empty on systems but Linux."""
-    found = {name: _ipv6(name) for _, name in socket.if_nameindex()}
-    if sys.platform == "linux":
-        for name, addresses in found.items():
-            addresses[:0] = filter(None, [address_of(name)])
-    return found
-
-
-def _ipv6(name: str) -> list[str]:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().split("\n")
-    except OSError:
-        return []
-    fields = [line.split() for line in lines]
-    packed = [f[0] for f in fields if len(f) == 6 and f[5] == name]
-    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(p)) for p in packed]
+    """Return the address of each of this host's interfaces, by name."""
+    names = [name for _, name in socket.if_nameindex()]
+    return {name: [found] if (found := address_of(name)) else [] for name in names}
 
 
 def network(
@@ -158,8 +144,6 @@ def network(
             remedy = f"set it to one of {', '.join(usable) or 'none'}, or unset it"
             found.append(Finding("problem", group, f"GLOO_SOCKET_IFNAME={name} {what}", remedy))
     master = environ.get("MASTER_ADDR", "")
-    if master:
-        found.append(_route(master, usable, named))
     if not named:
         found += _hostname(master, others, hostname_addresses)
     return found
@@ -167,26 +151,6 @@ def network(
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
-
-
-def _route(master: str, usable: Mapping[str, Sequence[str]], named: Sequence[str]) -> Finding:
-    """Check which interface leads to the host of rank 0."""
-    address = address_toward(master)
-    if address is None:
-        remedy = "set it to the address of rank 0's host, or add the name to /etc/hosts"
-        text = f"MASTER_ADDR={master} does not resolve, or there is no route to it"
-        return Finding("problem", "network", text, remedy)
-    names = [name for name, addresses in usable.items() if address in addresses]
-    interface = ", ".join(names) or "an unknown interface"
-    text = f"MASTER_ADDR={master} is reached from {address}, {interface}"
-    if named and names and not set(named) & set(names):
-        return Finding(
-            "warning",
-            "network",
-            f"{text}; but GLOO_SOCKET_IFNAME={','.join(named)}",
-            f"set GLOO_SOCKET_IFNAME={names[0]}, unless you mean to use the other network",
-        )
-    return Finding("ok", "network", text)
 
 
 def _hostname(master: str, others: Sequence[str], resolved: Sequence[str] | None) -> list[Finding]:
@@ -213,6 +177,26 @@ def _hostname(master: str, others: Sequence[str], resolved: Sequence[str] | None
     remote = bool(master) and not _is_loopback(address_toward(master) or "127.0.0.1")
     text = what if remote else f"{what} (a single host works)"
     return [Finding("problem" if remote else "warning", "network", text, remedy)]
+
+
+# -- laconic's own connections ----
+
+
+def connections() -> list[Finding]:
+    """Check the variables of laconic's own connections, and how they are secured."""
+    group = "connections"
+    try:
+        found, secret = tls.contexts(), job_secret.read()
+        congestion.chosen()
+    except ValueError as error:
+        return [Finding("problem", group, str(error), "correct the variable or the file")]
+    if found is not None:
+        text = "TLS is on: what workers send can be neither read nor changed on the way"
+    elif secret is not None:
+        text = "TLS is off, and workers prove that they have the secret: packets can be read"
+    else:
+        text = "TLS is off: who reads packets can read the model, and can take a worker's place"
+    return [Finding("ok", group, text)]
 
 
 # -- lab ----

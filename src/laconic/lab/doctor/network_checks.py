@@ -1,47 +1,45 @@
-"""Check the network between hosts: who is there, who reaches whom, and versions.
+"""Check the network between hosts, by the connections that training uses.
 
-Every host listens on a free port and publishes it in torch's store, which rank 0 serves at
-MASTER_ADDR:MASTER_PORT. Then each host connects to every other. Every wait has a timeout: a host
-that does not join or stops answering is a finding.
+Hosts announce themselves in torch's store, which rank 0 serves at MASTER_ADDR:MASTER_PORT. Once all
+are there, they connect as for `laconic.attach`, and measure the network as `laconic.auto` does.
+Every wait has a timeout: a host that does not join, or that another one does not reach, is a
+finding.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from laconic.lab.doctor import connections
-from laconic.lab.doctor.finding import Finding
+from laconic.advisor.network import own_rates, speed_to, unequal_hosts
+from laconic.lab.doctor.finding import Finding, Level, check
 from laconic.lab.doctor.host_checks import Environment, versions
-from laconic.lab.doctor.network_findings import (
-    GROUP,
-    NetworkReport,
-    advice,
-    congestion_findings,
-    connection_findings,
-    connection_remedy,
-    differences,
-    ranks_text,
-    rate_findings,
-)
-from laconic.lab.doctor.probes import CONNECT_SECONDS, HostInfo, Listener, Pair, Rate, ping, reason
-from laconic.lab.doctor.probes import send as send_bulk
-from laconic.links.addresses import address_toward
+from laconic.links import congestion
 from laconic.links.attempts import listen_at, serve
+from laconic.links.rank_sets import agreed_link
+from laconic.policy.choice import lost_share
+from laconic.policy.probe import probe
+from laconic.units import format_rate, format_seconds, format_share, three_digits
 
-AT_ONCE = 16
-GRACE_SECONDS = 15.0
-"""Time that every stage of the check may take beyond its minimum."""
-_RESTART = "check rank 0's host, then run laconic doctor again on all hosts"
+GROUP = "between hosts"
+GRACE_SECONDS = 5.0
+"""How much longer than rank 0 the others wait for the hosts, and rank 0 for the others' end."""
+PROBE_SECONDS = 30.0
+"""The most that measuring takes."""
+BBR_REMEDY = (
+    "load BBR on every host (modprobe tcp_bbr), and allow it to users: "
+    'sysctl net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"'
+)
 
 
 @dataclass(frozen=True)
@@ -68,32 +66,42 @@ class Rendezvous:
                 f"master must be HOST:PORT with a port from 1 to 65535, not {self.host}:{self.port}"
             )
 
+    @property
+    def remedy(self) -> str:
+        """What to do where hosts do not reach each other."""
+        return (
+            "check that --master (or MASTER_ADDR) is an address of rank 0's host with a free port, "
+            "and that GLOO_SOCKET_IFNAME, if set, names the network between the hosts; let the "
+            f"firewalls pass TCP between all hosts: port {self.port}, and the ports of "
+            "net.ipv4.ip_local_port_range or LACONIC_PORTS"
+        )
+
 
 def rendezvous_of(environ: Environment) -> Rendezvous:
     """Return the rendezvous in torchrun's variables.
 
-    Raises ``ValueError`` if some of the variables are missing.
+    Raises ``ValueError`` if some of the variables are missing or no numbers.
     """
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in environ:
-            raise ValueError(f"RANK is set, as by torchrun, but {name} is not")
     by_host = "GROUP_RANK" in environ and "GROUP_WORLD_SIZE" in environ
-    rank, world = ("GROUP_RANK", "GROUP_WORLD_SIZE") if by_host else ("RANK", "WORLD_SIZE")
-    numbers = {}
-    for name in (rank, world, "MASTER_PORT"):
-        try:
-            numbers[name] = int(environ[name])
-        except ValueError:
-            raise ValueError(
-                f"the variable {name} must be an integer, not {environ[name]!r}"
-            ) from None
-    return Rendezvous(
-        numbers[rank],
-        numbers[world],
-        environ["MASTER_ADDR"],
-        numbers["MASTER_PORT"],
-        agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    names = ("GROUP_RANK", "GROUP_WORLD_SIZE") if by_host else ("RANK", "WORLD_SIZE")
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        rank, world, port = (int(environ[name]) for name in (*names, "MASTER_PORT"))
+        return Rendezvous(rank, world, environ["MASTER_ADDR"], port, agent)
+    except KeyError as error:
+        raise ValueError(f"RANK is set, as by torchrun, but {error.args[0]} is not") from None
+
+
+@dataclass
+class Report:
+    """What this host has found: its ``findings``, and ``numbers`` for JSON."""
+
+    findings: list[Finding] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, level: Level, text: str, remedy: str = "") -> None:
+        """Add a finding."""
+        self.findings.append(Finding(level, GROUP, text, remedy))
 
 
 def check_network(
@@ -101,203 +109,193 @@ def check_network(
     host_findings: Sequence[Finding] = (),
     *,
     timeout: float = 60.0,
-    address: str | None = None,
-    settings: Mapping[str, str] | None = None,
-) -> NetworkReport:
-    """Check the network together with the other hosts.
+) -> Report:
+    """Check the network together with the other hosts, in a process of its own.
 
-    Takes at most ``timeout`` seconds plus the time of the tests. Rank 0 also receives the other
-    hosts' ``host_findings``. ``address`` and ``settings`` override this host's.
+    Hosts have ``timeout`` seconds to join, and as long to connect. Rank 0 also receives the other
+    hosts' ``host_findings``.
     """
-    report = NetworkReport()
-    own = address_toward(rendezvous.host) or "127.0.0.1"
-    settings = {**versions(), **connections.settings()} if settings is None else settings
-    end = time.monotonic() + timeout
-    longest = timeout + 4 * (GRACE_SECONDS + rendezvous.world / AT_ONCE * CONNECT_SECONDS)
+    report = Report()
+    # Where training would listen: `laconic.links.addresses.own_address` reads these.
+    os.environ.update(
+        MASTER_ADDR=rendezvous.host, WORLD_SIZE=str(rendezvous.world), LOCAL_WORLD_SIZE="1"
+    )
+    card = {
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "bbr": congestion.LONG in congestion.available(),
+        "findings": [asdict(f) for f in host_findings if f.level != "ok"],
+    }
 
     def run() -> None:
+        stage = f"rank 0 cannot be reached at {rendezvous.host}:{rendezvous.port}"
         try:
-            with Listener(own) as listener:
-                where = socket.gethostname(), address or own, listener.port
-                me = HostInfo(rendezvous.rank, *where, settings)
-                store = _store(rendezvous, end, timeout, report)
-                if store is not None:
-                    _Session(rendezvous, me, host_findings, store, end, timeout, report).run()
-        except (RuntimeError, OSError) as error:  # the store's host is gone
-            text = f"the check was interrupted: {str(error).splitlines()[0]}"
-            report.problem(text, _RESTART)
+            store = _store(rendezvous, timeout)
+            stage = "the check was interrupted"
+            hosts = _meet(rendezvous, card, store, timeout, report)
+            if hosts:
+                stage = "the hosts cannot connect to each other"
+                _measure(rendezvous, hosts, store, timeout, report)
+            _leave(rendezvous, store, len(hosts))
+        except (RuntimeError, OSError, ValueError) as error:
+            report.add("problem", f"{stage}: {str(error).splitlines()[0]}", rendezvous.remedy)
 
     # torch's store waits for a host that vanished. In that case this thread is abandoned.
     thread = threading.Thread(target=run, daemon=True, name="laconic-doctor")
     thread.start()
-    thread.join(longest)
+    thread.join(3 * timeout + GRACE_SECONDS + PROBE_SECONDS)
     if thread.is_alive():
         text = f"the check did not end: {rendezvous.host}:{rendezvous.port} no longer answers"
-        report.problem(text, _RESTART)
+        report.add("problem", text, rendezvous.remedy)
     return report
 
 
-def _store(rendezvous: Rendezvous, end: float, timeout: float, report: NetworkReport) -> Any:
-    """Return torch's store at the rendezvous. If it is unavailable, add a problem, return None."""
-    where = f"{rendezvous.host}:{rendezvous.port}"
+def _store(rendezvous: Rendezvous, timeout: float) -> Any:
+    """Return torch's store at the rendezvous, which rank 0 serves unless an agent does."""
+    host, port, seconds = rendezvous.host, rendezvous.port, timedelta(seconds=timeout)
     serves = rendezvous.rank == 0 and not rendezvous.agent
-    listening = None
-    if serves:
-        try:
-            listening = listen_at(rendezvous.host, rendezvous.port)
-        except OSError as error:
-            report.problem(
-                f"this host, which is rank 0, cannot listen at {where}: {reason(error)}",
-                "give an address of rank 0's host, and a port that no program there uses "
-                "(ss -ltnp), as --master (MASTER_ADDR and MASTER_PORT) on every host",
-            )
-            return None
-    elif (failure := _connection_error(rendezvous, end)) is not None:
-        text = f"cannot reach rank 0 at {where} within {timeout:g} s: {reason(failure)}"
-        report.problem(text, connection_remedy(failure, "rank 0's host", rendezvous.port))
-        return None
-    seconds = timedelta(seconds=max(end - time.monotonic(), 1.0))
+    listening = listen_at(host, port) if serves else None
     if listening is not None:
-        store = serve(listening, rendezvous.host, rendezvous.port, None, wait=False)
-        store.set_timeout(seconds)
+        store = serve(listening, host, port, None, wait=False)
     else:
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            rendezvous.host,
-            rendezvous.port,
-            is_master=serves,
-            timeout=seconds,
-            wait_for_workers=False,
+            host, port, is_master=serves, timeout=seconds, wait_for_workers=False
         )
+    store.set_timeout(seconds)
     return dist.PrefixStore("laconic doctor", store)  # type: ignore[attr-defined]
 
 
-def _connection_error(rendezvous: Rendezvous, end: float) -> OSError | None:
-    """Try to connect to rank 0 until it succeeds. Return the last error if the time is over."""
-    while True:
-        seconds = max(min(CONNECT_SECONDS, end - time.monotonic()), 0.1)
-        try:
-            socket.create_connection((rendezvous.host, rendezvous.port), timeout=seconds).close()
-            return None
-        except OSError as error:
-            if time.monotonic() >= end:
-                return error
-        time.sleep(min(0.3, max(end - time.monotonic(), 0)))
-
-
-@dataclass
-class _Session:
-    """The check as one host runs it. Fills in ``report``."""
-
-    rendezvous: Rendezvous
-    me: HostInfo
-    host_findings: Sequence[Finding]
-    store: Any
-    end: float
-    timeout: float
-    report: NetworkReport
-
-    def run(self) -> None:
-        rank, world, report = self.rendezvous.rank, self.rendezvous.world, self.report
-        if self.store.add(f"taken/{rank}", 1) > 1:
-            text = f"another host already joined as rank {rank}"
-            report.problem(text, "give every host a different rank, from 0 up")
-            return
-        self.store.set(f"host/{rank}", json.dumps(asdict(self.me)))
-        hosts = self._hosts()
-        if hosts is None:
-            return
-        report.hosts = list(hosts.values())
-        others = [host for other, host in hosts.items() if other != rank]
-        # Start with the next rank, so that not all hosts connect to the same one at once.
-        others.sort(key=lambda host: (host.rank - rank) % world)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            report.pairs = list(pool.map(lambda host: ping(rank, host), others))
-        rounds = len(others) / AT_ONCE * CONNECT_SECONDS
-        self._barrier("pinged", hosts, GRACE_SECONDS + rounds)
-        reached = [pair.target for pair in report.pairs if not pair.error]
-        if others and others[0].rank in reached:
-            report.rates = [send_bulk(rank, others[0])]
-        self._barrier("sent", hosts, GRACE_SECONDS)
-        if rank == 0:
-            self._collect_reports(hosts)
-        else:
-            self._send_report()
-
-    def _hosts(self) -> dict[int, HostInfo] | None:
-        """Return the hosts that joined in time, as decided by rank 0."""
-        store, rendezvous = self.store, self.rendezvous
-        ranks = list(range(rendezvous.world))
-        if rendezvous.rank == 0:
-            missing = self._wait([f"host/{r}" for r in ranks], self.end - time.monotonic())
-            present = [r for r in ranks if f"host/{r}" not in missing]
-            store.set("present", json.dumps(present))
-        elif self._wait(["present"], self.end - time.monotonic() + GRACE_SECONDS):
-            text = "rank 0 did not report which hosts are present"
-            self.report.problem(text, "run laconic doctor again on all hosts")
-            return None
-        present = json.loads(store.get("present"))
-        absent = [r for r in ranks if r not in present]
-        if rendezvous.rank in absent:
-            text = f"rank {rendezvous.rank} joined after rank 0 had stopped waiting"
-            self.report.problem(text, "start laconic doctor on all hosts within --timeout")
-            return None
-        if absent:
-            self.report.problem(
-                f"{ranks_text(absent)} of {rendezvous.world} did not join within "
-                f"{self.timeout:g} s",
-                "run laconic doctor there too, with the same --master and --hosts; it then says "
-                f"why it does not reach {rendezvous.host}:{rendezvous.port}",
-            )
-        return {r: HostInfo(**json.loads(store.get(f"host/{r}"))) for r in present}
-
-    def _wait(self, keys: Sequence[str], seconds: float) -> list[str]:
-        """Wait until the store has all ``keys``. Return those that are missing."""
-        end = time.monotonic() + seconds
-        missing = list(keys)
-        while missing := [key for key in missing if not self.store.check([key])]:
-            if time.monotonic() >= end:
-                break
-            time.sleep(0.05)
-        return missing
-
-    def _barrier(self, stage: str, hosts: Mapping[int, HostInfo], seconds: float) -> None:
-        """Wait until all hosts have finished a stage. A missing one is reported later."""
-        self.store.set(f"{stage}/{self.rendezvous.rank}", "")
-        self._wait([f"{stage}/{rank}" for rank in hosts], seconds)
-
-    def _send_report(self) -> None:
-        """Send this host's measurements and findings to rank 0."""
-        report, store = self.report, self.store
-        findings = [asdict(f) for f in self.host_findings if f.level != "ok"]
-        message = json.dumps({**report.numbers(), "findings": findings})
-        store.set(f"report/{self.rendezvous.rank}", message)
-        self._wait(["over"], 2 * GRACE_SECONDS)
-        store.add("left", 1)
-        report.findings += connection_findings(report) + differences(report.hosts)
-        text = "rank 0 reports rates, losses, and what differs between hosts"
-        report.findings.append(Finding("ok", GROUP, text))
-
-    def _collect_reports(self, hosts: Mapping[int, HostInfo]) -> None:
-        """Collect the reports of all hosts on rank 0 and add the findings."""
-        report, store = self.report, self.store
-        others = [rank for rank in hosts if rank != 0]
-        missing = self._wait([f"report/{rank}" for rank in others], GRACE_SECONDS)
-        for rank in others:
-            if f"report/{rank}" in missing:
-                remedy = "look at that host's own output"
-                report.problem(f"{hosts[rank]} stopped answering during the tests", remedy)
-                continue
-            received = json.loads(store.get(f"report/{rank}"))
-            report.pairs += [Pair(**pair) for pair in received["pairs"]]
-            report.rates += [Rate(**rate) for rate in received["rates"]]
-            for finding in map(lambda f: Finding(**f), received["findings"]):
-                text = f"{hosts[rank]}: {finding.text}"
+def _meet(
+    rendezvous: Rendezvous, card: Mapping[str, Any], store: Any, timeout: float, report: Report
+) -> list[dict[str, Any]]:
+    """Return what all hosts have announced, by rank; nothing if one of them is missing."""
+    rank, ranks = rendezvous.rank, range(rendezvous.world)
+    if store.add(f"taken/{rank}", 1) > 1:
+        report.add(
+            "problem",
+            f"another host already joined as rank {rank}",
+            "give every host a different rank, from 0 up",
+        )
+        return []
+    store.set(f"host/{rank}", json.dumps(card))
+    if rank == 0:
+        absent = _missing(store, [f"host/{r}" for r in ranks], timeout)
+        store.set("absent", json.dumps([r for r in ranks if f"host/{r}" in absent]))
+    elif _missing(store, ["absent"], timeout + GRACE_SECONDS):
+        report.add("problem", "rank 0 did not say who is there", rendezvous.remedy)
+        return []
+    absent = json.loads(store.get("absent"))
+    present = {r: json.loads(store.get(f"host/{r}")) for r in ranks if r not in absent}
+    report.numbers["hosts"] = [
+        {"rank": r, "host": h["host"], **h["versions"]} for r, h in present.items()
+    ]
+    if rank == 0:
+        for r, host in present.items():
+            for finding in map(lambda f: Finding(**f), host["findings"] if r else ()):
+                text = f"rank {r} ({host['host']}): {finding.text}"
                 report.findings.append(Finding(finding.level, finding.group, text, finding.remedy))
-        store.set("over", "")
-        if not self.rendezvous.agent:  # the store ends with this process
-            end = time.monotonic() + 2.0
-            while store.add("left", 0) < len(others) - len(missing) and time.monotonic() < end:
-                time.sleep(0.05)
-        for findings in (connection_findings, rate_findings, congestion_findings):
-            report.findings += findings(report)
-        report.findings += differences(report.hosts) + advice(report, self.rendezvous.world)
+    if absent:
+        report.add(
+            "problem",
+            f"{ranks_text(absent)} of {rendezvous.world} did not join within {timeout:g} s",
+            "run laconic doctor there too, with the same --master and --hosts; it then says why it "
+            f"does not reach {rendezvous.host}:{rendezvous.port}",
+        )
+        return []
+    return [*present.values()]
+
+
+def _missing(store: Any, keys: Sequence[str], seconds: float) -> list[str]:
+    """Wait until the store has all ``keys``. Return those that are missing."""
+    end = time.monotonic() + seconds
+    missing = list(keys)
+    while missing := [key for key in missing if not store.check([key])]:
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.05)
+    return missing
+
+
+def _leave(rendezvous: Rendezvous, store: Any, hosts: int) -> None:
+    """Leave the store. It ends with rank 0, which therefore is the last."""
+    store.add("left", 1)
+    if rendezvous.rank == 0 and not rendezvous.agent:
+        end = time.monotonic() + GRACE_SECONDS
+        while store.add("left", 0) < hosts and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+def _measure(
+    rendezvous: Rendezvous,
+    hosts: Sequence[Mapping[str, Any]],
+    store: Any,
+    timeout: float,
+    report: Report,
+) -> None:
+    """Connect all hosts, and add what they measure together, which is the same on each of them."""
+    report.findings += differences([host["versions"] for host in hosts])
+    seconds, cpu = timedelta(seconds=timeout), torch.device("cpu")
+    dist.init_process_group(
+        "gloo", store=store, rank=rendezvous.rank, world_size=rendezvous.world, timeout=seconds
+    )
+    link = agreed_link(None, cpu, timeout)
+    before = link.sent()
+    found = probe(link, cpu)
+    own = [speed_to(rank, before, link.sent()) for rank in range(link.size)]
+    rates = own_rates(link.gather(torch.tensor(own, dtype=torch.float64)))
+    packets = link.gather(torch.tensor([found.packets, found.again], dtype=torch.float64)).sum(0)
+    link.close()
+    dist.destroy_process_group()
+    lost = lost_share(float(packets[0]), float(packets[1]), found.latency, len(hosts))
+    trip = 2 * found.latency
+    report.numbers |= {"rate": found.rate, "round_trip": trip, "loss": lost}
+    text = f"{len(hosts)} hosts connect; all at once, each sends {format_rate(found.rate)} or more"
+    slow = unequal_hosts(rates)
+    factor = float(rates.median() / rates.min()) if slow else 1.0
+    report.findings.append(
+        check(
+            GROUP,
+            f"{text}; a round trip takes {format_seconds(trip)}; {format_share(lost)} of the "
+            "packets are lost",
+            (
+                slow,
+                "warning",
+                f"{text}; the network of rank {int(rates.argmin())} is {factor:.2g} times slower "
+                "than the median rank's, and the others wait for it",
+                "check that host's network interface, its cable and other traffic",
+            ),
+        )
+    )
+    without = [rank for rank, host in enumerate(hosts) if not host["bbr"]]
+    if trip >= congestion.LONG_SECONDS and without:
+        far = f"round trips of {format_seconds(trip)} need BBR, which {ranks_text(without)} "
+        report.add(
+            "warning", f"{far}cannot use: a lost packet slows them down for long", BBR_REMEDY
+        )
+    network = f"--bandwidth {_plain(found.rate / 1e6)}mbit --latency {_plain(1e3 * trip)}ms"
+    command = f"laconic advise --params P --step-time T {network} --workers {len(hosts)}"
+    report.add("ok", f"which recipe pays, with P and T of your model: {command}")
+
+
+def _plain(value: float) -> str:
+    return three_digits(value).replace(",", "")
+
+
+def differences(by_rank: Sequence[Mapping[str, str]]) -> list[Finding]:
+    """Return which versions are not the same on all hosts."""
+    found = []
+    for name in by_rank[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, own in enumerate(by_rank):
+            ranks.setdefault(own[name], []).append(rank)
+        if len(ranks) > 1:
+            level: Level = "warning" if name == "python" else "problem"
+            parts = "; ".join(f"{value} on {ranks_text(each)}" for value, each in ranks.items())
+            remedy = f"install the same {name} on all hosts"
+            found.append(Finding(level, GROUP, f"{name} differs: {parts}", remedy))
+    return found
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return the ranks for display, such as "ranks 0, 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -6,14 +6,13 @@ A plan is data: the lab carries it out on hosts. Times are in seconds since the 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from laconic.errors import check_float, check_int
+from laconic.errors import check_float
 from laconic.units import parse_duration
 
-__all__ = ["COORDINATOR", "Event", "Fault", "Kind", "Plan", "parse", "random_kills"]
+__all__ = ["COORDINATOR", "Event", "Fault", "Kind", "Plan", "parse"]
 
 COORDINATOR: Final = -1
 """The coordinator's number, where a fault names a worker."""
@@ -84,25 +83,6 @@ class Plan:
         ]
         # An end comes before a beginning at the same time: one fault may follow another.
         return sorted(events, key=lambda event: (event.at, event.begins))
-
-
-def random_kills(mtbf: float, workers: int, seed: int, horizon: float) -> Plan:
-    """Return kills at random times up to ``horizon``.
-
-    The times between two kills are exponential with the mean ``mtbf``, over all workers together.
-    Each kill takes one of ``workers``, all equally likely. Equal arguments give equal plans, and a
-    longer horizon only adds kills at the end. Raises ``ValueError`` unless ``mtbf`` is positive.
-    """
-    check_float("mtbf", mtbf, 0.0, strict=True)
-    check_float("horizon", horizon, 0.0)
-    check_int("seed", seed, 0)
-    generator = random.Random(seed)
-    kills: list[Fault] = []
-    now = generator.expovariate(1 / mtbf)
-    while now <= horizon:
-        kills.append(Fault("kill", now, generator.randrange(workers)))
-        now += generator.expovariate(1 / mtbf)
-    return Plan(tuple(kills))
 
 
 def parse(kind: Kind, text: str) -> Fault:

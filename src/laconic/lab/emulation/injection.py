@@ -13,11 +13,9 @@ from laconic.lab.emulation.cluster import Cluster, Loopback
 from laconic.lab.emulation.faults import COORDINATOR, Event, Fault, Plan
 from laconic.lab.emulation.jobs import Job
 
-__all__ = ["COORDINATOR_PORT", "KILLED", "Happened", "Injection", "Starter"]
+__all__ = ["COORDINATOR_PORT", "Happened", "Injection", "Starter"]
 
 COORDINATOR_PORT: Final = 29400
-KILLED: Final = "killed"
-"""What has happened to a host whose processes were killed."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ class Injection:
         self._cluster.signal(host, signal.SIGKILL)
         if host == self._coordinator and self._restart is not None:
             self._restarts.append((now + self._restart, host, -1))
-        self._happened(now, host, KILLED)
+        self._happened(now, host, "killed")
 
     def _lose(self, host: int, rank: int, now: float) -> None:
         self._job.lose(rank, returns=self._restart is not None)

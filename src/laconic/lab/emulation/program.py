@@ -1,4 +1,4 @@
-"""Run any program on emulated hosts, and report its output, the sending rates and its outcome."""
+"""Run any program on emulated hosts, and report its output, what it sends and its outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from laconic.elastic import COORDINATOR_VARIABLE, TRACE_VARIABLE
+from laconic.elastic import COORDINATOR_VARIABLE
 from laconic.errors import check_int
 from laconic.lab.emulation.cluster import (
     Cluster,
@@ -24,7 +24,6 @@ from laconic.lab.emulation.cluster import (
     rank_variables,
 )
 from laconic.lab.emulation.faults import Plan
-from laconic.lab.emulation.goodput import Goodput, read, summary, trace_directory
 from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injection
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
 from laconic.lab.emulation.network import QUANTITIES, Network
@@ -32,8 +31,6 @@ from laconic.lab.emulation.output import Stream
 
 __all__ = ["Ended", "Network", "Process", "Settings", "Watch", "run"]
 
-SAMPLE_SECONDS: Final = 0.5
-"""Interval between two readings of the hosts' counters."""
 GRACE_SECONDS: Final = 5.0
 """Time for the other processes to end after one has failed."""
 _POLL_SECONDS: Final = 0.1  # maximum delay until the end of a process is noticed
@@ -44,7 +41,7 @@ class Settings:
     """The program to run, and where.
 
     ``argv`` runs ``per_host`` times on each host; torchrun runs once, and starts as many. ``out``
-    is the directory for logs and rates; None stores nothing. ``faults``: what happens to the hosts;
+    is the directory for output and a summary; None stores none. ``faults``: what hosts undergo;
     None starts no coordinator either. ``restart``: seconds after which a lost program is started
     again; None for never.
     """
@@ -98,15 +95,13 @@ class Ended:
     """How a run ended.
 
     ``first`` is the first failure. ``sent`` is the bytes on the wire per host, or None if the hosts
-    share this machine's interface. ``happened`` is what the lab did to the hosts. ``goodput`` is
-    what the workers of an elastic program have recorded, where there were faults.
+    share this machine's interface. ``happened`` is what the lab did to the hosts.
     """
 
     first: Failure | None
     seconds: float
     sent: Sequence[int] | None
     happened: Sequence[Happened] = ()
-    goodput: Goodput | None = None
 
 
 class Watch(Protocol):
@@ -117,9 +112,6 @@ class Watch(Protocol):
 
     def printed(self, process: Process, error: bool, lines: Sequence[bytes]) -> None:
         """A process has printed lines, on its stderr if ``error``."""
-
-    def rates(self, seconds: float, rates: Sequence[float] | None) -> None:
-        """Report what each host sends now, in bit/s, ``seconds`` after the start."""
 
     def happened(self, happened: Happened) -> None:
         """The lab has carried out a part of the plan of faults."""
@@ -167,10 +159,8 @@ class _Run:
         self._settings, self._cluster, self._watch = settings, cluster, watch
         self._ranks = list(_processes(settings, cluster))
         coordinator = []
-        self._trace: Path | None = None
         if settings.faults is not None:
-            self._trace = trace_directory(settings.out, stack)
-            coordinator = [_add_coordinator(self._ranks, cluster, self._trace)]
+            coordinator = [_add_coordinator(self._ranks, cluster)]
         self._processes = [*self._ranks, *coordinator]
         self._job = Job(cluster._processes, [process.host for process in self._ranks])
         self._happened: list[Happened] = []
@@ -193,10 +183,8 @@ class _Run:
                 self._selector.register(stream.read_end, selectors.EVENT_READ, origin)
         self._writable = True  # whether the watch accepts output
         self._first: Failure | None = None
-        self._begin, self._begin_time = time.monotonic(), time.time()
-        self._due = SAMPLE_SECONDS
+        self._begin = time.monotonic()
         self._before = self._sent()
-        self._samples = [] if self._before is None else [(0.0, [0] * len(self._before))]
 
     def run(self) -> Ended:
         try:
@@ -255,17 +243,13 @@ class _Run:
         return time.monotonic() - self._begin
 
     def _forward_output(self) -> None:
-        """Forward output for up to `_POLL_SECONDS`, and sample the counters if due."""
+        """Forward output for up to `_POLL_SECONDS`."""
         seconds = _POLL_SECONDS
         if self._injection is not None:
             seconds = min(seconds, max(self._injection.next_due() - self._seconds(), 0.0))
         for key, _ in self._selector.select(seconds):
             stream, process, error = key.data
             self._print(process, error, stream.read(self._seconds()))
-        if self._seconds() >= self._due:
-            self._due += SAMPLE_SECONDS
-            self._sample()
-            self._watch.rates(self._seconds(), self._rates())
 
     def _print(self, process: Process, error: bool, lines: Sequence[bytes]) -> None:
         if lines and self._writable:
@@ -277,20 +261,6 @@ class _Run:
         """Return the bytes that each host of the program has sent since its network exists."""
         sent = self._cluster.tx_bytes()
         return None if sent is None else sent[: self._settings.network.hosts]
-
-    def _sample(self) -> None:
-        now = self._sent()
-        if now is not None and self._before is not None:
-            sent = [after - before for after, before in zip(now, self._before, strict=True)]
-            self._samples.append((self._seconds(), sent))
-
-    def _rates(self) -> list[float] | None:
-        """Return what each host sent between the last two samples, in bit/s."""
-        if len(self._samples) < 2:
-            return None
-        (start, before), (end, after) = self._samples[-2:]
-        pairs = zip(before, after, strict=True)
-        return [8 * (now - then) / (end - start) for then, now in pairs]
 
     def _report_failure(self) -> None:
         outcome = self._job.first_failure()
@@ -304,20 +274,18 @@ class _Run:
 
     def _end(self) -> Ended:
         """End all processes, forward their remaining output, and summarize the run."""
-        self._sample()
-        seconds = self._seconds()
+        seconds, after = self._seconds(), self._sent()
         self._cluster.close()
         for process, streams in zip(self._processes, self._streams, strict=True):
             for error, stream in enumerate(streams):
                 self._print(process, bool(error), stream.drain(self._seconds()))
-        sent = self._samples[-1][1] if self._samples else None
-        goodput = None
-        if self._trace is not None:
-            goodput = summary(read(self._trace), self._happened, self._begin_time, seconds)
-        ended = Ended(self._first, seconds, sent, self._happened, goodput)
+        sent = None
+        if self._before is not None and after is not None:
+            sent = [now - then for now, then in zip(after, self._before, strict=True)]
+        ended = Ended(self._first, seconds, sent, self._happened)
         if self._settings.out is not None:
             path = self._settings.out / "rates.json"
-            _write_rates(path, self._settings, self._cluster, self._samples, ended)
+            _write_rates(path, self._settings, self._cluster, ended)
         self._watch.ended(ended)
         return ended
 
@@ -345,15 +313,13 @@ def _is_torchrun(argv: Sequence[str]) -> bool:
     return Path(argv[0]).name == "torchrun" or "torch.distributed.run" in argv
 
 
-def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback, trace: Path) -> Process:
-    """Return the coordinator's process, and have elastic workers find it, and the directory for
-    their ``trace``, by their environment."""
+def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback) -> Process:
+    """Return the coordinator's process, and have elastic workers find it by their environment."""
     host = len(cluster.addresses) - 1
     address = cluster.addresses[host]
     port = str(COORDINATOR_PORT if cluster.emulated else cluster.free_port())
     for rank, process in enumerate(ranks):
-        found = {COORDINATOR_VARIABLE: f"{address}:{port}", TRACE_VARIABLE: str(trace)}
-        env = {**process.env, **found}
+        env = {**process.env, COORDINATOR_VARIABLE: f"{address}:{port}"}
         ranks[rank] = replace(process, env=env)
     command = [sys.executable, "-m", "laconic", "coordinator", "--address", f"{address}:{port}"]
     return Process("coordinator", host, command, job_environment(cluster, {}))
@@ -363,13 +329,9 @@ def _write_rates(
     path: Path,
     settings: Settings,
     cluster: Cluster | Loopback,
-    samples: Sequence[tuple[float, Sequence[int]]],
     ended: Ended,
 ) -> None:
-    """Write the file. ``samples``: seconds since the start, and the bytes that each host had sent.
-
-    Raises ``OSError`` with the name of the file.
-    """
+    """Write the file. Raises ``OSError`` with its name."""
     network = settings.network
     values = zip(*map(network.each, QUANTITIES), strict=True)
     hosts = [
@@ -385,12 +347,10 @@ def _write_rates(
         "seconds": ended.seconds,
         "failed": ended.first
         and {"process": ended.first.process.name, "how": ended.first.outcome.how},
-        "samples": [{"seconds": round(seconds, 3), "sent": sent} for seconds, sent in samples],
+        "sent": ended.sent,
     }
     if settings.faults is not None:
         document["faults"] = [vars(happened) for happened in ended.happened]
-    if ended.goodput is not None:
-        document["elastic"] = ended.goodput.document()
     try:
         path.write_text(json.dumps(document, indent=1) + "\n")
     except OSError as error:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -138,9 +137,7 @@ class Result:
 
     def to_json(self) -> str:
         """Return standard JSON, in which a nonfinite number is null."""
-        text = json.dumps(_plain(asdict(self)), indent=1, allow_nan=False)
-        # Write innermost lists and objects on one line, such as the points of a curve.
-        return re.sub(r"([\[{])\n\s*([^\[\]{}]*?)\s*([\]}])", _on_one_line, text)
+        return json.dumps(_plain(asdict(self)), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
@@ -151,11 +148,6 @@ class Result:
             return cls(**{**fields, "rows": rows})
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"not the result of a race: {error}") from error
-
-
-def _on_one_line(match: re.Match[str]) -> str:
-    opening, inside, closing = match.groups()
-    return opening + re.sub(r"\n\s*", " ", inside) + closing
 
 
 def _row(fields: dict[str, Any]) -> Row:

@@ -119,7 +119,8 @@ class Client:
         except UnreachableError as error:
             raise CoordinatorError(
                 f"no coordinator answers at {self.at}: start one by `laconic coordinator "
-                f"--address {self.at}` on that host, or correct the address ({_reason(error)})"
+                f"--address {self.at}` on that host, or correct the address "
+                f"({clean(secured.reason(error))})"
             ) from error
         except (OSError, handshake.RefusedError) as error:
             raise self._untrusted(error) from error
@@ -157,7 +158,7 @@ class Client:
                 f"{who} does not speak TLS 1.3: set the same variables for it "
                 f"({secured.reason(error)})"
             )
-        return CoordinatorError(f"{who} has closed the connection ({_reason(error)})")
+        return CoordinatorError(f"{who} has closed the connection ({clean(secured.reason(error))})")
 
     def _is_plain(self) -> bool:
         """Whether a coordinator without TLS listens there."""
@@ -220,7 +221,8 @@ class Client:
         if isinstance(error, TimeoutError):
             return CoordinatorError(f"the coordinator at {self.at} does not answer")
         return CoordinatorError(
-            f"the connection to the coordinator at {self.at} is lost ({_reason(error)})"
+            f"the connection to the coordinator at {self.at} is lost "
+            f"({clean(secured.reason(error))})"
         )
 
     def close(self) -> None:
@@ -245,8 +247,3 @@ def speaks_tls(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    return clean(text.splitlines()[0]) if text else type(error).__name__

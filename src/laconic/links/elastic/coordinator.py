@@ -141,7 +141,7 @@ class Coordinator:
         talk.kept = error is None
         if talk.kept:
             until = time.monotonic() + HELLO_SECONDS
-            lines = Lines(talk, until, lambda line: self._join(lines, line), _nothing)
+            lines = Lines(talk, until, lambda line: self._join(lines, line), lambda *_: None)
             self._service.talks.begin(lines)
         elif isinstance(error, handshake.RefusedError):
             with contextlib.suppress(OSError):
@@ -208,10 +208,6 @@ class Coordinator:
         """Whether it is the latest connection of a worker that holds a lease."""
         latest = self._clients.get(client.at) is client and client.salt == client.job.salt
         return latest and client.at[1] in client.job.leases
-
-
-def _nothing(lines: Lines, error: Exception | None) -> None:
-    """No worker has come."""
 
 
 def _listen(host: str, port: int) -> list[socket.socket]:

@@ -39,26 +39,9 @@ class Plan(Protocol):
         """The round with a quorum that closed in that unit, in a recorded run."""
         return None
 
-    def last_round(self, worker: int) -> int:
-        """The unit with which the last round with a quorum began that this worker took part in, in
-        a recorded run; 0: none."""
-        return 0
-
     def killed(self, worker: int, step: int) -> bool:
         """Whether it ends at the first round with a quorum after so many steps of its own."""
         return False
-
-    def missing(self, worker: int, serial: int) -> Sequence[int]:
-        """Those whose messages this worker has not received in that unit."""
-        return ()
-
-    def leaves(self, worker: int) -> int | None:
-        """After which step it leaves by itself, and hands over what only it holds; None: never."""
-        return None
-
-    def bequests(self, worker: int, step: int) -> Sequence[int]:
-        """Those whose bequests this worker takes over after ``step``."""
-        return ()
 
     def deals(self, worker: int) -> list[Any] | None:
         """The recorded deals of samples; None: they are dealt when workers come and go."""
@@ -155,34 +138,15 @@ class Trace(Plan):
             return None
         return replace(found, roster=tuple(str(self.ids.index(id)) for id in found.roster))
 
-    def last_round(self, worker: int) -> int:
-        """See `Plan.last_round`."""
-        return max((event["serial"] for event in self._recorded(worker, "round")), default=0)
-
-    def missing(self, worker: int, serial: int) -> list[int]:
-        """See `Plan.missing`."""
-        found = (e["missing"] for e in self._recorded(worker, "missing") if e["unit"] == serial)
-        return [self.ids.index(id) for id in next(found, ())]
-
-    def leaves(self, worker: int) -> int | None:
-        """See `Plan.leaves`."""
-        return next((event["left"] for event in self._recorded(worker, "left")), None)
-
-    def bequests(self, worker: int, step: int) -> list[int]:
-        """See `Plan.bequests`."""
-        found = (e["from"] for e in self._recorded(worker, "from") if e["step"] == step)
-        return [self.ids.index(id) for id in found]
-
     def deals(self, worker: int) -> list[Any]:
         """See `Plan.deals`."""
         return [event["deals"] for event in self._recorded(worker, "deals")]
 
 
 def _events(file: Path) -> list[dict[str, Any]]:
-    """What a worker has recorded, but for its presence, which is for `laconic lab`."""
+    """What a worker has recorded."""
     lines = file.read_text().splitlines(keepends=True)
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]  # else killed as it wrote
-    return [event for event in whole if "presence" not in event]
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # else killed as it wrote
 
 
 @dataclass(frozen=True)

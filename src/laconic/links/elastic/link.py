@@ -33,7 +33,7 @@ from laconic.links.link import Parts, Quiet, Sent, arrivals, at_once
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
-Settings = tuple[int, list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]
+Settings = tuple[int, list[dict[str, Any]], dict[str, Any]]
 """The last four values of a `Start`."""
 
 EXIT_SECONDS = 5.0
@@ -75,8 +75,6 @@ class ElasticLink(Undivided, Quiet):
         self.relays: list[Relay] = []
         """The newcomers that receive what this worker's collectives bring."""
         self._failure: Exception | None = None
-        self._began_before = 0.0
-        """When the latest unit that was completed began (`time.monotonic`)."""
         self.wake: Callable[[Callable[[], None]], None] = lambda task: None
         self.settings: Callable[[Call], tuple[Settings, Callable[[], Snapshot] | None]]
         self.joined = time.perf_counter()
@@ -85,7 +83,6 @@ class ElasticLink(Undivided, Quiet):
     def begin(self, ids: Sequence[str]) -> None:
         """The run begins with these workers."""
         self.units.done, self.units.active = 0, list(ids)
-        self.members.signs.active = set(ids)
         self.rendezvous.adopt()
 
     @property
@@ -119,7 +116,7 @@ class ElasticLink(Undivided, Quiet):
         units, serial = self.units, self.units.serial
         assert not units.under_way, "one unit follows another"
         units.begin()
-        self.members.waiting_since = began = time.monotonic()
+        self.members.waiting_since = time.monotonic()
         try:
             result = self._attempts(job)
         except LinkError as error:
@@ -131,9 +128,6 @@ class ElasticLink(Undivided, Quiet):
         if units.collectives:
             if units.serial == serial:
                 units.complete()
-                self.members.signs.active = set(units.active)
-            # a worker sends for a unit when it has what others have sent for the one before
-            self.members.signs.in_touch, self._began_before = self._began_before, began
             self.relays = send_record(self.relays, units)
         self.members.finished(units.call.name == FINISH)
         return result
@@ -182,7 +176,7 @@ class ElasticLink(Undivided, Quiet):
 
     def _view_decided(self, view: View) -> None:
         """Called in another thread."""
-        self.rendezvous.decided(view)
+        self.rendezvous.interrupt(view.epoch)
         self.replay.wake()
         self.wake(self._adopt_idle)
 
@@ -258,7 +252,7 @@ class ElasticLink(Undivided, Quiet):
     def interrupt(self) -> None:
         """The process ends: end what the communication thread waits for. In another thread."""
         self.members.close()
-        self.rendezvous.shutdown()
+        self.rendezvous.interrupt()
 
     def end(self, until: float) -> None:
         """End all threads but the communication thread, and wait for that until the time
@@ -333,16 +327,15 @@ class ElasticLink(Undivided, Quiet):
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor | None]:
         if self.replaying:
             return [None] * len(source)
-        units = self.units
-        outcome = units.outcome = Outcome(  # other workers ask for it before it is complete
-            sent=x.clone() if self.size > 1 else x, source=[units.ranks[r] for r in source]
-        )
 
         def run(link: Everyone) -> Outcome:
-            outcome.pieces = [*link.swap(x, to, source)]
-            return outcome
+            pieces = [piece.clone() for piece in link.swap(x, to, source) if piece is not None]
+            self.units.outcome = Outcome(pieces=pieces)
+            self.units.collectives += 1
+            link.gather(torch.zeros(1))  # whoever completes it knows that all have their messages
+            return self.units.outcome
 
-        return self._collective(run).pieces
+        return [*self._collective(run).pieces]
 
 
 _open: weakref.WeakSet[ElasticLink] = weakref.WeakSet()

@@ -8,10 +8,12 @@ view was decided (`laconic.links.elastic.leases` says how).
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from laconic.errors import LinkError
@@ -28,6 +30,7 @@ from laconic.links.elastic.client import (
 from laconic.links.elastic.embedded import serve
 from laconic.links.elastic.leases import Beat
 from laconic.links.elastic.signs import Signs
+from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
 from laconic.links.health import LinkRecord
 
@@ -48,7 +51,8 @@ NEWCOMER_SECONDS = 2.0
 
 
 class Members:
-    """The members of one run, as the worker ``me`` knows them: it has joined by ``client``.
+    """The members of one run, as the worker ``me``, which does ``units``, knows them: it has joined
+    by ``client``.
     ``wait``: seconds to wait for enough workers; ``limit``: the longest silence in seconds.
 
     ``on_view`` is called, in the thread that hears, when a view was decided.
@@ -67,8 +71,8 @@ class Members:
     ============================  ===================================================
     """
 
-    def __init__(self, client: Client, me: Member, wait: float, limit: float) -> None:
-        self.client, self.me = client, me
+    def __init__(self, client: Client, me: Member, units: Units, wait: float, limit: float) -> None:
+        self.client, self.me, self._units = client, me, units
         self.wait, self.limit = wait, limit
         self.secret, self.number = client.secret, client.number
         self.on_view: Callable[[View], None] = lambda view: None
@@ -133,15 +137,13 @@ class Members:
     def _run(self, work: Callable[[], None]) -> None:
         """Do a thread's ``work``. If it fails, this worker cannot follow the views any more: it
         must not wait for one, nor the others for it."""
-        done = False
         try:
             work()
-            done = True
-        finally:
-            if not done:
-                self._remove("a thread of this worker has failed; its error is in the output")
-                self.record.position = self.position._replace(left=True)
-                self.close()
+        except BaseException:
+            self._remove("a thread of this worker has failed; its error is in the output")
+            self.record.position = self.position._replace(left=True)
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the threads, and this worker's lease."""
@@ -229,7 +231,7 @@ class Members:
 
     def leave(self) -> None:
         """Leave the view, and wait until that was decided."""
-        if self.signs.active == {self.me.id}:
+        if self._units.active == [self.me.id]:
             return
         self._leaving = True
         self._wake_beat.set()
@@ -270,7 +272,7 @@ class Members:
         return Beat(
             lease=self.signs.deadline,
             founding=view is None,
-            active=self.me.id in self.signs.active,
+            active=self.me.id in self._units.active,
             ended=self.ended and self.waiting_since is None,
             leaving=self._leaving,
             again=view.epoch if again and view is not None else 0,
@@ -384,6 +386,26 @@ class Members:
             self.changed.notify_all()
         log.info("view %d, %d workers: %s", view.number, len(view.members), view.why)
         self.on_view(view)
+
+
+def nobody(me: str, number: int) -> Any:
+    """In place of `Members`, of the worker ``me``, where there is nobody to look after."""
+
+    def nothing(*_: object) -> None:
+        pass
+
+    does = "is_at", "status", "leave", "idle", "finished", "close", "silence"
+    return SimpleNamespace(
+        me=SimpleNamespace(id=me),
+        number=number,
+        view=SimpleNamespace(number=1, epoch=1, ids=[]),
+        wait=0.0,
+        limit=0.0,
+        signs=Signs(math.inf),
+        record=LinkRecord(),
+        ended=False,
+        **dict.fromkeys(does, nothing),
+    )
 
 
 def _too_few(left: int, least: int) -> str:

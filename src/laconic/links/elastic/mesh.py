@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 
-import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
@@ -18,8 +17,7 @@ from laconic.links.connect import Connecting
 from laconic.links.connections import Connections
 from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import KEY_BYTES
-from laconic.links.health import LinkRecord
-from laconic.links.stalls import Stalls
+from laconic.links.health import ask_all
 from laconic.links.wire import ChangedError, LostError, configure
 
 log = logging.getLogger("laconic")
@@ -50,11 +48,9 @@ class Mesh:
         server: socket.socket,
         secret: bytes,
         check: Callable[[], None],
-        record: LinkRecord | None = None,
     ) -> None:
         """Connect to all members, which must do so too. ``server`` accepts those that call;
-        ``check()`` raises where waiting is in vain. ``record``: what this worker's beacon knows,
-        with which stalled connections are found."""
+        ``check()`` raises where waiting is in vain."""
         key = blake2b(self.view.pack().encode(), key=secret, digest_size=KEY_BYTES).digest()
 
         def keep(rank: int, connection: socket.socket) -> None:
@@ -70,10 +66,8 @@ class Mesh:
             raise Interrupted(str(error)) from error
         finally:
             self.missing = [self.view.ids[rank] for rank in connecting.missing]
-        if record is not None:
-            beacons = [(m.beacon, key.hex()) for m in self.view.members]
-            where = record, key.hex(), self.place, self.names, beacons, self.connections
-            self.connections.stalls = Stalls(*where)
+        beacons = [m.beacon for m in self.view.members]
+        self.connections.answers = lambda rank: not ask_all([beacons[rank]], secret)[0].lost
 
 
 class Guard:
@@ -102,17 +96,9 @@ class Guard:
 
 class Everyone(Collectives):
     """Collectives in which every worker hears from every other, so that none is two units ahead of
-    another."""
+    another. Only `swap` is no such collective."""
 
     async def _broadcast(self, x: Tensor, root: int = 0, overlaps: bool = False) -> None:
         nothing, others = x.reshape(-1)[:0], [r for r in range(self.size) if r != self.rank]
         sends = dict.fromkeys(others, x if self.rank == root else nothing)
         self.exchange(sends, {r: x if r == root else nothing for r in others})
-
-    async def _swap(
-        self, x: Tensor, to: Sequence[int], source: Sequence[int], overlaps: bool = False
-    ) -> list[Tensor]:
-        nothing, others = x[:0], [r for r in range(self.size) if r != self.rank]
-        pieces = {r: torch.empty_like(x) if r in source else nothing for r in others}
-        self.exchange({r: x if r in to else nothing for r in others}, pieces)
-        return [pieces[r] for r in source]

@@ -200,13 +200,6 @@ class SimulatedElasticPolling(ElasticPolling):
             link.admit(POLL)
         return decision
 
-    def owes_rounds(self) -> bool:
-        """In a recorded run: whether a round that it took part in is still to come."""
-        link, units = self._simulated, self.link.units
-        if link.replaying:
-            return False
-        return units.serial <= link.cast.plan.last_round(int(units.me))
-
     def clock(self, step: int) -> Clock:
         return VirtualClock(self._simulated.cast.stage, int(self.link.units.me), step)
 

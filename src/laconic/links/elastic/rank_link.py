@@ -25,13 +25,13 @@ from laconic.errors import LinkError, NotFiniteError
 from laconic.links.calls import FINISH, GRADIENTS, SAME_CALLS, Call
 from laconic.links.elastic.inside import Inside
 from laconic.links.elastic.link import ElasticLink, Settings, Undivided
+from laconic.links.elastic.members import nobody
 from laconic.links.elastic.mesh import Interrupted
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Units
-from laconic.links.health import LinkRecord
 from laconic.links.link import Parts, Quiet, arrivals, at_once, hops
 from laconic.links.wrapped import Around, inner
 
@@ -42,8 +42,6 @@ WITH_ALL = BEGIN, SIZE, "swap"
 """What all ranks do, or none."""
 PROBLEM = 2**64 - 1
 """The digest of a rank that cannot make a call: see `laconic.engine.session`."""
-Rows = list[Tensor | None]
-"""What a collective brings; None for messages that are lost."""
 Turn = list[Any]
 """What a rank is about to do; about what, the same on all ranks; and a number of its own."""
 
@@ -61,6 +59,7 @@ class RankLink(Undivided, Around):
     replaying: bool = inner("replaying")
     relays: Any = inner("relays")
     take_part_from = inner("take_part_from")
+    wake: Callable[[Callable[[], None]], None] = inner("wake")
 
     def __init__(self, inside: Inside, outer: ElasticLink | None, reports: Reporting) -> None:
         super().__init__(cast("Any", outer or _Followed()))
@@ -77,15 +76,6 @@ class RankLink(Undivided, Around):
         self._replayed: int | None = None
         """How many workers took part in the donor's unit, once this is known."""
         self.link.settings = self._all_settings
-
-    @property
-    def wake(self) -> Callable[[Callable[[], None]], None]:
-        """See `ElasticLink`. Only rank 0 hears of views."""
-        return self.link.wake  # type: ignore[no-any-return]
-
-    @wake.setter
-    def wake(self, poke: Callable[[Callable[[], None]], None]) -> None:
-        self.link.wake = poke
 
     def interrupt(self) -> None:
         """See `ElasticLink.interrupt`."""
@@ -271,17 +261,16 @@ class RankLink(Undivided, Around):
 
     # -- collectives ----
 
-    def _rows(self, what: str, x: Tensor, rows: int, results: int, *about: Any) -> Rows:
+    def _rows(self, what: str, x: Tensor, rows: int, results: int, *about: Any) -> list[Tensor]:
         """Make a collective of ``rows`` of ``x``, which brings so many ``results``."""
         x = x.reshape(rows, x.numel() // max(rows, 1)).contiguous()
         found = self._next(what, str(x.dtype).removeprefix("torch."), rows, results, *about, x=x)
         assert found is not None, "this rank is not done"
         return found
 
-    def _next(self, what: str, *about: Any, x: Tensor | None = None) -> Rows | None:
+    def _next(self, what: str, *about: Any, x: Tensor | None = None) -> list[Tensor] | None:
         """Take part in the next collective of the ranks: this one in ``what``, with its rows ``x``.
-        Returns the rows that it brings, None for those that are lost; or None where all ranks are
-        done."""
+        Returns the rows that it brings; or None where all ranks are done."""
         inside, me = self.inside, self.inside.rank
         turns = self._turns(what, *about, sends=0 if x is None else x.shape[1])
         turn = next((each for each in turns if each[0] != DONE), None)
@@ -294,32 +283,29 @@ class RankLink(Undivided, Around):
         out = pieces[0].new_empty(results, columns[me])
         if me:
             inside.exchange({0: pieces[me].view(-1)}, {})
-            lost = self._answer()
+            self._answer()
             inside.exchange({}, {0: out.view(-1)})
-            return [None if r in lost else row for r, row in enumerate(out.unbind())]
+            return [*out.unbind()]
         inside.exchange({}, {r: p.view(-1) for r, p in enumerate(pieces) if r})
-        whole, brought = torch.cat(pieces, 1), Rows()
+        whole, brought = torch.cat(pieces, 1), list[Tensor]()
 
-        def make() -> list[int]:
-            brought.extend(self._outer(what, whole, *about) if whole.numel() else out.unbind())
-            return [r for r, row in enumerate(brought) if row is None]
+        def make() -> None:
+            brought.append(self._outer(what, whole, *about) if whole.numel() else whole[:0])
 
-        lost, nothing = self._serve(make), whole.new_zeros(whole.shape[1])
-        rows_of_all = [nothing if row is None else row for row in brought]
-        together = torch.stack(rows_of_all) if rows_of_all else whole[:0]
+        self._serve(make)
+        together = brought[0].view(results, whole.shape[1])
         parts = [p.contiguous() for p in torch.split(together, columns, 1)]
         inside.exchange({r: p.view(-1) for r, p in enumerate(parts) if r}, {})
-        return [None if r in lost else row for r, row in enumerate(parts[0].unbind())]
+        return [*parts[0].unbind()]
 
-    def _outer(self, what: str, x: Tensor, *about: Any) -> Rows:
+    def _outer(self, what: str, x: Tensor, *about: Any) -> Tensor:
         """Make the collective ``what`` with all ranks' messages ``x``, on rank 0."""
-        flat = x.view(-1)
+        flat, out = x.view(-1), x
         if what == "swap":
-            return [None if p is None else p.clone() for p in self.link.swap(flat, *about)]
-        if what == "gather":
-            return [*self.link.gather(flat).unbind()]
-        out = x
-        if what == "all_gather":
+            out = torch.stack([flat, *self.link.swap(flat, *about)])[1:]
+        elif what == "gather":
+            out = self.link.gather(flat)
+        elif what == "all_gather":
             out = x.new_empty(self.size, x.shape[1])
             self.link.all_gather(flat, out.view(-1))
         elif what == "all_to_all":
@@ -327,23 +313,23 @@ class RankLink(Undivided, Around):
             self.link.all_to_all(x, out)
         else:
             getattr(self.link, what)(flat, *about)
-        return [*out.unbind()]
+        return out
 
     def mean(self, x: Tensor) -> None:
-        (mean,) = _all(self._rows("mean", x, 1, 1))
+        (mean,) = self._rows("mean", x, 1, 1)
         x.copy_(mean.view(x.shape))
 
     def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         n = self.size
         with at_once(parts, [self.rank], range(n)):
-            rows = _all(self._rows("all_gather", mine.to(out.dtype), 1, n))
+            rows = self._rows("all_gather", mine.to(out.dtype), 1, n)
             for row, into in zip(rows, out.view(n, -1), strict=True):
                 into.copy_(row)
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         n = self.size
         with at_once(parts, hops(self.rank, n), arrivals(self.rank, n)):
-            rows = _all(self._rows("all_to_all", x, n, n))
+            rows = self._rows("all_to_all", x, n, n)
             for row, into in zip(rows, out.view(n, -1), strict=True):
                 into.copy_(row)
 
@@ -351,14 +337,16 @@ class RankLink(Undivided, Around):
         if self._thread != threading.get_ident():  # before there is a communication thread
             return self.unit(partial(self.gather, x))
         n = self.size
-        return torch.stack(_all(self._rows("gather", x, 1, n))).view(n, *x.shape)
+        return torch.stack(self._rows("gather", x, 1, n)).view(n, *x.shape)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
-        (sent,) = _all(self._rows("broadcast", x, 1, 1, root))
+        (sent,) = self._rows("broadcast", x, 1, 1, root)
         x.copy_(sent.view(x.shape))
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor | None]:
-        return self._rows("swap", x, 1, len(source), list(to), list(source))
+        if self.replaying:
+            return [None] * len(source)
+        return [*self._rows("swap", x, 1, len(source), list(to), list(source))]
 
 
 class WorldLink(Around):
@@ -400,10 +388,6 @@ def combined(digests: Sequence[int]) -> int:
     return 0 if 0 in digests else 1 + int.from_bytes(packed, "big")
 
 
-def _all(rows: Rows) -> list[Tensor]:
-    return [row for row in rows if row is not None]
-
-
 def _failure(error: Exception) -> dict[str, Any]:
     return {"failed": str(error), "donor": isinstance(error, RelayError)}
 
@@ -421,21 +405,10 @@ class _Followed(Quiet):
     wake: Any = None
 
     def __init__(self) -> None:
-        def nothing(*_: object) -> None:
-            pass
-
-        def nobody(step: int) -> list[Any]:
-            return []
-
         self.units, self.replay, self.relays = Units(""), Replay(lambda: None), list[Any]()
         self.heard: Sequence[int] = []
-        does_nothing = dict.fromkeys(["status", "leave", "open", "bequeath"], nothing)
-        view = SimpleNamespace(number=1, ids=[])
-        self.members = SimpleNamespace(
-            number=0, view=view, record=LinkRecord(), ended=False, **does_nothing
-        )
-        nobodies = dict.fromkeys(["callers", "leaves", "bequests"], nobody)
-        self.reception = SimpleNamespace(**does_nothing, **nobodies)
+        self.members = nobody("", 0)
+        self.reception = SimpleNamespace(open=lambda: None, callers=lambda step: [])
 
     @property
     def replaying(self) -> bool:

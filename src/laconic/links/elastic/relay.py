@@ -30,7 +30,6 @@ from laconic.links.addresses import Address
 from laconic.links.calls import Call
 from laconic.links.elastic.relay_frames import (
     KINDS,
-    Bequest,
     Frame,
     Record,
     Refusal,
@@ -44,8 +43,6 @@ from laconic.links.talks import converse
 log = logging.getLogger("laconic")
 
 PURPOSE = b"join"
-BEQUEST = "bequest"
-"""What a worker that leaves says in place of the reason of a view."""
 KEY = bytes(handshake.KEY_BYTES)
 HANDSHAKE_SECONDS = 5.0
 LOOK_SECONDS = 1.0
@@ -155,22 +152,9 @@ class Stream:
 
 def call_donor(donor: Member, secret: bytes, newcomer: Member) -> Stream:
     """Ask ``donor`` for the state of the run; raises `RelayError`."""
-    return _call(donor, secret, View(1, (newcomer,)))
-
-
-def bequeath(heir: Member, secret: bytes, me: Member, bequest: Bequest) -> None:
-    """Send ``bequest`` to another worker, ``heir``; raises `RelayError`."""
-    stream = _call(heir, secret, View(1, (me,), BEQUEST))
-    try:
-        stream.send(bequest)
-        stream.wait_for(READY)
-    finally:
-        stream.close()
-
-
-def _call(worker: Member, secret: bytes, hello: View) -> Stream:
-    host, port, _ = Address.parse(worker.service)
-    exchange = partial(handshake.call, secret, PURPOSE, KEY, 0, hello.pack().encode())
+    host, port, _ = Address.parse(donor.service)
+    hello = View(1, (newcomer,)).pack().encode()
+    exchange = partial(handshake.call, secret, PURPOSE, KEY, 0, hello)
     try:
         return Stream(converse(host, port, exchange, HANDSHAKE_SECONDS))
     except (OSError, handshake.RefusedError) as error:

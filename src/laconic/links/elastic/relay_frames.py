@@ -42,7 +42,7 @@ class StepSettings:
 class Start:
     """The newcomer takes part from the unit ``serial`` on, which begins ``call``. ``groups``: the
     numbers in the optimizer's parameter groups for its first step; ``others``: the state of the
-    user's objects then, by name; ``policy``: what the donor's policy hands over. ``digest``: of the
+    user's objects then, by name, and of the policy. ``digest``: of the
     model and the optimizer then, where all workers have the same. ``present``: how many workers
     take part, and the newcomer's rank."""
 
@@ -51,17 +51,7 @@ class Start:
     digest: int
     groups: list[dict[str, Any]]
     others: dict[str, Any]
-    policy: dict[str, Any] | None
     present: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Bequest:
-    """State that only a worker ``held`` that has left, by its ranks. ``workers``: how many there
-    were."""
-
-    held: list[dict[str, Any]]
-    workers: int
 
 
 @dataclass(frozen=True)
@@ -71,6 +61,6 @@ class Refusal:
     why: str
 
 
-Frame = Snapshot | Record | StepSettings | Start | Bequest | Refusal
+Frame = Snapshot | Record | StepSettings | Start | Refusal
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Frame)}
 """By the name that a frame travels under."""

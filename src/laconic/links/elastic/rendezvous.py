@@ -6,13 +6,15 @@ next view (`laconic.links.elastic.members`). Its members connect to each other a
 units each has completed:
 
 - Some have completed a unit and others have not: one that has passes on the result of its last
-  collective, and the unit is complete for all, with the same contributors.
+  collective, and the unit is complete for all, with the same contributors. Messages for single
+  workers are not passed on: a unit of these is complete once all have theirs.
 - Nobody has: the unit runs again in the new view, from its inputs.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links.calls import Call
@@ -64,7 +65,7 @@ class Reporting(Protocol):
 
 class Rendezvous:
     """Connects this worker, which has done ``units``, to the others of its view. ``server`` accepts
-    their connections. All methods but `decided` run in the communication thread.
+    their connections. All methods but `interrupt` run in the communication thread.
 
     ``reports``: what the members of a new view tell each other besides.
     """
@@ -87,7 +88,7 @@ class Rendezvous:
         thread."""
         mesh = self._mesh
         place = None if mesh is None else mesh.view.place(id)
-        return 0 if mesh is None or place is None else mesh.connections.moved(place, True)
+        return 0 if mesh is None or place is None else mesh.connections.received(place)
 
     @property
     def ids(self) -> list[str]:
@@ -103,16 +104,10 @@ class Rendezvous:
         while self._mesh is None or members.view.epoch > self._epoch:
             self.resolve()
 
-    def decided(self, view: View) -> None:
-        """A view was decided: if there is a unit under way, it ends. In another thread."""
+    def interrupt(self, epoch: float = math.inf) -> None:
+        """End the unit under way, if it is in a view before ``epoch``. In another thread."""
         with self._lock:
-            if self._mesh is not None and self._mesh.view.epoch < view.epoch:
-                self._mesh.connections.shutdown()
-
-    def shutdown(self) -> None:
-        """The process ends: if there is a unit under way, it ends. In another thread."""
-        with self._lock:
-            if self._mesh is not None:
+            if self._mesh is not None and self._mesh.view.epoch < epoch:
                 self._mesh.connections.shutdown()
 
     def take_part(self, ids: Sequence[str]) -> None:
@@ -148,10 +143,9 @@ class Rendezvous:
             self._epoch = view.epoch
             mesh = Mesh(view, self._members.me, self._members.limit)
             try:
-                check = partial(self._check_latest, view)
-                members = self._members
+                check, members = partial(self._check_latest, view), self._members
                 try:
-                    mesh.connect(self._server, members.secret, check, members.record)
+                    mesh.connect(self._server, members.secret, check)
                 finally:
                     members.signs.connected(mesh.missing)
                 with self._lock:
@@ -191,18 +185,16 @@ class Rendezvous:
         if far:
             raise Interrupted("a worker has missed what the others have done")
         root = next(r for r, s in enumerate(statuses) if s["done"] == top)
-        first, outcome = statuses[root], None
-        if any(statuses[r]["swaps"] for r in behind):
-            outcome = self._pass_on_messages(everyone, statuses, behind)
-        elif behind:
+        first, units, outcome = statuses[root], self._units, None
+        if first["bytes"] is not None:
             outcome = self._pass_on_output(everyone, first["bytes"], behind, root)
-        units = self._units
+        elif everyone.rank in behind:
+            outcome = units.outcome  # all have received their messages
         if outcome is not None:
             assert units.under_way, "it waits in that unit"
             units.outcome = replace(outcome, digests=dict(first["digests"]))
             units.complete()
         units.active = [id for id in mesh.view.ids if id in first["active"]]
-        self._members.signs.active = set(units.active)
         if not units.under_way and units.done is not None:
             self.take_part(units.active)
         self._reports.hear({s["id"]: s["report"] for s in statuses}, units.me)
@@ -217,9 +209,7 @@ class Rendezvous:
             "done": units.done,
             "active": units.active,
             "digests": units.kept.digests,
-            "bytes": 0 if output is None else output.numel() * output.element_size(),
-            "swaps": units.under_way and units.outcome.sent is not None,
-            "source": list(units.outcome.source) if units.under_way else [],
+            "bytes": None if output is None else output.numel() * output.element_size(),
             "report": self._reports.report(),
         }
 
@@ -236,22 +226,3 @@ class Rendezvous:
             everyone.exchange({}, {root: raw})
             return Outcome(raw)
         return None
-
-    def _pass_on_messages(
-        self, everyone: Everyone, statuses: Sequence[Mapping[str, Any]], behind: Sequence[int]
-    ) -> Outcome | None:
-        """Send the messages of the last unit, a `Link.swap`, to the ranks ``behind``. A message of
-        a lost worker is lost."""
-        me, ranks = everyone.rank, {status["id"]: r for r, status in enumerate(statuses)}
-        own = self._units.outcome if me in behind else self._units.kept
-        sends, receives = dict[int, Tensor](), dict[int, Tensor]()
-        for to in behind:
-            for source in (ranks[id] for id in statuses[to]["source"] if id in ranks):
-                if source == me and own.sent is not None:
-                    sends[to] = own.sent
-                if to == me and own.sent is not None:
-                    receives[source] = torch.empty_like(own.sent)
-        everyone.exchange(sends, receives)
-        if me not in behind:
-            return None
-        return replace(own, pieces=[receives.get(ranks.get(id, -1)) for id in own.source])

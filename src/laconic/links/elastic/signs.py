@@ -1,8 +1,7 @@
 """Signs of life: what one worker knows of the others, and reports to the coordinator.
 
-A sign of life is an answer to a question, bytes that have come, or a part in a call that was
-completed. A report is no more than that: only the coordinator decides
-(`laconic.links.elastic.leases`).
+A sign of life is an answer to a question, or bytes that have come. A report is no more than that:
+only the coordinator decides (`laconic.links.elastic.leases`).
 """
 
 from __future__ import annotations
@@ -35,10 +34,6 @@ class Signs:
         self.pace = 0.0
         """The longest recent time between rounds, in seconds."""
         self._begun: deque[float] = deque(maxlen=PACES + 1)
-        self.active: set[str] = set()
-        """The ids of the members that take part in rounds."""
-        self.in_touch = 0.0
-        """The latest time after which all active members have sent a message that came."""
         self.notes: dict[str, str] = {}
         """What workers that are gone have said last, by id."""
         self._unreached: dict[str, float] = {}
@@ -99,8 +94,7 @@ class Signs:
     def silent_since(self, id: str) -> float | None:
         """When the first question was asked of those that ``id`` has not answered, if it has given
         no sign of life since."""
-        since = self._silent_since.get(id)
-        lately = max(self._moved.get(id, (0, 0.0))[1], self.in_touch * (id in self.active))
+        since, (_, lately) = self._silent_since.get(id), self._moved.get(id, (0, 0.0))
         return None if since is None or since <= lately else since
 
     def reports(

@@ -10,19 +10,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
-
 from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.elastic.faults import Plan
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.members import nobody
 from laconic.links.elastic.relay import RelayError
-from laconic.links.elastic.relay_frames import Bequest, Frame, Snapshot, Start
+from laconic.links.elastic.relay_frames import Frame, Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
-from laconic.links.elastic.signs import Signs
 from laconic.links.elastic.units import Units
-from laconic.links.health import LinkRecord
 from laconic.links.simulated import SimulatedLink, Stage
 
 current_part: contextvars.ContextVar[tuple[Cast, int] | None] = contextvars.ContextVar(
@@ -46,7 +43,6 @@ class Cast:
     feeds: dict[int, list[Frame]] = field(default_factory=dict)
     donors: dict[int, int] = field(default_factory=dict)
     reporting: dict[int, Reporting] = field(default_factory=dict)
-    bequests: dict[int, Bequest] = field(default_factory=dict)
     dealt: list[int] = field(default_factory=list)
     dealt_in: tuple[int, bool] = (-1, False)
     """In which unit, and whether to those that begin with it."""
@@ -71,23 +67,13 @@ class Cast:
                 self.reporting[worker].hear(json.loads(json.dumps(reports)), str(worker))
 
 
-class _Links(SimulatedLink):
-    """The collectives of one unit. ``lost``: the ranks whose messages do not come."""
-
-    lost: Sequence[int] = ()
-
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Any]:
-        pieces = super().swap(x, to, source)
-        return [None if r in self.lost else p for r, p in zip(source, pieces, strict=True)]
-
-
 class _Rendezvous:
     """In place of `laconic.links.elastic.rendezvous.Rendezvous`: nothing is ever interrupted, since
     the plan knows beforehand who completes a unit."""
 
     def __init__(self, cast: Cast, me: int, units: Units) -> None:
         self._cast, self._me, self._units = cast, me, units
-        self.link: _Links | None = None
+        self.link: SimulatedLink | None = None
 
     @property
     def ids(self) -> list[str]:
@@ -114,10 +100,8 @@ class _Rendezvous:
         workers = [int(id) for id in ids]
         if self._me not in workers:
             return  # a newcomer: it begins with the next call that starts a step's rounds
-        self.link = _Links(self._cast.stage, self._me, workers)
+        self.link = SimulatedLink(self._cast.stage, self._me, workers)
         self.link.begin_digest(self._units.call.digest)
-        missing = self._cast.plan.missing(self._me, self._units.serial)
-        self.link.lost = [workers.index(worker) for worker in missing]
 
     def drop(self) -> None:
         """Do nothing."""
@@ -204,26 +188,6 @@ class _Reception:
         self._cast.donors.update(dict.fromkeys(called, self._me))
         return [_Relay(self._cast, w) for w in called if w not in self._cast.feeds]
 
-    def bequests(self, step: int) -> list[tuple[str, Bequest]]:
-        """See `Reception.bequests`. Those that have left may be behind this worker."""
-        stage, found = self._cast.stage, []
-        for worker in self._cast.plan.bequests(self._me, step):
-            while worker not in self._cast.bequests and worker not in stage.left:
-                stage.pass_turn(self._me)
-                stage.take_turn(self._me)
-            if worker in self._cast.bequests:
-                found.append((str(worker), self._cast.bequests.pop(worker)))
-        return found
-
-    def bequeath(self, bequest: Bequest, heirs: Sequence[str], step: int) -> None:
-        """See `Reception.bequeath`."""
-        self._cast.bequests[self._me] = bequest
-        raise EndedError
-
-    def leaves(self, step: int) -> bool:
-        """Whether the plan has this worker leave after ``step``."""
-        return self._cast.plan.leaves(self._me) == step
-
     def call_donor(self, number: int, awake: Callable[[], None]) -> Feed:
         """See `Reception.call_donor`."""
         frames = self._cast.feeds.get(self._me, [])
@@ -235,38 +199,13 @@ class _Reception:
         """Do nothing."""
 
 
-def _members(me: int) -> Any:
-    """What a link needs of `laconic.links.elastic.members.Members`."""
-
-    def nothing(*_: object) -> None:
-        pass
-
-    return SimpleNamespace(
-        me=SimpleNamespace(id=str(me)),
-        view=SimpleNamespace(number=1, epoch=1, ids=[]),
-        wait=0.0,
-        limit=0.0,
-        number=me + 1,
-        signs=Signs(math.inf),
-        record=LinkRecord(),
-        is_at=nothing,
-        status=nothing,
-        leave=nothing,
-        idle=nothing,
-        finished=nothing,
-        ended=False,
-        close=nothing,
-        silence=nothing,
-    )
-
-
 class SimulatedElasticLink(ElasticLink):
     """The link of the worker ``me`` of a simulated run."""
 
     def __init__(self, cast: Cast, me: int, reports: Reporting) -> None:
         units = Units(str(me))
         parts: Any = _Rendezvous(cast, me, units), _Reception(cast, me, units), reports
-        super().__init__(_members(me), units, *parts, threaded=False)
+        super().__init__(nobody(str(me), me + 1), units, *parts, threaded=False)
         self.cast = cast
         cast.reporting[me] = reports
         deals = cast.plan.deals(me)

@@ -67,13 +67,13 @@ def start(
             said = _join(client, wait)
             if said:
                 raise _different(said, about, job, client.at)
-            members = Members(client, member, wait, limit)
+            units = Units(member.id)
+            members = Members(client, member, units, wait, limit)
             on_error.callback(members.close)
             members.record = beacon.links[key_of(health)]
             members.record.secret = members.secret
             members.note, reports.heard = reports.note, members.signs.notes
             members.status, members.silence = beacon.set, beacon.close
-            units = Units(member.id)
             units.note = reports.record = recording(member.id)
             rendezvous = Rendezvous(members, mesh, units, reports)
             reception = Reception(members, service, units)

@@ -9,8 +9,6 @@ Four attributes say who takes part, because they change at different times:
 - `Rendezvous.ids`: the view that this worker is connected to. Newcomers are at its end.
 - `Units.active`: the first ones of these, which have taken part in the last unit.
 - `Units.ranks`: who takes part in the unit under way: the active ones, and newcomers that begin.
-
-`Signs.active` is a copy of `Units.active` for the threads that look after the members.
 """
 
 from __future__ import annotations
@@ -27,16 +25,12 @@ from laconic.links.calls import Call
 
 @dataclass
 class Outcome:
-    """What a unit's last collective has brought. ``output``: a tensor that all workers receive.
-    ``sent``: a worker's own message, where only some receive it (`Link.swap`). ``source``: the ids
-    of the workers whose messages this one receives then. ``pieces``: these messages, where another
-    worker has completed the unit; None for a message that is lost. ``digests``: what all workers
-    have said of themselves (`Call.digest`), by id in the order of their ranks."""
+    """What a unit's last collective has brought. ``output``: a tensor that all workers receive;
+    or ``pieces``: messages for this worker alone (`Link.swap`). ``digests``: what all workers have
+    said of themselves (`Call.digest`), by id in the order of their ranks."""
 
     output: Tensor | None = None
-    sent: Tensor | None = None
-    source: Sequence[str] = ()
-    pieces: list[Tensor | None] = field(default_factory=list)
+    pieces: Sequence[Tensor] = ()
     digests: dict[str, int] = field(default_factory=dict)
 
 
@@ -105,9 +99,6 @@ class Units:
         self.active = list(self.ranks)
 
     def _note(self) -> None:
-        known = zip(self.outcome.source, self.outcome.pieces, strict=False)
-        missing = [id for id, piece in known if piece is None]
-        if missing or self.ranks != self._noted:
+        if self.ranks != self._noted:
             self._noted = list(self.ranks)
-            event = {"unit": self.serial, "call": str(self.call), "workers": self._noted}
-            self.note(event | ({"missing": missing} if missing else {}))
+            self.note({"unit": self.serial, "call": str(self.call), "workers": self._noted})

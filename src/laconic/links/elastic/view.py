@@ -85,11 +85,11 @@ class View:
             epoch, members, why, farewells = json.loads(text)
             known = tuple(unpack_member(m) for m in members)
             said = tuple((str(id), clean(str(note))) for id, note in farewells)
-            view = cls(_count(epoch, 2**62), known, clean(str(why))[:MOST_WHY], said)
-        except (TypeError, ValueError, LookupError, RecursionError) as error:
+            view = cls(int(epoch), known, clean(str(why))[:MOST_WHY], said)
+        except (ArithmeticError, TypeError, ValueError, LookupError, RecursionError) as error:
             raise ValueError(f"not a view of laconic's: {error}") from None
-        if not 1 <= len(view.members) <= MOST_MEMBERS:
-            raise ValueError(f"a view has 1 to {MOST_MEMBERS} members")
+        if not (1 <= len(view.members) <= MOST_MEMBERS and 0 <= view.epoch <= 2**62):
+            raise ValueError(f"a view has an epoch and 1 to {MOST_MEMBERS} members")
         if len(set(view.ids)) < len(view.ids):
             raise ValueError("not a view of laconic's: a member is in it twice")
         return view
@@ -108,9 +108,3 @@ def unpack_member(value: Any) -> Member:
 def new_id() -> str:
     """A permanent id for a worker."""
     return secrets.token_hex(ID_CHARACTERS // 2)
-
-
-def _count(value: Any, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise ValueError(f"{value!r} is not a number from 0 to {most}")
-    return value

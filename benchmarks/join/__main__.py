@@ -1,6 +1,6 @@
 """What a newcomer costs the other workers of an elastic run, at 100 Mbit/s.
 
-    python -m benchmarks.survive.join [RECIPE ...] [--joins 12]
+    python -m benchmarks.join [RECIPE ...] [--joins 12]
 
 Three workers train on a host each. A fourth joins, trains for some periods, and leaves on SIGTERM;
 then the next one comes. Newcomers have imported torch and done a step before the run begins. The
@@ -32,7 +32,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.survive.join_worker import WORKERS
+from benchmarks.join.worker import WORKERS
 from laconic.elastic import COORDINATOR_VARIABLE
 from laconic.lab.emulation.cluster import Cluster, Network, job_environment, rank_variables
 from laconic.lab.emulation.injection import COORDINATOR_PORT
@@ -99,7 +99,7 @@ class Run:
 
         def start(host: int, name: str) -> subprocess.Popen[bytes]:
             options = [str(self._options.seconds), str(self._options.crops)]
-            argv = [sys.executable, "-m", "benchmarks.survive.join_worker", self._recipe]
+            argv = [sys.executable, "-m", "benchmarks.join.worker", self._recipe]
             argv += [str(self.directory.resolve()), name, *options]
             variables = {**env, **rank_variables(host, host, 1, WORKERS + 1)}
             ends = output.fileno(), output.fileno()
@@ -213,7 +213,7 @@ def add_row(table: Table, recipe: str, joins: Sequence[Join]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="benchmarks.survive.join",
+        prog="benchmarks.join",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

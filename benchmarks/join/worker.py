@@ -1,6 +1,6 @@
-"""A worker of `benchmarks.survive.join`: it trains until it is ended, and records its steps.
+"""A worker of `benchmarks.join`: it trains until it is ended, and records its steps.
 
-    python -m benchmarks.survive.join_worker RECIPE DIRECTORY NAME SECONDS CROPS
+    python -m benchmarks.join.worker RECIPE DIRECTORY NAME SECONDS CROPS
 
 Every process writes its own file: a line of JSON per event, with times of the host's monotonic
 clock. The events are:

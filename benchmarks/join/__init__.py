@@ -1,0 +1,1 @@
+"""What a newcomer costs the other workers of an elastic run."""

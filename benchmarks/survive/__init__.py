@@ -1,1 +1,0 @@
-"""What a training loses when machines are lost: laconic, torchft, and restarts from checkpoints."""
