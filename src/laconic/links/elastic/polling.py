@@ -31,7 +31,8 @@ class ElasticPolling(Polling):
     def __init__(self, link: ElasticLink) -> None:
         self.link: ElasticLink = link
         self.me = link.units.me
-        self._call = link.units.call
+        self._latest = link.units.call
+        """The latest call of all workers."""
 
     @property
     def replaying(self) -> bool:  # type: ignore[override]
@@ -73,12 +74,12 @@ class ElasticPolling(Polling):
         return polls.now(standings)
 
     def call(self, job: Callable[[], T]) -> T:
-        link = self.link
-        link.units.call = self._call
+        link, units = self.link, self.link.units
+        units.call = self._latest
         if link.rendezvous.link is not None:
-            link.rendezvous.link.begin_digest(self._call.digest)
+            link.rendezvous.link.begin_digest(self._latest.digest)
         result = job()
-        self._call = link.units.call
+        self._latest = units.call
         return result
 
     def note(self, decision: Decision) -> None:
