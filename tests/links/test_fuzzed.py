@@ -1,5 +1,5 @@
-"""Whatever strangers send to where ranks connect, and whatever comes over a connection that stands:
-to the two movers of messages, and in quorum rounds."""
+"""Whatever strangers send to where ranks connect, and whatever comes over a connection that stands,
+to the two movers of messages."""
 
 from __future__ import annotations
 
