@@ -1,16 +1,14 @@
 """One worker is three times slower: what rounds that do not wait for it gain, in virtual time.
 
-    python -m benchmarks.quorum                  tunes each method, then compares fresh seeds
-    python -m benchmarks.quorum --quick          a small grid and two seeds
-    python -m benchmarks.quorum --slow-link 1.5  and one link is ten times slower
-    python -m benchmarks.quorum --fixed          without tuning: default and common settings
+    python -m benchmarks.quorum           tunes each method, then compares fresh seeds
+    python -m benchmarks.quorum --quick   a small grid and two seeds
+    python -m benchmarks.quorum --fixed   without tuning: default and common settings
 
 Four workers train an MLP 64-128-10 on scikit-learn's digits, in the simulator, for the same virtual
 time. A step takes 1, 1, 1, and 3 seconds; messages take no time. The row "equal workers" has four
-workers of 1.2 seconds, so the same number of steps per second in all. With --slow-link, messages of
-the third worker take so many seconds to rank 0, and those of the others a tenth of that, as do all
-of the equal workers'. Learning rates decay with the time, so that every method ends at the same
-rate. Three figures for each method, means and their standard errors over fresh seeds:
+workers of 1.2 seconds, so the same number of steps per second in all. Learning rates decay with the
+time, so that every method ends at the same rate. Three figures for each method, means and their
+standard errors over fresh seeds:
 
     default   DiLoCo's outer learning rate 0.7 and momentum 0.9, inner rate 0.08
     common    the settings that are best for equal workers
@@ -43,7 +41,6 @@ from laconic.algorithms.updates import OuterStep
 
 WORKERS, PERIOD, BATCH = 4, 12, 8
 SLOW, EQUAL = (1.0, 1.0, 1.0, 3.0), (1.2, 1.2, 1.2, 1.2)
-SLOW_LINK = 2
 TUNING, FRESH = range(100, 103), range(20)
 
 Outer = Callable[[float, float], la.Recipe]
@@ -56,25 +53,16 @@ def naive(lr: float, momentum: float) -> la.Recipe:
 
 @dataclass(frozen=True)
 class Method:
-    """``outer`` makes the recipe from an outer learning rate and momentum. ``size``: of its
-    messages, as a share of the model."""
+    """``outer`` makes the recipe from an outer learning rate and momentum."""
 
     outer: Outer
     seconds: Sequence[float] = SLOW
-    size: float = 1.0
-
-    def messages(self, slow_link: float) -> list[float]:
-        """The seconds of each worker's messages, where those of `SLOW_LINK` take ``slow_link``."""
-        usual = self.size * slow_link / 10
-        slow = self.size * slow_link if self.seconds == SLOW else usual
-        return [0.0, *(slow if r == SLOW_LINK else usual for r in range(1, WORKERS))]
 
 
 def own_pace(codec: str | None = None) -> Method:
     """Delayed Nesterov at each worker's own pace."""
     options = {"pace": "own", "quorum": 3, "grace": 1, "codec": codec}
-    size = 1.0 if codec is None else la.codecs.CODECS[codec].nbytes(2**16) / 2**18
-    return Method(partial(la.diloco, PERIOD, **options), size=size)
+    return Method(partial(la.diloco, PERIOD, **options))
 
 
 METHODS: dict[str, Method] = {
@@ -139,13 +127,12 @@ def worker(recipe: la.Recipe, inner: float, seconds: float, seed: int, rank: int
 
 
 Settings = tuple[float, float, float]
-Task = tuple[str, float, float, float, float, int, float]
+Task = tuple[str, float, float, float, float, int]
 
 
 def run(task: Task) -> float:
-    """The loss of a method with these rates on a seed, with messages over the slow link of so many
-    seconds; infinity where it diverges."""
-    name, inner, lr, momentum, seconds, seed, slow_link = task
+    """The loss of a method with these rates on a seed; infinity where it diverges."""
+    name, inner, lr, momentum, seconds, seed = task
     torch.set_num_threads(1)
     method = METHODS[name]
     recipe = method.outer(lr, momentum)
@@ -153,7 +140,6 @@ def run(task: Task) -> float:
         partial(worker, recipe, inner, seconds, seed),
         workers=WORKERS,
         step_seconds=method.seconds,
-        message_seconds=method.messages(slow_link),
     )
     return losses[0] if math.isfinite(losses[0]) else math.inf
 
@@ -168,7 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--seconds", type=float, default=300.0, help="virtual, for each run")
-    parser.add_argument("--slow-link", type=float, default=0.0, help="seconds of its messages")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--file", type=Path, help="write the results there, as JSON")
@@ -183,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         def losses(
             name: str, tried: Sequence[Settings], seeds: Sequence[int]
         ) -> dict[Settings, list[float]]:
-            tasks = [(name, *s, given.seconds, n, given.slow_link) for s in tried for n in seeds]
+            tasks = [(name, *s, given.seconds, n) for s in tried for n in seeds]
             ran = pool.map(run, tasks, chunksize=1)
             return {s: ran[i * len(seeds) :][: len(seeds)] for i, s in enumerate(tried)}
 

@@ -139,8 +139,6 @@ class Case:
     """Workers come and go: a plan, or the name of one of `TRACES`."""
     seconds: tuple[float, ...] = ()
     """Of each worker's step, by which rounds with a quorum close."""
-    messages: tuple[float, ...] | None = None
-    """Of each worker's messages."""
     network: str = ""
     """The rate of the simulated network, on the controlled clock."""
     offload: bool = False
@@ -738,7 +736,7 @@ def surrounded(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
         elif case.faults:
             options = {"faults": case.faults}
         if case.seconds:
-            options |= {"step_seconds": case.seconds, "message_seconds": case.messages}
+            options |= {"step_seconds": case.seconds}
         with late.device(settles=True) if case.offload else nullcontext():
             yield options
 

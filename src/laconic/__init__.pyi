@@ -49,7 +49,7 @@ from laconic.engine.synchronizer import Synchronizer as Synchronizer, WorkersVie
 from laconic.errors import LinkError as LinkError
 from laconic.links import simulate as simulate
 from laconic.links.elastic.faults import Faults as Faults, Trace as Trace
-from laconic.links.quorum.port import Closing as Closing
+from laconic.links.polls import Closing as Closing
 from laconic.metrics import JsonLines as JsonLines
 from laconic.muon import muon as muon
 from laconic.sampler import ElasticSampler as ElasticSampler

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import laconic
-from laconic.links.quorum.polls import ARRIVED, BUSY, CALLING, CALLS, Polls, Standing
-from laconic.links.quorum.port import Appointment, Rules
+from laconic.links.polls import ARRIVED, BUSY, CALLING, CALLS, Polls, Rules, Standing
 
 from tests.elastic.test_simulated_runs import left, only, plain, plan_at_random, program
 from tests.support.elastic_runs import MANY, Run, train
@@ -114,14 +113,13 @@ def test_a_quorum_of_all_gives_the_bits_of_the_plain_recipe(codec: str) -> None:
 
 
 def test_what_follows_from_a_poll() -> None:
-    polls = Polls([Rules(2, 1.0)], lambda kind, speeds, ranks: [Appointment(3)] * len(ranks))
+    polls = Polls([Rules(2, 1.0)], lambda kind, speeds, ranks: [3] * len(ranks))
 
     def say(*workers: tuple[int, float]) -> dict[str, Standing]:
-        each = [Standing(s, 0, waited, 7, 1.0, (1,), (0.1,)) for s, waited in workers]
-        rows = torch.stack([standing.row() for standing in each])
-        found = polls.standings([str(number) for number in range(len(each))], rows)
-        assert [*found.values()] == each
-        return found
+        each = [Standing(s, 0, waited, 7, 1.0, (0.1,)) for s, waited in workers]
+        found = [Standing.of(standing.row().tolist()) for standing in each]
+        assert found == each
+        return {str(number): standing for number, standing in enumerate(found)}
 
     one = say((ARRIVED, 9.0), (BUSY, 99.0), (BUSY, 0.0))
     assert polls.next_closing(one) is None

@@ -1,34 +1,27 @@
-"""Whatever strangers send to where ranks connect, and whatever comes over a connection that stands:
-to the two movers of messages, and in quorum rounds."""
+"""Whatever strangers send to where ranks connect, and whatever comes over a connection that stands,
+to the two movers of messages."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import socket
 import ssl
 import struct
 import time
 import zlib
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from laconic.errors import LinkError
 from laconic.links import connect, frames, talks, tls
 from laconic.links.addresses import Address
 from laconic.links.collectives import Collectives
 from laconic.links.connections import Connections
 from laconic.links.frames import CHANGED, CLOSED, FINE, FRAME, HEADER_BYTES, OTHER
-from laconic.links.quorum.port import Announcement, Appointment, Closing, Delivery, Rules
-from laconic.links.quorum.syncer import Syncer
-from laconic.links.quorum.tcp import Host, Line
 from laconic.links.wire import ChangedError, Transfer, Wire
 
 from tests.links.test_wire import HERE, THERE, as_sent, moves
@@ -278,83 +271,3 @@ def test_a_transfer_that_has_failed_fails_again() -> None:
         del transfer, connections
         theirs.settimeout(60)
         assert theirs.recv(1) == b"", "closed"
-
-
-# -- rounds with a quorum ----
-
-
-class Two:
-    """A wire between two workers, over a local connection."""
-
-    timeout, names = 5.0, (0, 2)
-
-    def __init__(self, end: socket.socket, other: int) -> None:
-        self.connections = Connections()
-        self.connections.keep(other, end)
-        self.shutdown, self.close = self.connections.shutdown, self.connections.close
-
-
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-ABOUT = vars(Announcement(0, 0, 4, 0.5, 4, (0.1,)))
-ARRIVES: dict[str, Any] = {"what": "arrive", "about": ABOUT, "bases": False}
-LENGTHS = st.sampled_from((-1, 2**24 + 1, 2**40, 2**63 - 1))
-
-
-def with_another(fields: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """One of the fields is missing or something else."""
-    name = st.sampled_from(sorted(fields))
-    lacking = name.map(lambda name: {k: v for k, v in fields.items() if k != name})
-    return lacking | st.tuples(name, ANYTHING).map(lambda other: {**fields, other[0]: other[1]})
-
-
-NESTED = with_another(ABOUT).map(lambda about: {**ARRIVES, "about": about})
-DIFFERING = st.binary(max_size=50) | (with_another(ARRIVES) | NESTED | ANYTHING).map(
-    lambda value: json.dumps(value).encode()
-)
-"""An arrival as JSON with a field that is missing or something else, or anything."""
-
-
-def conclude(text: str, ranks: Sequence[int]) -> NoReturn:
-    raise LinkError(text, ranks=ranks)
-
-
-@pytest.mark.parametrize("huge", [False, True])
-def test_rank_0_names_a_worker_that_sends_anything(huge: bool, share: float) -> None:
-    """Every other worker raises an error that names it, at once, and no thread fails. ``huge``: it
-    announces more bytes than there can be."""
-
-    def check(example: tuple[bytes, int]) -> None:
-        data, length = example
-
-        def merge(closing: Closing, deliveries: Any) -> dict[int, list[Tensor]]:
-            return {rank: [torch.zeros(3)] for rank in deliveries}
-
-        core = Syncer(
-            2, [Rules(2, 0.0)], merge, lambda kind, speeds, roster: [Appointment(4)] * len(roster)
-        )
-        ends = socket.socketpair()
-        ours = Line(Two(ends[0], 1), 0, 2, 5.0)  # type: ignore[arg-type]  # rank 0's to rank 2
-        theirs = Line(Two(ends[1], 0), 1, 0, 5.0)  # type: ignore[arg-type]
-        host = Host(core, {1: ours}, [[torch.zeros(3)]], 5.0, conclude)
-        raw = torch.tensor(list(b"" if huge else data), dtype=torch.uint8)
-        with suppress(LinkError):  # it may be gone already
-            theirs.send(torch.tensor([length if huge else len(data)]), raw)
-            theirs.send(torch.ones(3), torch.ones(3))  # what follows an arrival
-        try:
-            host.deliver(Delivery(Announcement(**ABOUT), [torch.zeros(3)]))
-        except LinkError as error:
-            assert error.ranks == (2,) and "\n" not in str(error)
-        else:
-            assert not huge and core.rounds == [1]
-            assert json.loads(data)["what"] in ("arrive", "meet", "leave")
-        host.end()
-        for end in (theirs, ours):
-            end.close()
-
-    s.drawn(st.tuples(DIFFERING, LENGTHS), int((25 if huge else 250) * share), check)

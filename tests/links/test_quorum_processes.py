@@ -54,23 +54,25 @@ def test_processes_and_simulation_agree(pool: gloo.Pool, recipe: la.Recipe) -> N
     assert quorum.same(runs, quorum.simulated(job, STEPS, None, closings=closings))
 
 
-# -- one worker stops for a while ----
+# -- one worker pauses for a while ----
 
 
 def until_told(rank: int, job: Job, folder: Path) -> tuple[Ran, int]:
     """Train until the file "end" is in ``folder``, and note each step there; also returns how many
-    there were."""
+    there were. Worker 3 stops while the file "pause" is there."""
 
     def pause(step: int) -> None:
         time.sleep(0.01)
         (folder / str(rank)).write_text(str(step))
+        while rank == 3 and (folder / "pause").exists():
+            time.sleep(0.01)
 
     over = (folder / "end").exists
     ran = quorum.work(job, rank, job.steps, link=gloo.link_of(4), before=pause, until=over)
     return ran, len(ran.trace)
 
 
-def stop_and_go_on(pid: int, folder: Path) -> None:
+def stop_and_go_on(folder: Path) -> None:
     """Stop worker 3 for some 9 rounds of the others; both times wait until they have trained."""
 
     def wait_for(rank: int, more: int) -> None:
@@ -85,23 +87,20 @@ def stop_and_go_on(pid: int, folder: Path) -> None:
 
     try:
         wait_for(0, 10)
-        os.kill(pid, signal.SIGSTOP)
+        (folder / "pause").touch()
         wait_for(0, 36)
-        os.kill(pid, signal.SIGCONT)
+        (folder / "pause").unlink()
         wait_for(3, 12)
     finally:
-        os.kill(pid, signal.SIGCONT)
         (folder / "end").touch()
 
 
-def test_a_worker_that_is_stopped_holds_nobody_up(pool: gloo.Pool, tmp_path: Path) -> None:
-    """A whole process is stopped, its communication thread, too. It takes part again later, with
-    what it has, and the simulator repeats all of it."""
+def test_a_worker_that_pauses_holds_nobody_up(pool: gloo.Pool, tmp_path: Path) -> None:
+    """Its training does; its communication thread goes on. It takes part again later, with what it
+    has, and the simulator repeats all of it."""
     job = Job(la.diloco(4, quorum=3, momentum=0.5), 4, 4000)
-    pid = pool.processes[3].pid
-    assert pid is not None
     with ThreadPoolExecutor(1) as beside:
-        stops = beside.submit(stop_and_go_on, pid, tmp_path)
+        stops = beside.submit(stop_and_go_on, tmp_path)
         runs = pool.run(until_told, job, tmp_path, ranks=4)
         stops.result()
     closings = runs[0][0].closings
@@ -260,6 +259,47 @@ def test_a_worker_that_is_lost_is_named_on_all(pool: gloo.Pool, how: str, tmp_pa
             assert "no quorum in 10 s: ranks [2] have not arrived" in text
 
 
+def until_an_error(rank: int, folder: Path) -> tuple[int, ...]:
+    """Train; whom the error blames."""
+
+    def before(t: int, sync: Any) -> None:
+        time.sleep(0.01)
+        (folder / f"step {t} of {rank}").touch()
+
+    try:
+        train(rank, 10_000, 8.0, None, before)
+    except la.LinkError as error:
+        (folder / "raised").touch()
+        return error.ranks
+    return ()
+
+
+def stop(pid: int, folder: Path) -> None:
+    """Stop this process, which is worker 2, until another one has raised an error."""
+    try:
+        for name, signal_ in (("step 6 of 2", signal.SIGSTOP), ("raised", signal.SIGCONT)):
+            end = time.monotonic() + 60
+            while not (folder / name).exists() and time.monotonic() < end:
+                time.sleep(0.02)
+            os.kill(pid, signal_)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@slow
+def test_a_process_that_is_stopped_is_named_after_the_timeout(
+    pool: gloo.Pool, tmp_path: Path
+) -> None:
+    """Its communication thread, too, is stopped: so the others wait for it."""
+    pid = pool.processes[2].pid
+    assert pid is not None
+    with ThreadPoolExecutor(1) as beside:
+        stopped = beside.submit(stop, pid, tmp_path)
+        found = pool.run(until_an_error, tmp_path, ranks=3, timeout=100)
+        stopped.result()
+    assert found == [(2,)] * 3
+
+
 def interrupted(rank: int, rung: Path | None, saves: bool) -> tuple[list[float], int]:
     """A wait of worker 1 is interrupted; then it ``saves`` its state. The parameters at the end,
     and how many steps were interrupted."""
@@ -292,13 +332,14 @@ def test_a_wait_that_is_interrupted_loses_nothing(pool: gloo.Pool, tmp_path: Pat
 
 def bytes_sent(rank: int, codec: la.codecs.Codec) -> tuple[int, int]:
     params, sync = train(rank, 12, 60.0, codec, lambda t, sync: None)
-    return sync.stats().bytes_by_collective["quorum"], params.numel()
+    sent = sync.stats().bytes_by_collective
+    return sent["all_to_all"] + sent["all_gather"], params.numel()
 
 
 def test_bytes_are_counted(pool: gloo.Pool) -> None:
-    """Each worker sends the model and receives it, once a round; rank 0's process, for each other
-    worker."""
+    """Each worker sends the others their slices of the code, and its own slice of the result, once
+    a round. Polls are not counted."""
     codec = la.codecs.Int8(8)
     answers = pool.run(bytes_sent, codec, ranks=3)
     size = codec.nbytes(-(-answers[0][1] // 24) * 24)  # multiples of 3 and of 8
-    assert [sent for sent, _ in answers] == [2 * 3 * size, 3 * size, 3 * size]
+    assert [sent for sent, _ in answers] == [3 * 4 * size // 3] * 3

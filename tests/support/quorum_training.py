@@ -72,7 +72,7 @@ ROWS: dict[str, tuple[la.Recipe, Quorum]] = {
 @dataclass(frozen=True)
 class Ran:
     """What one worker had: ``trace``, its parameters after each step; ``final``, after finish();
-    ``closings``: of rank 0."""
+    ``closings``: the rounds."""
 
     trace: list[Any]
     final: Any
@@ -100,10 +100,9 @@ def work(
             before(t)
         training.step(job, model, optimizer, data[t - 1], t)
         trace.append(training.values(model))
-    closings = sync.closings
     with sync:
         pass
-    return Ran(trace, training.values(model), sync.closings or closings)
+    return Ran(trace, training.values(model), sync.closings)
 
 
 def simulated(
@@ -111,13 +110,11 @@ def simulated(
     steps: Sequence[int],
     seconds: Sequence[float] | None,
     closings: Any = None,
-    messages: Sequence[float] | None = None,
 ) -> list[Ran]:
     return la.simulate(
         lambda rank: work(job, rank, steps[rank]),
         workers=job.workers,
         step_seconds=seconds,
-        message_seconds=messages,
         closings=closings,
     )
 
@@ -127,11 +124,10 @@ def expected(
     recipe: reference.Quorum,
     steps: Sequence[int],
     seconds: Sequence[float],
-    messages: Sequence[float] | None = None,
 ) -> reference.Result:
     rules = training.OPTIMIZERS[job.optimizer][1]
     init = problem.initial(job.workers, job.seed)
-    return reference.run(recipe, seconds, steps, rules, job.lr, job.data(), init, messages)
+    return reference.run(recipe, seconds, steps, rules, job.lr, job.data(), init)
 
 
 def gap(runs: Sequence[Ran], wanted: reference.Result) -> float:

@@ -78,7 +78,7 @@ def diloco(
     With a ``quorum``, a worker that comes later takes part in the next round, with all steps that
     it has taken. Momentum is then delayed (`DelayedNesterov`), unless ``outer`` is given. With
     ``pace="own"`` and no ``quorum``, rounds wait for all workers (dynamic local updates).
-    `QuorumMean` has the weights, and `CodedQuorumMean` the codes. Rank 0 stores the outer state.
+    `QuorumMean` has the weights. Every worker stores the outer state.
     Douillard et al. 2026, arXiv 2604.21428; Liu et al. 2024, arXiv 2401.09135.
 
     Examples:

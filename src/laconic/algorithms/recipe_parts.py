@@ -9,7 +9,6 @@ from typing import Literal, get_args
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import (
     CodedMean,
-    CodedQuorumMean,
     Identical,
     Mean,
     QuorumMean,
@@ -83,9 +82,7 @@ def quorum_mean(
         raise ValueError(
             "outer='muon' waits for all workers: leave out quorum= and pace=, or use another outer="
         )
-    if codec is None:
-        return exchange
-    return CodedQuorumMean(quorum, grace, pace, codec=codec_of(codec))
+    return exchange if codec is None else replace(exchange, codec=codec_of(codec))
 
 
 def outer_update(

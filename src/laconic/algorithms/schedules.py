@@ -133,42 +133,25 @@ def _parts(schedule: Schedule) -> Iterator[Schedule]:
                 yield from _parts(part)
 
 
-MOST_SENDING = 0.5
-"""The largest share of its time for which a worker at its own pace is planned to send."""
-
-
 LATE_STEPS = 0.25
 """So many steps later than planned a worker at its own pace may arrive, if the grace allows it."""
 
 
-def own_pace(
-    period: int,
-    speed: float,
-    fastest: float,
-    sending: float = 0.0,
-    *,
-    grace: float = 0.0,
-    skip: bool = False,
-) -> tuple[int, int]:
-    """Return how many steps a worker takes from one of its rounds to the next, and how many rounds
-    later that one is. So it arrives with the fastest worker, which takes ``period`` steps::
+def own_pace(period: int, speed: float, fastest: float, *, grace: float = 0.0) -> int:
+    """Return how many steps a worker takes from one of its rounds to the next, so that it arrives
+    with the fastest worker, which takes ``period`` steps::
 
-        T = period / fastest                            seconds from one round to the next
-        k = max(ceil(sending / (MOST_SENDING * T)), 1)  rounds; 1 unless it may ``skip`` rounds
-        steps = max(floor(speed * (k*T - sending) + min(speed * grace, 1/4)), 1)
+        steps = max(floor(period * speed / fastest + min(speed * grace, 1/4)), 1)
 
-    The quarter of a step is there because measured speeds vary, and a worker that comes within the
-    ``grace`` takes part: one that is 1% slower than the fastest need not wait for a whole step.
-    Speeds are in steps per second. ``sending``: by how many seconds its message takes longer than
-    is usual; it does not compute meanwhile. Without either, steps are ``period * speed / fastest``:
-    the dynamic local updates of Liu et al. 2024, arXiv 2401.09135, Equation 6.
+    Speeds are in steps per second. These are the dynamic local updates of Liu et al. 2024, arXiv
+    2401.09135, Equation 6. The quarter of a step is there because measured speeds vary, and a
+    worker that comes within the ``grace`` takes part: one that is 1% slower than the fastest need
+    not wait for a whole step.
     """
     if not speed or not fastest:
-        return (period if speed == fastest else 1), 1
-    between, sending = period / fastest, max(sending, 0.0)
-    k = max(math.ceil(sending / (MOST_SENDING * between)), 1) if skip else 1
-    steps = speed * (k * between - sending) + min(speed * grace, LATE_STEPS)
-    return max(math.floor(steps + 1e-6), 1), k  # a third of 12 is 4, whatever rounding says
+        return period if speed == fastest else 1
+    steps = speed * (period / fastest) + min(speed * grace, LATE_STEPS)
+    return max(math.floor(steps + 1e-6), 1)  # a third of 12 is 4, whatever rounding says
 
 
 def every(period: int, *, offset: int = 0, unless: Schedule | None = None) -> Schedule:

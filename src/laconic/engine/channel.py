@@ -16,7 +16,7 @@ from torch import Tensor
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.round import Round
 from laconic.algorithms.update import Slot, State, Update
-from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize
+from laconic.buckets import Bucket, Segment, bucketize
 from laconic.device import Accelerator, Event, accelerator
 from laconic.engine.session import Session
 from laconic.errors import check_choice
@@ -133,17 +133,12 @@ class ChannelSet:
         first bucket. In an elastic run nothing may depend on the number of workers."""
         update, exchange, replica = self._round.update, self._round.exchange, self._replica
         workers = 1 if self._session.elastic is not None else self._link.size
-        owners = exchange.owners(workers) or workers
         multiple = exchange.multiple(workers) * replica.size
-        # each owner gets a slice from every other worker: with fewer owners buckets are smaller
-        most_bytes = BUCKET_BYTES * owners // workers if owners < workers else None
         # buckets span groups, since a few biases by themselves would need as many messages as the
         # rest
         spans = tensors if update.uses_lr else [[t for group in tensors for t in group]]
         found = []
-        for bucket in bucketize(
-            spans, multiple, most_bytes=most_bytes, whole=update.scope == "tensors"
-        ):
+        for bucket in bucketize(spans, multiple, whole=update.scope == "tensors"):
             bucket.number, number = number, number + 1
             each = bucket.length // replica.size
             part = slice(replica.rank * each, (replica.rank + 1) * each)

@@ -124,9 +124,7 @@ class DriftCheck:
 
     def _possible(self, running: ParameterRunner) -> bool:
         """Whether all workers receive the same result, and every worker sees all digests."""
-        workers = self._workers(running)
-        heard_by_all = running.exchange.owners(workers) in (None, workers)
-        return running.exchange.agrees and heard_by_all and self._session.device.type == "cpu"
+        return running.exchange.agrees and self._session.device.type == "cpu"
 
     def _workers(self, running: ParameterRunner) -> int:
         """The number of workers. In an elastic run, nothing here depends on it."""

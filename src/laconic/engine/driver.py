@@ -278,7 +278,7 @@ class Driver:
         loaded.agree(session)
         self._take(loaded)
         if self.run.quorum is not None:
-            session.gather(torch.zeros(1))  # no worker arrives before rank 0 has loaded
+            session.gather(torch.zeros(1))  # no worker arrives before all have loaded
 
     @torch.no_grad()
     def load_here(self, state: Saved) -> str | None:

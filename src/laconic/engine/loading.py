@@ -94,8 +94,8 @@ class Loading:
     """One load on one rank. Until `complete` nothing has changed that `cancel` does not restore.
 
     ``problem``: what is wrong, None if nothing is; it is not raised, since the other ranks must
-    learn of it. ``rounds``: how many rounds with a quorum each worker of an elastic run has seen
-    close, by kind. ``run``, ``step``, ``in_step``: what to go on with.
+    learn of it. ``rounds``: how many rounds with a quorum this worker has seen close, by kind.
+    ``run``, ``step``, ``in_step``: what to go on with.
     """
 
     run: RecipeRun
@@ -171,8 +171,7 @@ class Loading:
         self.step, self.in_step = int(first["step"]), bool(first["in_step"])
         if run.quorum is not None:
             self._load.append(partial(run.quorum.load, first["quorum"], self.step))
-            if run.session.elastic is not None:
-                self.rounds = first["quorum"]["syncer"]["rounds"]
+            self.rounds = first["quorum"]["rounds"]
 
     def agree(self, session: Session) -> None:
         """Raise ``ValueError`` on every rank, with nothing changed, if any rank has a problem or

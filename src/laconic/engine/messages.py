@@ -148,9 +148,6 @@ class Messenger:
         """A bucket's state tensor, from the slices of it that its owners keep."""
         replica, length = self._replica, channel.bucket.length
         owners = self._round.exchange.owners(self._link.size)
-        if owners == 1 < self._link.size:  # a quorum's, on rank 0
-            owned = owned if self._link.rank == 0 else owned.new_empty(length // replica.size)
-            self._link.broadcast(owned)
         gathers = [(self._link, length // replica.size)] if owners == self._link.size else []
         for link, size in (*gathers, (replica, length)):
             if link.size > 1:

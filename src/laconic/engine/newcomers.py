@@ -43,7 +43,7 @@ from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.rank_link import RankLink, combined
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Frame, Record, Snapshot, Start
-from laconic.links.quorum.polls import POLL
+from laconic.links.polls import POLL
 from laconic.tensors import as_shard, local, reshard
 
 log = logging.getLogger("laconic")

@@ -1,53 +1,70 @@
-"""Runs rounds with a quorum on one worker, and their outer steps on rank 0."""
+"""Rounds with a quorum.
+
+A round is one of all workers, with the outer state on each (`QuorumMean`): its part is taken by the
+communication thread, whatever the training does. A worker that has not arrived contributes no
+change. All decide in a poll (`laconic.links.polls`) that a round closes, and with whom; every call
+of all workers begins with a poll, too. In an elastic run a round is a few units of the link, all or
+nothing, the first of which begins with the poll, and any worker may be lost.
+"""
 
 from __future__ import annotations
 
+import math
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
-from statistics import median_low
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from laconic.algorithms.exchanges.quorum import Contribution, QuorumMean
+from laconic.algorithms.exchanges.quorum import QuorumMean
 from laconic.algorithms.schedules import Every, own_pace
 from laconic.algorithms.update import Clock
 from laconic.engine.channel import Channel
-from laconic.engine.elastic_quorum import ElasticPort
 from laconic.engine.messages import combined, owned_names
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
-from laconic.errors import NotFiniteError
-from laconic.links.comm_thread import Pending
-from laconic.links.cost import Cost
-from laconic.links.quorum.polls import rules_of
-from laconic.links.quorum.port import (
-    Announcement,
-    Appointment,
+from laconic.errors import LinkError
+from laconic.links.calls import FINISH
+from laconic.links.comm_thread import Pending, coroutine, run_here
+from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.polling import polling_over_elastic
+from laconic.links.link import one_by_one
+from laconic.links.polls import (
+    ARRIVED,
+    BUSY,
+    CALLING,
+    CALLS,
     Closing,
-    Delivery,
-    Outcome,
-    Port,
-    Result,
+    Decision,
+    Polling,
+    Polls,
     Rules,
-    Speed,
+    Standing,
+    polling_over,
 )
-from laconic.links.quorum.start import open_port
-from laconic.links.quorum.syncer import Syncer
-from laconic.tensors import state_dtype
 
-MOST_CODES = 16
-"""The most rounds that a worker can have missed to receive their codes."""
+SHORTEST, LONGEST, POLLS = 0.005, 0.1, 50
+"""Between two polls are so many seconds, or a ``POLLS``-th of the time between two rounds."""
+
+
+class Outcome(NamedTuple):
+    """What a worker receives when its round has closed: the number of the round, after how many
+    steps it arrives again (0: as the schedule says), and the results, by channel."""
+
+    number: int
+    pace: int
+    results: list[Tensor]
 
 
 class Sent(NamedTuple):
-    """The ``messages`` that a worker has sent after ``step``, and what it receives for them."""
+    """A worker has arrived after ``step``, and receives what is ``pending``."""
 
     step: int
-    messages: list[Tensor]
     pending: Pending[Outcome]
 
 
@@ -56,38 +73,30 @@ class Kind:
     """Rounds that are due at the same steps, and close together.
 
     ``base``: the number of the round whose result this worker last received; 0: the common start.
+    ``bases``: by channel, that result, from which its x has started; None for what has no anchor.
     ``since``: the step after which it received that result, at the time ``began``. ``pace``: the
-    number of steps until it arrives again; 0: as the schedule says. ``known``: whether rank 0 has
-    what this worker started from, bit for bit. ``sent``: the round that it takes part in and whose
-    result it has not taken over, because something interrupted the wait. ``merger``: on rank 0.
+    number of steps until it arrives again; 0: as the schedule says. ``sent``: the round that it
+    takes part in and whose result it has not taken over, because something interrupted the wait.
     """
 
     runners: list[ParameterRunner]
     schedule: Every
     base: int = 0
+    bases: list[Tensor | None] = field(default_factory=list)
     since: int = 0
     began: float = 0.0
     pace: int = 0
-    known: bool = True
     sent: Sent | None = None
-    merger: Merger | None = None
 
     @property
     def exchange(self) -> QuorumMean:
         """That of its rounds, which have the same rules."""
-        exchange = self.runners[0].exchange
-        assert isinstance(exchange, QuorumMean), "`check_quorum` has seen to it"
-        return exchange
+        return _exchange(self.runners[0].exchange)
 
     @property
-    def channels(self) -> list[Channel]:
-        """Those of all its rounds."""
-        return [channel for running in self.runners for channel in running.channels]
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """The learning rates of `channels`; NaN where it does not count."""
-        return tuple(r.clock(c.bucket, 0).lr for r in self.runners for c in r.channels)
+    def all(self) -> list[tuple[ParameterRunner, Channel]]:
+        """The channels of all its rounds."""
+        return [(running, channel) for running in self.runners for channel in running.channels]
 
     def due(self, step: int) -> bool:
         """Whether this worker arrives after ``step``."""
@@ -95,70 +104,265 @@ class Kind:
             return step >= self.since + self.pace
         return self.schedule(step)
 
+    def begin(self, step: int, worked: float, offset: int = 0) -> None:
+        """A period begins after ``step``, at the time ``worked``. ``offset``: its length, if it
+        differs from that of others."""
+        self.since, self.began = step, worked
+        if self.exchange.pace == "own":
+            self.pace = offset or self.schedule.period
 
-def appointments(
-    exchange: QuorumMean,
-    period: int,
-    workers: int,
-    speeds: Mapping[int, Speed],
-    roster: Sequence[int],
-) -> Sequence[Appointment]:
-    """Return when each worker of ``roster`` takes part again: see `Paces`."""
-    if exchange.pace == "equal":
-        return [Appointment(0)] * len(roster)
-    fastest = max((s.steps for s in speeds.values()), default=0.0)
-    usual = median_low([s.sending for s in speeds.values()] or [0.0])
-    known = [speeds.get(rank, Speed(fastest, usual)) for rank in roster]
-    skip = exchange.workers is not None and exchange.workers < workers
-    pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
-    return [Appointment(*pace(s.steps, sending=s.sending - usual)) for s in known]
+    def messages(self, step: int) -> list[Tensor]:
+        """This worker's x, by channel."""
+        return [
+            running.round.update.send(
+                channel.bucket.pack(channel.bucket.empty()),
+                channel.state,
+                running.clock(channel.bucket, step),
+            )
+            for running, channel in self.all
+        ]
+
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates of the channels; NaN where it does not count."""
+        return tuple(running.clock(channel.bucket, 0).lr for running, channel in self.all)
+
+    def exchange_one(
+        self, decision: Decision, at: int, x: Tensor | None, all_arrive: bool, seed: int
+    ) -> Tensor | None:
+        """The round on channel number ``at``. ``x``: this worker's, None if it does not contribute.
+        Returns the result if it does."""
+        running, channel = self.all[at]
+        exchange, update, bucket = _exchange(channel.exchange), running.round.update, channel.bucket
+        late = self.base != decision.number - 1
+        base = self.bases[at] if late else None
+        anchor = None if update.anchor is None else channel.state[update.anchor]
+        own = bucket.empty() if x is None else x
+        message = exchange.contribution(own, x is not None, base, anchor, all_arrive=all_arrive)
+        n, rank = running.link.size, running.link.rank
+        clock = Clock(
+            *(decision.step, decision.rates[at], decision.number - 1, 0, n, rank),
+            seed=seed,
+            arrived=min(len(decision.roster), n),
+        )
+        names = owned_names(update, channel.state)
+        combine = partial(combined, update, state=channel.state, names=names, clock=clock)
+        state, link = channel.exchange_state, one_by_one(running.link)
+        arrival = run_here(
+            None, coroutine(lambda: exchange.run(link, message, combine, clock, state))
+        )
+        return None if x is None else arrival.flat.to(bucket.dtype, copy=True)
+
+    def anchors(self) -> list[Tensor | None]:
+        """Copies of the anchors, as x has them."""
+        found: list[Tensor | None] = []
+        for running, channel in self.all:
+            name = running.round.update.anchor
+            a = None if name is None else channel.state[name]
+            found.append(None if a is None else a.to(channel.bucket.dtype).to(a.dtype, copy=True))
+        return found
+
+    def restart(self) -> None:
+        """x continues from the anchors."""
+        self.bases = self.anchors()
+        for (_, channel), base in zip(self.all, self.bases, strict=True):
+            if base is not None:
+                channel.bucket.unpack(base)
+
+    def catch_up(self, number: int, *, keep: bool) -> None:
+        """See `QuorumRounds.catch_up`. ``number``: that of the latest round."""
+        if self.base == number:
+            return
+        anchors = self.anchors()
+        for (_, channel), a, base in zip(self.all, anchors, self.bases, strict=True):
+            if a is not None and base is not None:
+                x = channel.bucket.pack(channel.bucket.empty())
+                channel.bucket.unpack(x.to(a.dtype) + (a - base))
+        if keep:
+            self.base, self.bases = number, anchors
+
+
+class Waits(NamedTuple):
+    """What a worker waits for (see `Standing.state`), and since when. ``x``: what it contributes,
+    by channel, with the learning ``rates``."""
+
+    state: int
+    since: float
+    kind: int = 0
+    x: Sequence[Tensor] = ()
+    rates: tuple[float, ...] = ()
+
+
+class PollLoop:
+    """What the communication thread does for rounds of these ``kinds``."""
+
+    def __init__(
+        self, session: Session, kinds: Sequence[Kind], polls: Polls, polling: Polling
+    ) -> None:
+        self._session, self._kinds, self._polls, self._polling = session, kinds, polls, polling
+        self.clock = polling.clock(session.step)
+        self.speed = 0.0
+        """This worker's steps per second; 0 if unknown."""
+        self.closings: list[Closing] = []
+        self.resting = False
+        """Whether all have finished: no poll is needed before this worker goes on."""
+        self.alone = False
+        """Whether the next job polls itself."""
+        self.ended = False
+        self.error: Exception | None = None
+        self.turn_lock = threading.RLock()
+        self._admit = True
+        """Whether newcomers may begin: not between two units of one call."""
+        self._latest, self._between = time.monotonic(), 0.0
+        """When the latest round closed, and after how many seconds."""
+        self._computing = self._latest
+        """Since when the training computes."""
+
+    def begin(self) -> None:
+        """This worker takes part from now on."""
+        self._computing = time.monotonic()
+        self._session.comm.run_by(self.around, self._idle)
+
+    def end(self) -> None:
+        """This worker takes part in no more rounds."""
+        self.ended, comm = True, self._session.comm
+        if self._session.elastic is None and comm.around == self.around:  # no other has begun
+            comm.run_by(None)
+
+    def around(self, job: Callable[[], Any]) -> Any:
+        """Run a job of the communication thread once all workers are in the same call."""
+        if self.alone or self.ended or self._polling.replaying:
+            alone, self.alone = self.alone, False
+            return job() if alone else self._polling.unit(job)
+        return self.until(Waits(CALLING, self.clock.arrive(self._session.step)), job)
+
+    def until(self, waits: Waits, job: Callable[[], Any] = lambda: None) -> Any:
+        """Poll until that has come which this worker waits for: the result of its round, or that of
+        the ``job`` of a call."""
+        while True:
+            if self.error is not None:
+                raise self.error
+            with self.turn_lock:
+                found = self._turn(waits, job)
+            if found:
+                self._computing = time.monotonic()
+                return found[0]
+            if found is None:
+                time.sleep(self._pause)
+
+    def take_part(self) -> None:
+        """Take part in a round to which this worker contributes nothing."""
+        self._turn(Waits(BUSY, 0.0), lambda: None)
+
+    def _idle(self) -> float | None:
+        """Take part in a poll while the training computes. Returns when to do so again."""
+        if self.resting:
+            return LONGEST
+        try:
+            with self.turn_lock:
+                if not self.ended:
+                    self._turn(Waits(BUSY, self._computing), lambda: None)
+        except Exception as error:  # the next job raises it
+            self.error = error
+        return None if self.ended or self.error is not None else self._pause
+
+    @property
+    def _pause(self) -> float:
+        between = max(self._between, time.monotonic() - self._latest)
+        return min(max(between / POLLS, SHORTEST), LONGEST)
+
+    def _turn(self, waits: Waits, job: Callable[[], Any]) -> list[Any] | None:
+        """A poll, and what follows from it: a round, or the ``job`` of a call. Returns what this
+        worker waits for, if that has come, in a list; None if nothing follows."""
+        polling, unit = self._polling, self._polling.unit
+
+        def begin() -> tuple[Decision, Any] | None:
+            decision = polling.poll(self._standing(waits), self._polls, admit=self._admit)
+            if decision is None:
+                return None
+            if decision.kind == CALLS:
+                return decision, polling.call(job)
+            return decision, self._exchange(decision, waits, 0)
+
+        found = unit(begin)
+        if found is None:
+            return None
+        decision, first = found
+        if decision.kind == CALLS:
+            self._admit = False
+            self.resting = self._session.ledger.call == FINISH
+            return [first]
+        polling.note(decision)
+        rest = range(1, len(self._kinds[decision.kind].all))
+        others = [unit(partial(self._exchange, decision, waits, at)) for at in rest]
+        return self._close(decision, [first, *others])
+
+    def _standing(self, waits: Waits) -> Standing:
+        most = max(len(kind.all) for kind in self._kinds)
+        step, waited = self._session.step, self.clock.waited(waits.since)
+        rates = (*waits.rates, *[math.nan] * (most - len(waits.rates)))
+        return Standing(waits.state, waits.kind, waited, step, self.speed, rates)
+
+    def _exchange(self, decision: Decision, waits: Waits, at: int) -> Tensor | None:
+        """The round on channel number ``at``, if there is one."""
+        kind = self._kinds[decision.kind]
+        if not kind.all:
+            return None
+        x = waits.x[at] if self._polling.me in decision.roster else None
+        all_arrive = len(decision.roster) >= kind.runners[0].link.size
+        seed = self._session.settings.seed
+        return kind.exchange_one(decision, at, x, all_arrive, seed)
+
+    def _close(self, decision: Decision, results: list[Any]) -> list[Outcome]:
+        """The round has closed. Returns what this worker has waited for, if it contributes."""
+        kind, now, me = self._kinds[decision.kind], time.monotonic(), self._polling.me
+        self._polls.rounds[decision.kind] = decision.number
+        self._latest, self._between, self._admit = now, now - self._latest, True
+        if self._session.elastic is None:
+            roster = tuple(map(int, decision.roster))
+            closing = Closing(decision.kind, decision.number, roster, decision.paces)
+            self.closings.append(closing)
+        if me not in decision.roster:
+            return []
+        results = results[: len(kind.all)]
+        for at, base in enumerate(kind.bases):
+            if base is not None:
+                kind.bases[at] = results[at].to(base.dtype, copy=True)
+        pace = decision.paces[decision.roster.index(me)]
+        return [Outcome(decision.number, pace, results)]
 
 
 class QuorumRounds:
     """The rounds of a recipe that close with a quorum. All ranks must make one at the same time."""
 
     def __init__(self, session: Session, rounds: Sequence[ParameterRunner]) -> None:
-        self._session = session
-        self._link = session.workers
-        self.closed = False
+        self._session, self._link = session, session.workers
         self.kinds = _kinds(rounds)
-        like = [[_exchange(c).like(c.bucket.empty()) for c in k.channels] for k in self.kinds]
-        self._syncer: Syncer | None = None
-        self._elastic: ElasticPort | None = None
-        self.port: Port
-        if session.elastic is not None:
-            rules = [rules_of(k.exchange.workers, k.exchange.grace) for k in self.kinds]
-            self.port = self._elastic = ElasticPort(session, self.kinds, rules, self._paces)
-        else:
-            self.port = session.comm.call(
-                partial(open_port, self._link, like, session.step, self._make_syncer),
-                "opening rounds with a quorum",
-            )
-        self._booked = self.port.served
-        """What of `Port.served` is in the ledger."""
-        self._begin(session.step, first=True)
-
-    def _begin(self, step: int, *, first: bool = False) -> None:
-        """A period of every kind begins after ``step``; ``first``: that of the start."""
         for kind in self.kinds:
-            kind.since, kind.began = step, self._worked(step)
-            if kind.exchange.pace == "own":
-                kind.pace = (first and kind.schedule.offset) or kind.schedule.period
-
-    def _make_syncer(self, recorded: Sequence[Closing] | None) -> Syncer:
-        n, seed = self._link.size, self._session.settings.seed
-        mergers = [Merger(kind, n, seed) for kind in self.kinds]
-        for kind, merger in zip(self.kinds, mergers, strict=True):
-            kind.merger = merger
-        rules = [Rules(k.exchange.workers or n, k.exchange.grace) for k in self.kinds]
-        self._syncer = Syncer(n, rules, lambda c, d: mergers[c.kind](c, d), self._paces, recorded)
-        return self._syncer
+            kind.bases = kind.anchors()
+        exchanges = [kind.exchange for kind in self.kinds]
+        rules = [Rules(e.workers or sys.maxsize, e.grace) for e in exchanges]
+        elastic = session.elastic
+        if elastic is None:
+            self._polling = polling_over(session.workers)
+        else:
+            assert isinstance(elastic, ElasticLink), "`check_quorum` has seen to it"
+            self._polling = polling_over_elastic(elastic)
+        self._polls = Polls(rules, self._paces)
+        self._loop = PollLoop(session, self.kinds, self._polls, self._polling)
+        for kind in self.kinds:
+            kind.begin(session.step, self._worked(session.step), kind.schedule.offset)
+        if elastic is None:  # in a call of all, if other rounds with a quorum have run so far
+            session.comm.call(self._loop.begin, "opening rounds with a quorum")
+        elif self._polling.replaying:
+            session.comm.run_by(self._loop.around)
+        else:
+            self._loop.begin()
 
     def _paces(
-        self, kind: int, speeds: Mapping[int, Speed], roster: Sequence[int]
-    ) -> Sequence[Appointment]:
-        period = self.kinds[kind].schedule.period
-        return appointments(self.kinds[kind].exchange, period, self._link.size, speeds, roster)
+        self, kind: int, speeds: Mapping[int, float], roster: Sequence[int]
+    ) -> Sequence[int]:
+        exchange, period = self.kinds[kind].exchange, self.kinds[kind].schedule.period
+        return paces(exchange, period, speeds, roster)
 
     # -- one round ----
 
@@ -174,308 +378,158 @@ class QuorumRounds:
         return ran
 
     def _deliver(self, index: int, kind: Kind, step: int) -> None:
-        messages, bases, room = [], [], []
-        for running in kind.runners:
-            for channel in running.channels:
-                exchange, bucket = _exchange(channel), channel.bucket
-                clock = running.clock(bucket, step)
-                x = running.round.update.send(bucket.pack(bucket.empty()), channel.state, clock)
-                message = exchange.message(x, channel.exchange_state)
-                messages.append(message)
-                room.append(exchange.room(message, x))
-                if not kind.known and kind.exchange.needs_bases:
-                    bases.append(channel.exchange_state["base"].to(message.dtype))
+        x, rates, loop = kind.messages(step), kind.rates(), self._loop
         seconds, steps = self._worked(step) - kind.began, step - kind.since
-        about = Announcement(index, kind.base, steps, seconds, step, kind.rates, kind.known)
-        delivery = Delivery(about, messages, bases or None, room)
-        job, label = partial(self._carry, delivery), kind.runners[0].label(step)
+        if seconds > 0 and steps > 0:
+            loop.speed = steps / seconds
+
+        def arrive() -> Outcome:
+            outcome: Outcome = loop.until(Waits(ARRIVED, loop.clock.arrive(step), index, x, rates))
+            return outcome
+
         comm, start = self._session.comm, time.perf_counter()
-        if self._elastic is not None:
-            self._elastic.expect()
-        kind.sent = Sent(step, messages, comm.submit(job, label))
+        loop.alone = True
+        kind.sent = Sent(step, comm.submit(arrive, kind.runners[0].label(step)))
         if kind.sent.pending.done():  # where there is no thread, `submit` has waited
             comm.record_wait(start)
         self._take_over(kind, kind.sent)
 
-    def _carry(self, delivery: Delivery) -> Outcome:
-        """Deliver, and book what this process has sent and received since the previous delivery: on
-        rank 0, the results of all rounds that have closed meanwhile."""
-        ledger, start = self._session.ledger, time.perf_counter()
-        outcome = self.port.deliver(delivery)
-        if self._elastic is not None:  # its link books
-            return outcome
-        sent, received = delivery.nbytes, outcome.nbytes
-        if self._link.rank == 0:
-            before, self._booked = self._booked, self.port.served
-            sent, received = (now - was for now, was in zip(self._booked, before, strict=True))
-        ledger.add("quorum", "workers", Cost(sent, 1), received, start)
-        return outcome
-
     def before_step(self) -> None:
         """The training takes a step."""
         self.settle()
-        if self._elastic is not None:
-            self._elastic.resume()
+        self._loop.resting = False
 
     def settle(self, *, failed: bool = False) -> None:
         """Take over the results of rounds whose wait something has interrupted, such as a signal
         handler that raised. To be called before x changes or is read. ``failed``: if a round has
-        failed, restore what this worker was before it, in place of raising the error again."""
+        failed, the error is not raised again."""
         for kind in self.kinds:
             sent = kind.sent
             if sent is None:
                 continue
             if failed and sent.pending.done() and sent.pending.error is not None:
-                for channel, message in zip(kind.channels, sent.messages, strict=True):
-                    x = channel.bucket.pack(channel.bucket.empty())
-                    _exchange(channel).withdraw(message, x, channel.exchange_state)
                 kind.sent = None
             else:
                 self._take_over(kind, sent)
 
     def _take_over(self, kind: Kind, sent: Sent) -> None:
-        closing, results = sent.pending.wait()
+        outcome = sent.pending.wait()
         if kind.sent is not sent:  # a signal handler has taken it over meanwhile
             return
-        for channel, result in zip(kind.channels, results, strict=True):
-            channel.bucket.unpack(_exchange(channel).receive(result, channel.exchange_state))
+        for (_, channel), result in zip(kind.all, outcome.results, strict=True):
+            channel.bucket.unpack(result)
         for running in kind.runners:
             running.complete()
-        kind.base, kind.since, kind.known, kind.sent = closing.number, sent.step, True, None
-        elastic = self._elastic
-        kind.pace = closing.pace(self._link.rank) if elastic is None else elastic.pace
-        kind.began = self._worked(sent.step)
+        kind.base, kind.since, kind.sent = outcome.number, sent.step, None
+        kind.pace, kind.began = outcome.pace, self._worked(sent.step)
 
     def _worked(self, step: int) -> float:
         """Seconds without those spent waiting, after ``step`` steps, since an arbitrary start."""
-        return self.port.worked(step, self._session.comm.seconds_waiting)
+        return self._loop.clock.worked(step, self._session.comm.seconds_waiting)
+
+    @property
+    def closings(self) -> list[Closing]:
+        """See `Synchronizer.closings`."""
+        return list(self._loop.closings)
+
+    def seconds(self, step: int) -> float:
+        """See `Synchronizer.seconds`."""
+        return self._loop.clock.seconds(step)
 
     # -- newcomers of elastic runs ----
 
     def follow(self) -> None:
         """Repeat the round that this newcomer's donor has recorded next."""
-        assert self._elastic is not None, "only there workers come"
-        self._elastic.follow()
+        self._loop.alone = True
+        self._session.comm.call(self._loop.take_part, "catching up")
 
     def start(self) -> None:
-        """This newcomer has caught up, and takes part from now on."""
-        assert self._elastic is not None, "only there workers come"
-        self._elastic.start()
-        self._begin(self._session.step)
-        self._elastic.begin()
+        """This newcomer has caught up, and takes part from now on, from the latest results."""
+        step = self._session.step
+        for kind, number in zip(self.kinds, self._polls.rounds, strict=True):
+            kind.base = number
+            kind.restart()
+            kind.begin(step, self._worked(step))
+        self._loop.begin()
 
     # -- calls of all workers ----
-
-    def meet(self) -> None:
-        """Announce a call that waits for all workers: see `Port.meet`."""
-        self.settle()
-        if self._elastic is None:
-            self._session.comm.call(partial(self.port.meet, self._session.step), "a call of all")
 
     def catch_up(self, *, keep: bool) -> None:
         """Move x of a late worker from the result from which it started to that of the latest
         round: ``x <- x + (a - base)``. The mean of x over all workers then includes every step.
-        ``keep``: the worker continues from there. All ranks must call it, after `meet`."""
-        if self._elastic is not None:
-            self._elastic.catch_up(keep=keep)
-            return
-        session = self._session
-        latest = [0] * len(self.kinds) if self._syncer is None else self._syncer.rounds
-        row = torch.tensor([*latest, *(kind.base for kind in self.kinds)])
-        everyone = session.gather(row)
-        for index, kind in enumerate(self.kinds):
-            number = int(everyone[0, index])
-            if bool((everyone[:, len(self.kinds) + index] == number).all()):
-                continue
-            for at, channel in enumerate(kind.channels):
-                if not _exchange(channel).anchored:
-                    continue  # running statistics are means: nothing is added to them
-                base = channel.exchange_state["base"]
-                a = torch.empty_like(base)
-                if kind.merger is not None:
-                    a.copy_(kind.merger.results[at])
-                session.comm.call(partial(session.world.broadcast, a), "catching up")
-                if kind.base < number:
-                    x = channel.bucket.pack(channel.bucket.empty())
-                    channel.bucket.unpack(x.to(base.dtype) + (a - base))
-                    if keep:
-                        base.copy_(a)
-            if keep:
-                kind.base = number
-                if kind.merger is not None:
-                    kind.merger.all_hold(number)
+        ``keep``: the worker continues from there. All ranks must call it, in a call of all."""
+        for kind, number in zip(self.kinds, self._polls.rounds, strict=True):
+            kind.catch_up(number, keep=keep)
 
     def rebase(self) -> None:
-        """Every worker has replaced what it started from."""
-        if self._elastic is not None:
-            self._elastic.rebase()
-            return
+        """Every worker has replaced what it started from by the anchor."""
         for kind in self.kinds:
-            kind.known = False
+            kind.bases = kind.anchors()
+
+    def quiet(self) -> AbstractContextManager[object]:
+        """A context in which no round changes the state of this worker. No job may be submitted
+        inside."""
+        return self._loop.turn_lock
 
     # -- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this worker is, and on rank 0 which rounds have closed, as plain data."""
+        """Where this worker is, and which rounds have closed, as plain data."""
         worked = self._worked(self._session.step)
-        numbers = [
+        kinds = [
             {"base": k.base, "since": k.since, "pace": k.pace, "taken": worked - k.began}
             for k in self.kinds
         ]
-        syncer: dict[str, Any] | None = None
-        if self._elastic is not None:
-            syncer = self._elastic.state()
-        if self._syncer is not None:
-            mergers = [kind.merger for kind in self.kinds if kind.merger is not None]
-            bases = {
-                "held": [list(m.held) for m in mergers],
-                "results": [[t.clone() for t in m.results] for m in mergers],
-            }
-            syncer = {**self._syncer.state(), "bases": bases}
-        return {"kinds": numbers, "syncer": syncer}
+        bases = [[None if b is None else b.clone() for b in kind.bases] for kind in self.kinds]
+        rounds, speed = [*self._polls.rounds], self._loop.speed
+        return {"kinds": kinds, "bases": bases, "rounds": rounds, "speed": speed}
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """Restore what `state_dict` returned after ``step`` steps."""
-        self.port.restart(step)
+        self._loop.clock.restart(step)
         worked = self._worked(step)
-        for kind, saved in zip(self.kinds, state["kinds"], strict=True):
+        each = zip(self.kinds, state["kinds"], state["bases"], strict=True)
+        for kind, saved, bases in each:
             kind.base, kind.since, kind.pace = saved["base"], saved["since"], saved["pace"]
-            kind.began = worked - saved["taken"]
-            kind.known, kind.sent = False, None
-        if self._elastic is not None:
-            self._elastic.load(state["syncer"])
-        if self._syncer is not None and state["syncer"] is not None:
-            self._syncer.load(state["syncer"])
-            bases = state["syncer"]["bases"]
-            each = zip(self.kinds, bases["held"], bases["results"], strict=True)
-            for kind, held, results in each:
-                if kind.merger is not None:
-                    kind.merger.load(held, results)
+            kind.began, kind.sent = worked - saved["taken"], None
+            kind.bases = [None if b is None else b.clone() for b in bases]
+        self._polls.rounds = list(state["rounds"])
+        self._loop.speed = state["speed"]
 
-    def abandon(self) -> None:
-        """Tell the others that this worker has failed."""
-        self.port.abandon()
+    # -- ending ----
+
+    def abandon(self) -> bool:
+        """This worker has failed. Returns whether the others may wait for it."""
+        loop = self._loop
+        waited_for = self._session.elastic is None and not (loop.resting or loop.ended)
+        loop.ended, loop.error = True, LinkError("this worker has failed")
+        return waited_for
 
     def close(self) -> None:
-        """This worker takes part in no more rounds."""
-        self.closed = True
-        if self._elastic is not None:
-            self._elastic.close()
+        """This worker takes part in no more rounds, once all leave: until then its communication
+        thread does. Does not wait for that."""
+        comm, loop = self._session.comm, self._loop
+        alone = self._session.elastic is not None or not comm.threaded
+        if alone or loop.resting or loop.ended or comm.failed:
+            loop.end()
         else:
-            self._session.comm.submit(self.port.close, "leaving")
+            comm.submit(loop.end, "leaving")
 
 
-class Merger:
-    """Takes the outer steps of one ``kind`` of round on rank 0, when a round closes. ``results``:
-    what workers receive as the results of the latest one, by channel. ``held``: by rank, the number
-    of the round from whose result this worker has started."""
-
-    def __init__(self, kind: Kind, workers: int, seed: int) -> None:
-        self._kind, self._workers, self._seed = kind, workers, seed
-        self.results = [_exchange(c).start(c.exchange_state, c.bucket.dtype) for c in kind.channels]
-        self.held = [0] * workers
-        self._earlier = {0: self.results}
-        """By round number: the results from which some worker has started."""
-        self._codes: dict[int, list[Tensor | None]] = {}
-        """By round number: the codes of what the round has changed, by channel."""
-
-    @torch.no_grad()
-    def __call__(
-        self, closing: Closing, deliveries: Mapping[int, Delivery]
-    ) -> dict[int, list[Result]]:
-        """Take the outer step of each round that closes. Return what each worker of the roster
-        receives, by channel."""
-        for rank, delivery in deliveries.items():
-            if delivery.announcement.base != self.held[rank]:
-                raise ValueError(
-                    f"rank {rank} continues from round {delivery.announcement.base}, but rank 0 "
-                    f"expects round {self.held[rank]}: load states that all ranks saved in one "
-                    "call of laconic.save, or while no rank was in optimizer.step()"
-                )
-        published: list[tuple[Tensor, Tensor | None]] = []
-        for running in self._kind.runners:
-            for channel in running.channels:
-                at = len(published)
-                published.append(self._merge(running, channel, at, closing, deliveries))
-        self.results = [result for result, _ in published]
-        self._earlier[closing.number] = self.results
-        self._codes[closing.number] = [code for _, code in published]
-        known = {rank: deliveries[rank].announcement.known for rank in closing.roster}
-        answers = {rank: self._answer(closing, rank, known[rank]) for rank in closing.roster}
-        for rank in closing.roster:
-            self.held[rank] = closing.number
-        self._forget()
-        return answers
-
-    def _answer(self, closing: Closing, rank: int, known: bool) -> list[Result]:
-        """What worker ``rank`` receives: the codes of the rounds since its last one, if they can be
-        added to what it started from, and are shorter than the whole result."""
-        since = self.held[rank]
-        near = known and closing.number - since <= MOST_CODES
-        missed = range(since + 1, closing.number + 1) if near else range(0)
-        rounds = [self._codes.get(number) for number in missed]
-        answer: list[Result] = []
-        for at, whole in enumerate(self.results):
-            codes = [code for r in rounds if r is not None and (code := r[at]) is not None]
-            assert len(codes) in (0, len(missed)), "the codes of as many rounds are kept"
-            size = sum(code.nbytes for code in codes)
-            answer.append(codes if codes and size < whole.nbytes else whole)
-        return answer
-
-    def _merge(
-        self,
-        running: ParameterRunner,
-        channel: Channel,
-        at: int,
-        closing: Closing,
-        deliveries: Mapping[int, Delivery],
-    ) -> tuple[Tensor, Tensor | None]:
-        """The outer step on channel number ``at``: see `QuorumMean.publish`."""
-        exchange, update = _exchange(channel), running.round.update
-        failed = [r for r in closing.roster if exchange.failed(deliveries[r].tensors[at])]
-        if failed:
-            raise NotFiniteError(f"ranks {failed} had NaN or infinite values to send")
-        arrived = []
-        for rank in closing.roster:
-            tensors, bases = deliveries[rank].tensors, deliveries[rank].bases
-            base, begun = None, self.held[rank]
-            if self._kind.exchange.needs_bases and begun != closing.number - 1:
-                base = (bases or self._earlier[begun])[at]
-            arrived.append(Contribution(tensors[at], base))
-        anchor = None  # the result of the previous round, to which late workers' steps are applied
-        if exchange.anchored and update.anchor is not None:
-            anchor = channel.state[update.anchor].to(state_dtype(channel.bucket.dtype))
-        mean = exchange.mean(arrived, anchor, self._workers)
-        first = deliveries[closing.roster[0]].announcement
-        clock = Clock(
-            *(first.step, first.rates[at], closing.number - 1, 0, self._workers, 0),
-            seed=self._seed,
-            arrived=len(arrived),
-        )
-        names = owned_names(update, channel.state)
-        result = combined(update, mean, channel.state, names, clock)
-        return exchange.publish(result, self.results[at])
-
-    def all_hold(self, number: int) -> None:
-        """Record that all workers continue from the result of round ``number``."""
-        self.held = [number] * self._workers
-        self._forget()
-
-    def _forget(self) -> None:
-        needed = {*self.held} if self._kind.exchange.needs_bases else ()
-        self._earlier = {n: r for n, r in self._earlier.items() if n in needed}
-        first = max(min(self.held), max(self._codes, default=0) - MOST_CODES) + 1
-        self._codes = {n: c for n, c in self._codes.items() if n >= first}
-
-    def load(self, held: Sequence[int], results: Sequence[Tensor]) -> None:
-        """Continue a saved run. Late workers send their bases themselves."""
-        self.held, self.results = list(held), [t.clone() for t in results]
-        self._earlier, self._codes = {}, {}
+def paces(
+    exchange: QuorumMean, period: int, speeds: Mapping[int, float], roster: Sequence[int]
+) -> Sequence[int]:
+    """Return after how many steps each worker of ``roster`` arrives again: see `Paces`."""
+    if exchange.pace == "equal":
+        return [0] * len(roster)
+    fastest = max(speeds.values(), default=0.0)
+    known = (speeds.get(rank, fastest) for rank in roster)
+    return [own_pace(period, speed, fastest, grace=exchange.grace) for speed in known]
 
 
-def _exchange(channel: Channel) -> QuorumMean:
-    assert isinstance(channel.exchange, QuorumMean), "this kind has no other"
-    return channel.exchange
+def _exchange(exchange: object) -> QuorumMean:
+    assert isinstance(exchange, QuorumMean), "`check_quorum` has seen to it"
+    return exchange
 
 
 def _kinds(rounds: Sequence[ParameterRunner]) -> list[Kind]:

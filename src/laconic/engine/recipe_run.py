@@ -179,18 +179,18 @@ class RecipeRun:
             gradients.settle()
 
     def before_call(self) -> bool:
-        """Complete what a backward pass that raised has begun, and meet the other workers. Returns
-        whether they have taken different numbers of steps."""
+        """Complete what a backward pass that raised has begun, and rounds with a quorum. Returns
+        whether workers may have taken different numbers of steps."""
         self.settle()
-        if self.quorum is None or self.quorum.closed:
+        if self.quorum is None:
             return False
-        self.quorum.meet()
+        self.quorum.settle()
         return True
 
     def quiet(self) -> AbstractContextManager[object]:
         """A context in which no round changes the state of this worker. No job may be submitted
         inside."""
-        return nullcontext() if self.quorum is None else self.quorum.port.quiet()
+        return nullcontext() if self.quorum is None else self.quorum.quiet()
 
     # -- one step ----
 

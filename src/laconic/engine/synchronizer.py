@@ -24,7 +24,7 @@ from laconic.engine.session import Choice
 from laconic.errors import WorkersChangedError, check_bool
 from laconic.links.calls import FINISH
 from laconic.links.metered import CallTotals
-from laconic.links.quorum.port import Closing
+from laconic.links.polls import Closing
 from laconic.metrics import JsonLines
 
 SAVE = "laconic.save (every rank must call it)"
@@ -214,7 +214,7 @@ class Synchronizer:
                 session.recorder.failed(error)
                 broken = session.comm.abandon() or any(g.broken for g in driver.run.gradients)
                 if driver.run.quorum is not None:
-                    driver.run.quorum.abandon()
+                    broken = driver.run.quorum.abandon() or broken
                 session.world.leave(broken)
             self.detach()
 
@@ -279,10 +279,10 @@ class Synchronizer:
 
     @property
     def closings(self) -> list[Closing]:
-        """The rounds with a quorum that have closed so far, and who took part: on rank 0 only,
-        empty elsewhere, and in elastic runs, whose traces have them.
-        ``laconic.simulate(..., closings=)`` repeats them."""
-        return [] if self.driver.run.quorum is None else list(self.driver.run.quorum.port.closings)
+        """The rounds with a quorum that have closed so far, and who took part; the same on all
+        ranks. Empty in elastic runs, whose traces have them. ``laconic.simulate(..., closings=)``
+        repeats them."""
+        return [] if self.driver.run.quorum is None else self.driver.run.quorum.closings
 
     @property
     def seconds(self) -> float:
@@ -290,7 +290,7 @@ class Synchronizer:
         close with a quorum, else real."""
         if self.driver.run.quorum is None:
             return time.monotonic()
-        return self.driver.run.quorum.port.seconds(self.step)
+        return self.driver.run.quorum.seconds(self.step)
 
     # -- for the training loop ----
 

@@ -121,12 +121,17 @@ class Pending(Generic[T]):
         self.ended.set()
 
 
+def _never() -> None:
+    pass
+
+
 class CommThread:
     """Runs jobs in the order in which they are submitted.
 
     ``threaded``: in a thread of its own; otherwise at once, as simulated workers need. ``device``:
     where the tensors are. ``check`` raises a `LinkError` if another rank is known not to come to
-    the collective that this one waits for. ``around`` runs each job, perhaps several times.
+    the collective that this one waits for. ``around`` runs each job, perhaps several times; None:
+    once.
     ``queues``: see `Link.queues`. ``interrupt()`` ends the job under way, since the process ends.
     """
 
@@ -144,12 +149,12 @@ class CommThread:
         self.processor_seconds = 0.0
         """What the jobs have used of a processor."""
         self.device = device
-        self._threaded = threaded
+        self.threaded = threaded
         self._accelerator = accelerator(device)
         self._calls_here = not threaded or (self._accelerator is not None and queues)
         """Whether `call` runs its job in the caller's thread, on the caller's stream."""
         self._check = check
-        self._do = run_here if around is None else lambda *job: around(partial(run_here, *job))
+        self.around = around
         self._interrupt = interrupt
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = _Idle()
@@ -165,6 +170,11 @@ class CommThread:
         """Jobs that have not begun."""
         self._checking: Pending[None] | None = None
         """The latest check of the other ranks."""
+
+    def _do(self, preface: Callable[[], object] | None, job: Callable[[], T]) -> T:
+        if self.around is None:
+            return run_here(preface, job)
+        return self.around(partial(run_here, preface, job))
 
     def before_next(self, preface: Callable[[], object]) -> None:
         """Run ``preface`` right before the next job, as a part of it."""
@@ -217,7 +227,7 @@ class CommThread:
         error."""
         pending: Pending[T] = Pending(self, label)
         preface, self._preface = self._preface, None
-        if not self._threaded:
+        if not self.threaded:
             if self._error is None:
                 pending.run(partial(_labeled, partial(self._do, preface, job), label))
                 self._error = pending.error if isinstance(pending.error, Exception) else None
@@ -290,10 +300,11 @@ class CommThread:
         if self._thread is not None:
             self._jobs.put(task)
 
-    def while_idle(self, task: Callable[[], float | None]) -> None:
-        """Have the thread, if there is one, run ``task`` now, and, as long as it has no job, again
-        after as many seconds as ``task`` returns; None: no more. It must not raise."""
-        self._idle.task = task
+    def run_by(self, around: Around | None, idle: Callable[[], float | None] = _never) -> None:
+        """Have ``around`` run each job from now on; and the thread, if there is one, run ``idle``
+        now, and, as long as it has no job, again after as many seconds as ``idle`` returns; None:
+        no more. It must not raise."""
+        self.around, self._idle.task = around, idle
         self.poke(self._idle.run)
 
     def close(self) -> None:
@@ -381,10 +392,10 @@ def _close_all() -> None:
 
 
 class _Idle:
-    """What a thread does that has no job: see `CommThread.while_idle`."""
+    """What a thread does that has no job: see `CommThread.run_by`."""
 
     def __init__(self) -> None:
-        self.task: Callable[[], float | None] = lambda: None
+        self.task: Callable[[], float | None] = _never
         self.seconds: float | None = None
 
     def run(self) -> None:

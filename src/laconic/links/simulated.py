@@ -111,12 +111,7 @@ class Stage:
     """Lets one worker at a time run, and brings the members of a collective together. Only the
     worker whose turn it is reads or writes the attributes."""
 
-    def __init__(
-        self,
-        workers: int,
-        step_seconds: Sequence[float] | None = None,
-        message_seconds: Sequence[float] | None = None,
-    ) -> None:
+    def __init__(self, workers: int, step_seconds: Sequence[float] | None = None) -> None:
         self.turns = [threading.Lock() for _ in range(workers)]
         for turn in self.turns[1:]:
             turn.acquire()  # rank 0 begins; passing the turn to a rank releases its lock
@@ -128,13 +123,13 @@ class Stage:
         self.left: list[int] = []
         self.step_seconds = [1.0] * workers if step_seconds is None else list(step_seconds)
         """The virtual seconds of each worker's steps, for rounds that close with a quorum."""
-        self.message_seconds = [0.0] * workers if message_seconds is None else list(message_seconds)
-        """The virtual seconds until rank 0 has a worker's message of such a round."""
         self.clocks = [0.0] * workers
         self.recorded: Sequence[Any] | None = None
-        """The rounds of an earlier run, to be repeated; see `laconic.links.quorum.syncer`."""
-        self.syncers: dict[tuple[tuple[int, ...], int], object] = {}
-        """By members and number: see `laconic.links.quorum.simulated`."""
+        """The rounds of an earlier run (`laconic.Closing`), to be repeated."""
+        self.polls: object = None
+        """What the workers share where rounds have a quorum: see `laconic.links.polls`."""
+        self.explanations: list[Callable[[], str]] = []
+        """Each returns what workers wait for besides collectives, as text for errors."""
         self.when_idle: list[Callable[[], bool]] = []
         """Called when every worker waits. Each returns whether a worker can go on now."""
 
@@ -156,7 +151,7 @@ class Stage:
             ended = ""
             if self.left:
                 ended = f"; ranks {sorted(self.left)} have ended. {SAME_CALLS}"
-            late = "; ".join(why for each in self.syncers.values() if (why := str(each)))
+            late = "; ".join(why for explain in self.explanations if (why := explain()))
             reasons = "; ".join(part for part in (stuck, late) if part) + ended
             self.fail(f"the workers wait for each other in vain: {reasons}", self.left)
             able = [r for r in order if self.runnable[r]]
@@ -232,8 +227,6 @@ class SimulatedLink(Quiet):
         self.me = me
         self._members = members
         self._count = 0
-        self.ports = 0
-        """How many ports to rounds with a quorum were opened over this link."""
         self.joined = 0.0
         self._digest = 0
         self._digests: Sequence[int] = []

@@ -13,7 +13,7 @@ from laconic.errors import check_float, check_int
 from laconic.links.elastic.faults import Plan
 from laconic.links.elastic.simulated import Cast, EndedError, current_part
 from laconic.links.link import Link
-from laconic.links.quorum.port import Closing
+from laconic.links.polls import Closing
 from laconic.links.simulated import RandomState, SimulatedLink, Stage, current_link
 
 T = TypeVar("T")
@@ -29,7 +29,6 @@ def simulate(
     faults: Plan | None = None,
     *,
     step_seconds: Sequence[float] | None = None,
-    message_seconds: Sequence[float] | None = None,
     closings: Sequence[Closing] | None = None,
 ) -> list[T]:
     """Run ``worker_fn(rank)`` for every rank, as threads that take turns.
@@ -49,11 +48,8 @@ def simulate(
             They decide who arrives when, where rounds close with a quorum (``diloco(...,
             quorum=)``); nobody sleeps, and the result is the same from run to run. None: one second
             each.
-        message_seconds: how many virtual seconds each worker's message of such a round takes to
-            rank 0. The worker does not compute meanwhile. Results take no time to come back. None:
-            no time.
-        closings: repeat the rounds that another run has closed (`Synchronizer.closings` of its rank
-            0), whatever the times: with the same program, this gives the same bits. Not with
+        closings: repeat the rounds that another run has closed (`Synchronizer.closings`), whatever
+            the times: with the same program, this gives the same bits. Not with
             ``faults``: a `Trace` has the rounds. None: rounds close by the times.
 
     Raises ``ValueError`` for fewer than one worker, and for times or ``closings`` if no round of
@@ -79,11 +75,7 @@ def simulate(
             "closings= repeats rounds of workers that neither come nor go: leave it out. With "
             "faults=, a laconic.Trace has the rounds that have closed"
         )
-    stage = Stage(
-        count,
-        _seconds("step_seconds", step_seconds, count, strict=True),
-        _seconds("message_seconds", message_seconds, count, strict=False),
-    )
+    stage = Stage(count, _seconds(step_seconds, count))
     stage.recorded = closings
     cast = None if faults is None else Cast(faults, stage)
     results: dict[int, Any] = {}
@@ -123,8 +115,7 @@ def simulate(
     if errors:
         raise errors[0]
     if not stage.when_idle:
-        times = {"step_seconds": step_seconds, "message_seconds": message_seconds}
-        _check_unused({**times, "closings": closings})
+        _check_unused({"step_seconds": step_seconds, "closings": closings})
     for call in calls:
         call()
     return [results.get(rank) for rank in range(count)]  # type: ignore[misc]
@@ -148,13 +139,12 @@ def _check_unused(options: Mapping[str, object]) -> None:
         )
 
 
-def _seconds(
-    name: str, seconds: Sequence[float] | None, workers: int, *, strict: bool
-) -> list[float] | None:
+def _seconds(seconds: Sequence[float] | None, workers: int) -> list[float] | None:
     if seconds is None:
         return None
     if len(seconds) != workers:
         raise ValueError(
-            f"{name} has {len(seconds)} numbers, and there are {workers} workers: give one for each"
+            f"step_seconds has {len(seconds)} numbers, and there are {workers} workers: give one "
+            "for each"
         )
-    return [check_float(name, s, 0.0, strict=strict) for s in seconds]
+    return [check_float("step_seconds", s, 0.0, strict=True) for s in seconds]

@@ -19,7 +19,6 @@ from laconic.algorithms.compile import replicated
 from laconic.algorithms.exchanges.coded import CodedMean
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.exchanges.push import Push
-from laconic.algorithms.exchanges.quorum import QuorumMean
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.algorithms.topology import Graph
 from laconic.buckets import BUCKET_BYTES
@@ -179,10 +178,3 @@ def _scaled(recipe: Recipe, prices: Sequence[Price], facts: Facts) -> Iterator[P
     factor = min(1.0, facts.compute / pauses) if pauses else 1.0
     for p in prices:
         yield replace(p, idle=p.idle * factor)
-
-
-def message_bytes(r: AnyRound, facts: Facts) -> float:
-    """Return the bytes of one worker's message in a round with a quorum: what rank 0 receives from
-    the only other one."""
-    assert isinstance(r.exchange, QuorumMean), "it has a quorum"
-    return r.exchange.busiest(elements(r, facts, facts.workers), facts.itemsize, 2).bytes / 2

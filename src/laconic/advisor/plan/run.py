@@ -4,6 +4,7 @@ last checkpoint."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -116,6 +117,12 @@ class Run:
         self._tries = 0
         self._saved = 0.0, 0.0, 0.0
         """Steps that count, their seconds, and those of computing, at the last checkpoint."""
+
+    def _account_for(self, sent: float, present: Sequence[int]) -> None:
+        """Workers, so many on each site, have ``sent`` bytes in all, as many to each other one."""
+        n, pairs = sum(present), sum(c * (c - 1) for c in present)
+        self.log.sent += sent
+        self.log.crossed += sent * (1 - pairs / (n * (n - 1)) if n > 1 else 0.0)
 
     def _failure(self, workers: Tensor, before: float) -> tuple[int, float] | None:
         """Return which of these ``workers`` fails first ``before`` that time, and when."""

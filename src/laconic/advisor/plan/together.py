@@ -265,11 +265,7 @@ class Together(Workers):
         self._rhythm(float(done.max()))
 
     def _account(self, price: Price) -> None:
-        n = len(self._alive)
-        self.log.sent += price.sent * n
-        pairs = sum(c * (c - 1) for c in self._present)
-        crossing = 1 - pairs / (n * (n - 1)) if n > 1 else 0.0
-        self.log.crossed += price.sent * n * crossing
+        self._account_for(price.sent * len(self._alive), self._present)
 
     # -- checkpoints ----
 

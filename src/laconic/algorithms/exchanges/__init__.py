@@ -5,12 +5,11 @@ from laconic.algorithms.exchanges.leader import Leader
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.exchanges.mean import Alone, Identical, Mean, ShardedMean
 from laconic.algorithms.exchanges.push import Push
-from laconic.algorithms.exchanges.quorum import CodedQuorumMean, QuorumMean
+from laconic.algorithms.exchanges.quorum import QuorumMean
 
 __all__ = [
     "Alone",
     "CodedMean",
-    "CodedQuorumMean",
     "Identical",
     "Leader",
     "LowRank",

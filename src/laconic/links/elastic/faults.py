@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from laconic.errors import check_int
 from laconic.links.calls import Call
-from laconic.links.quorum.polls import Decision
+from laconic.links.polls import Decision
 
 
 class Plan(Protocol):

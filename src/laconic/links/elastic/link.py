@@ -56,7 +56,6 @@ class ElasticLink(Undivided, Quiet):
 
     ``wake(task)`` has the communication thread run ``task`` soon. ``settings(call)``: what a
     newcomer needs for the step that begins with ``call``, see `Relay.finish`; set by the engine.
-    ``around(job)`` runs a job in place of `run` where rounds have a quorum; set by the engine.
     A thread of its own looks after the other workers.
     """
 
@@ -78,7 +77,6 @@ class ElasticLink(Undivided, Quiet):
         self._failure: Exception | None = None
         self.wake: Callable[[Callable[[], None]], None] = lambda task: None
         self.settings: Callable[[Call], tuple[Settings, Callable[[], Snapshot] | None]]
-        self.around: Callable[[Callable[[], Any]], Any] = self.run
         self.joined = time.perf_counter()
         members.on_view = self._view_decided
 
@@ -110,12 +108,7 @@ class ElasticLink(Undivided, Quiet):
     # -- units ----
 
     def unit(self, job: Callable[[], T]) -> T:
-        """Run a ``job`` of the communication thread."""
-        result: T = self.around(job)
-        return result
-
-    def run(self, job: Callable[[], T]) -> T:
-        """Run ``job``, which makes collectives, all or nothing."""
+        """Run a ``job`` of the communication thread, which makes collectives, all or nothing."""
         if self._failure is not None:
             raise self._failure
         if self.replaying:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextvars
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from laconic.errors import LinkError
 from laconic.links.calls import Call
@@ -16,13 +16,10 @@ from laconic.links.elastic.faults import Plan
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.members import nobody
-from laconic.links.elastic.polling import Polling
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Frame, Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.units import Units
-from laconic.links.quorum.polls import CALLS, POLL, Decision, Polls, Standing
-from laconic.links.quorum.simulated import VirtualClock
 from laconic.links.simulated import SimulatedLink, Stage
 
 current_part: contextvars.ContextVar[tuple[Cast, int] | None] = contextvars.ContextVar(
@@ -49,13 +46,14 @@ class Cast:
     dealt: list[int] = field(default_factory=list)
     dealt_in: tuple[int, bool] = (-1, False)
     """In which unit, and whether to those that begin with it."""
-    polls: SimulatedPolls | None = None
-    """Where rounds have a quorum."""
+    present_now: list[int] | None = None
+    """Where rounds have a quorum: who takes part, in a plan in steps, since the latest poll."""
 
     def present(self, serial: int, call: Call) -> list[int]:
         """Those that take part in the unit ``serial`` of ``call``."""
-        there = None if self.polls is None else self.polls.present
-        return self.plan.present(serial, call) if there is None else there
+        if self.present_now is not None:
+            return self.present_now
+        return self.plan.present(serial, call)
 
     def deal(self, members: Sequence[int], serial: int, *, newcomer: bool = False) -> None:
         """Deal the samples to these ``members`` in the unit ``serial``, once all have attached.
@@ -67,104 +65,6 @@ class Cast:
             reports = {str(w): self.reporting[w].report() for w in members}
             for worker in members:
                 self.reporting[worker].hear(json.loads(json.dumps(reports)), str(worker))
-
-
-class _Waiting(NamedTuple):
-    """What a worker says in the poll of the unit ``serial``: ``own``. It began to wait at the
-    ``time``. The rest is the same on all workers: see `Polling.poll`."""
-
-    own: Standing
-    time: float
-    serial: int
-    active: Sequence[str]
-    polls: Polls
-    admit: bool
-
-
-class SimulatedPolls:
-    """What the workers share where rounds have a quorum. As in
-    `laconic.links.quorum.simulated.SimulatedSyncer`, a round closes only when every worker waits. A
-    worker that has not arrived takes part, without a contribution, when it waits next.
-
-    ``present``: who takes part, in a plan in steps; None before the first poll.
-    """
-
-    def __init__(self, cast: Cast) -> None:
-        self._cast = cast
-        self._waiting: dict[int, _Waiting] = {}
-        self._serial, self._decided = 0, Decision(CALLS)
-        """The latest decision, and in which unit."""
-        self._begun: set[int] = set()
-        """The newcomers that take part, or did so."""
-        self.present: list[int] | None = None
-        cast.stage.when_idle.append(self._decide)
-
-    def wait(self, me: int, waiting: _Waiting) -> Decision:
-        """Wait, as worker ``me``, for what is decided."""
-        stage = self._cast.stage
-        if self._serial < waiting.serial:  # else a newcomer begins with it
-            self._waiting[me] = waiting
-            stage.runnable[me] = False
-            stage.pass_turn(me)
-            stage.take_turn(me)
-        if self._serial != waiting.serial:
-            raise stage.error()
-        return self._decided
-
-    def _decide(self) -> bool:
-        """Decide what is next, if all workers wait. Returns whether there is something."""
-        cast, waiting = self._cast, self._waiting
-        if not waiting:
-            return False
-        one = next(iter(waiting.values()))
-        present = self._left([int(id) for id in one.active], one.serial)
-        if any(worker not in waiting for worker in present):
-            return False
-        found = self._next({str(worker): waiting[worker] for worker in present})
-        if found is None and present:
-            return False
-        time, self._decided = found or (0.0, Decision(CALLS))  # where none is left, all end
-        self._serial = one.serial
-        joining = self._joining(one.serial, present) if one.admit else []
-        self._begun.update(joining)
-        if not cast.plan.recorded:
-            self.present = [*present, *joining]
-        calls, roster = self._decided.kind == CALLS, self._decided.roster
-        for worker in [w for w in present if calls or str(w) in roster] + joining:
-            cast.stage.clocks[worker] = time
-        for worker in waiting:
-            cast.stage.runnable[worker] = True
-        waiting.clear()
-        return True
-
-    def _left(self, active: Sequence[int], serial: int) -> list[int]:
-        """Those of the ``active`` workers that take part in the unit ``serial``."""
-        plan, waiting, gone = self._cast.plan, self._waiting, self._cast.stage.left
-        active = [worker for worker in active if worker not in gone]
-        if plan.recorded:
-            return [w for w in active if w in plan.present(serial, POLL)]
-        return [w for w in active if w not in waiting or not plan.killed(w, waiting[w].own.step)]
-
-    def _joining(self, serial: int, present: Sequence[int]) -> list[int]:
-        """The newcomers that begin with the unit ``serial``, to which a donor sends its state."""
-        plan, fed = self._cast.plan, [w for w in self._cast.feeds if w not in self._begun]
-        if plan.recorded:
-            return [w for w in fed if w in plan.present(serial, POLL)]
-        return [w for w in fed if self._cast.donors[w] in present]
-
-    def _next(self, waiting: Mapping[str, _Waiting]) -> tuple[float, Decision] | None:
-        """When these workers' next round closes, or call begins, and what is decided then."""
-        if not waiting:
-            return None
-        one, plan = next(iter(waiting.values())), self._cast.plan
-        decided = plan.decided(one.serial)
-        if decided is not None:
-            return max(each.time for each in waiting.values()), decided
-        said = {id: each.own._replace(waited=-each.time) for id, each in waiting.items()}
-        found = one.polls.next_closing(said)
-        if found is None or (plan.recorded and found[1] != CALLS):
-            return None
-        return found[0], one.polls.close(said, found[1], found[0])
 
 
 class _Rendezvous:
@@ -332,27 +232,3 @@ class SimulatedElasticLink(ElasticLink):
             self.rendezvous.take_part(self.units.active)
             self.deal([int(id) for id in self.units.active], self.units.serial)
         return super().begin_call(call, wait=wait)
-
-
-class SimulatedPolling(Polling):
-    """`Polling` where all decisions are those of `SimulatedPolls`."""
-
-    def __init__(self, link: SimulatedElasticLink) -> None:
-        super().__init__(link)
-        self._simulated = link
-
-    def decide(self, own: Standing, polls: Polls, admit: bool) -> Decision:
-        link, units, cast = self._simulated, self.link.units, self._simulated.cast
-        shared = cast.polls = cast.polls or SimulatedPolls(cast)
-        at = units.serial, list(units.active), polls, admit
-        decision = shared.wait(int(units.me), _Waiting(own, -own.waited, *at))
-        link.rendezvous.adopt()  # raises if this worker has ended meanwhile
-        units.attempt(units.active)
-        link.rendezvous.take_part(units.active)
-        link.deal([int(id) for id in units.active], units.serial)
-        if admit:
-            link.admit(POLL)
-        return decision
-
-    def clock(self, step: int) -> VirtualClock:
-        return VirtualClock(self._simulated.cast.stage, int(self.link.units.me), step)

@@ -1,1 +1,0 @@
-"""Rounds that close with a quorum of workers: which workers take part in which round, and when."""
