@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic import buckets
 from laconic.algorithms.update import Clock, Slot, State, Update
-from laconic.engine import channel, gradient_channels
+from laconic.engine import gradient_channels
 
 from tests.support import gloo
 from tests.support.all_recipes import ROWS, Run
@@ -195,7 +196,7 @@ def test_other_workers_go_on_from_what_finish_leaves(
 ) -> None:
     """4 workers, then 3, then 5, from steps at random, with messages in flight: no element of any
     state is lost, or counts twice."""
-    for module in (channel, gradient_channels):
+    for module in (buckets, gradient_channels):
         monkeypatch.setattr(module, "BUCKET_BYTES", 640)
     monkeypatch.setattr(gradient_channels, "FIRST_BYTES", 320)
     row, drawn = ROWS[name], random.Random(name)

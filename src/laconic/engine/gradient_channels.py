@@ -141,6 +141,7 @@ class GradientChannels:
         )
         self.all = [self._open(bucket) for bucket in buckets]
         self.unsent = {}
+        self.sizes = [(p.numel(), p.dtype) for p in self.params]
         self.of_param: dict[int, list[GradientChannel]] = {}
         """By the id of a parameter."""
         for channel in self.all:

@@ -27,6 +27,7 @@ from laconic.algorithms.exchanges.coded import LastMean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.schedules import ends
 from laconic.algorithms.update import Clock, State, computed, rated
+from laconic.buckets import RESHAPED
 from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.gradient_channels import GradientChannel, GradientChannels
 from laconic.engine.overlap import Overlapping, turns_at_once
@@ -93,6 +94,8 @@ class GradientRunner:
         chosen = [p for p in given if p.requires_grad or (keep and id(p) in before)]
         params = [p for p in chosen if local(p).numel()]
         if [id(p) for p in params] == [id(p) for p in self.set.params]:
+            if self.set.sizes != [(p.numel(), p.dtype) for p in params]:
+                raise ValueError(RESHAPED)
             return False
         if not self.broken:
             self._discard()
