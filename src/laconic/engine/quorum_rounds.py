@@ -389,9 +389,11 @@ class QuorumRounds:
             outcome: Outcome = loop.until(Waits(ARRIVED, loop.clock.arrive(step), index, x, rates))
             return outcome
 
-        comm, start = self._session.comm, time.perf_counter()
+        session, comm, start = self._session, self._session.comm, time.perf_counter()
         loop.alone = True
+        session.interrupted = f"the rounds after step {step}"
         kind.sent = Sent(step, comm.submit(arrive, kind.runners[0].label(step)))
+        session.interrupted = None  # from now on, what is waited for can be taken over later
         if kind.sent.pending.done():  # where there is no thread, `submit` has waited
             comm.record_wait(start)
         self._take_over(kind, kind.sent)
