@@ -191,12 +191,14 @@ def test_seeds_decide_everything() -> None:
 
 def test_rounds_close_as_the_rules_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of 4 steps closes a grace after its quorum is there, or when all have come. Workers
-    go on from there; at own pace, as many steps as fit before the next round."""
+    go on from there; at own pace, as many steps as fit before the next round. While one is
+    exchanged, no other closes: those that arrive meanwhile share the next one."""
 
-    def closes(text: str) -> list[tuple[Any, ...]]:
-        sites = tuple(Site(f"site{k}", 1, 1e9, step=step) for k, step in enumerate([1, 1, 2.5]))
+    def closes(text: str, second: float = 1.0, network: float = 0.0) -> list[tuple[Any, ...]]:
+        steps = (1.0, second, 2.5)
+        sites = tuple(Site(f"site{k}", 1, 1e9, step=step) for k, step in enumerate(steps))
         run = Quorum(Rounds(of(text), Cluster(1000, sites, spread=0.0)), torch.Generator())
-        run.kinds[0].price, close, found = Price(), run.close, []
+        run.kinds[0].price, close, found = Price(network=network), run.close, []
 
         def closed(kind: int, until: float) -> None:
             found.append((pytest.approx(until), tuple(sorted(run.kinds[kind].arrived))))
@@ -214,6 +216,8 @@ def test_rounds_close_as_the_rules_say(monkeypatch: pytest.MonkeyPatch) -> None:
         ("diloco(4, quorum=3, pace='own')", [(10, every), (14, every), (18, every)]),
     ):
         assert closes(text)[: len(expected)] == expected, text
+    slow = closes("diloco(4, quorum=1)", 1.25, network=6.0)
+    assert slow == [(4, (0,)), (10, (1, 2)), (16, (0,)), (22, (1,))]
 
 
 # -- the command ----

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -284,6 +284,29 @@ def test_links_without_quorum_wrong_times_and_later_parameters(
 
     with pytest.raises(ValueError, match=message):
         la.simulate(train, **options)
+
+
+def test_a_signal_between_a_round_and_its_record_is_an_error() -> None:
+    """Its handler raises when the round is submitted, and nothing waits for it yet."""
+
+    def train(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        comm = la.attach(model, optimizer, la.diloco(1, quorum=1)).driver.session.comm
+        submit = comm.submit
+
+        def ring(*arguments: Any) -> NoReturn:
+            submit(*arguments)
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(comm, "submit", ring)
+            with pytest.raises(KeyboardInterrupt):
+                descend(optimizer, model(torch.ones(1, 2)).sum())
+        with pytest.raises(la.LinkError, match="the rounds after step 1 were interrupted"):
+            descend(optimizer, model(torch.ones(1, 2)).sum())
+
+    la.simulate(train, workers=1)
 
 
 # -- resuming ----

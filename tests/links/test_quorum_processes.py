@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -16,6 +17,10 @@ import pytest
 import torch
 
 import laconic as la
+from laconic.engine.quorum_rounds import pause
+from laconic.errors import NotFiniteError
+from laconic.links import frames
+from laconic.links.polls import BUSY, Standing
 
 from tests.support import gloo, training
 from tests.support import quorum_training as quorum
@@ -257,6 +262,35 @@ def test_a_worker_that_is_lost_is_named_on_all(pool: gloo.Pool, how: str, tmp_pa
             assert ranks == (which,) and str(which) in text, text
         if how == "2 is late":
             assert "no quorum in 10 s: ranks [2] have not arrived" in text
+
+
+def not_finite(rank: int, saved: Path) -> float:
+    """Worker 1 sends NaN while worker 0 computes. How long it then takes to return its state."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    link = gloo.link_of(2, timedelta(seconds=8))
+    sync = la.attach(model, optimizer, la.diloco(4, quorum=1, codec="int8"), link=link)
+    with pytest.raises(NotFiniteError, match=r"ranks \[1\] of its link had NaN"):
+        for t in range(4):
+            while (rank, t) == (0, 3) and not saved.exists():
+                time.sleep(0.01)
+            descend(optimizer, model(torch.full((1, 2), (1.0, math.inf)[rank])).sum())
+    time.sleep(0.5)  # it polls more often than that
+    start = time.monotonic()
+    sync.state_dict()
+    saved.touch()
+    return time.monotonic() - start
+
+
+def test_a_worker_that_has_failed_waits_for_no_poll(pool: gloo.Pool, tmp_path: Path) -> None:
+    assert pool.run(not_finite, tmp_path / "saved", ranks=2)[1] < 5
+
+
+def test_polls_are_few_where_rounds_are_far_apart() -> None:
+    """Eight workers send less than 2% of 1 Mbit/s, and hold up short periods by 2% at most."""
+    size = Standing(BUSY, 0, 0.0, 0, 0.0, (0.1,) * 8).row().nbytes
+    assert 7 * frames.on_wire(size) / pause(600.0) < 2500
+    assert all(pause(seconds) <= seconds / 50 for seconds in (0.25, 1.0, 50.0))
 
 
 def until_an_error(rank: int, folder: Path) -> tuple[int, ...]:

@@ -48,8 +48,8 @@ from laconic.links.polls import (
     polling_over,
 )
 
-SHORTEST, LONGEST, POLLS = 0.005, 0.1, 50
-"""Between two polls are so many seconds, or a ``POLLS``-th of the time between two rounds."""
+SHORTEST, LONGEST, POLLS = 0.005, 1.0, 50
+"""Between two polls is a ``POLLS``-th of the time between two rounds, in these bounds (seconds)."""
 
 
 class Outcome(NamedTuple):
@@ -255,6 +255,8 @@ class PollLoop:
 
     def _idle(self) -> float | None:
         """Take part in a poll while the training computes. Returns when to do so again."""
+        if self._session.comm.failed:  # the other workers have stopped, or will
+            return None
         if self.resting:
             return LONGEST
         try:
@@ -268,7 +270,7 @@ class PollLoop:
     @property
     def _pause(self) -> float:
         between = max(self._between, time.monotonic() - self._latest)
-        return min(max(between / POLLS, SHORTEST), LONGEST)
+        return pause(between)
 
     def _turn(self, waits: Waits, job: Callable[[], Any]) -> list[Any] | None:
         """A poll, and what follows from it: a round, or the ``job`` of a call. Returns what this
@@ -387,9 +389,11 @@ class QuorumRounds:
             outcome: Outcome = loop.until(Waits(ARRIVED, loop.clock.arrive(step), index, x, rates))
             return outcome
 
-        comm, start = self._session.comm, time.perf_counter()
+        session, comm, start = self._session, self._session.comm, time.perf_counter()
         loop.alone = True
+        session.interrupted = f"the rounds after step {step}"
         kind.sent = Sent(step, comm.submit(arrive, kind.runners[0].label(step)))
+        session.interrupted = None  # from now on, what is waited for can be taken over later
         if kind.sent.pending.done():  # where there is no thread, `submit` has waited
             comm.record_wait(start)
         self._take_over(kind, kind.sent)
@@ -397,7 +401,9 @@ class QuorumRounds:
     def before_step(self) -> None:
         """The training takes a step."""
         self.settle()
-        self._loop.resting = False
+        if self._loop.resting:
+            self._loop.resting = False
+            self._loop.begin()
 
     def settle(self, *, failed: bool = False) -> None:
         """Take over the results of rounds whose wait something has interrupted, such as a signal
@@ -514,6 +520,11 @@ class QuorumRounds:
             loop.end()
         else:
             comm.submit(loop.end, "leaving")
+
+
+def pause(between: float) -> float:
+    """The seconds between two polls where rounds are ``between`` seconds apart."""
+    return min(max(between / POLLS, SHORTEST), LONGEST)
 
 
 def paces(

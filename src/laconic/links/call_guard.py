@@ -216,10 +216,18 @@ class CallGuard:
             if a.lost or (a.position is not None and a.position.serial < mine.serial)
         ]
         if late and self.rank == min(r for r in range(self.size) if r not in late):
-            why = "; ".join(self._describe(r, answers[r]) for r in late)
-            names = [self.ranks[r] for r in late]
-            at = self.ranks[self.rank], names, seconds, str(mine), why, self._timeout
-            long_wait.report(*at)
+            self.report(late, seconds, str(mine), answers)
+
+    def report(
+        self, late: Sequence[int], seconds: float, where: str = "", answers: Answers | None = None
+    ) -> None:
+        """Log that this rank has waited for ``late`` ranks. ``where``: what it does, if not its
+        `status`; ``answers``: theirs, if they were asked."""
+        answers = answers or self._ask(ranks=late)
+        why = "; ".join(self._describe(r, answers[r]) for r in late)
+        names = [self.ranks[r] for r in late]
+        at = self.ranks[self.rank], names, seconds, where or self._beacon.status, why, self._timeout
+        long_wait.report(*at)
 
     def _ask_where(self) -> Answers:
         """Ask the other ranks where they are, and return their answers; raise if one will not

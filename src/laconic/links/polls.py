@@ -19,6 +19,7 @@ from torch import Tensor
 from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.link import Link
+from laconic.links.long_wait import LongWait
 from laconic.links.metered import Metered
 from laconic.links.null import NullLink
 from laconic.links.rendezvous import ADVICE
@@ -301,6 +302,7 @@ class Polling:
         self._limit = link.wire.timeout if isinstance(link, TcpLink) else math.inf
         self._call: Call | None = None
         """The latest call of all workers."""
+        self._wait = LongWait()
 
     def unit(self, job: Callable[[], T]) -> T:
         """Run a ``job``, which makes collectives."""
@@ -319,7 +321,17 @@ class Polling:
             ranks = [int(id) for id in late]
             text = f"no quorum in {self._limit:g} s: ranks {ranks} have not arrived. {ADVICE}"
             raise LinkError(text, ranks=ranks)
+        self._log_wait(own, standings)
         return polls.now(standings)
+
+    def _log_wait(self, own: Standing, standings: Mapping[str, Standing]) -> None:
+        """Log now and then which ranks still compute, if this is the lowest one that waits."""
+        if own.state == BUSY or self._guard is None:
+            return
+        seconds = self._wait.due((own.state, own.step), time.monotonic())
+        late = [int(id) for id, standing in standings.items() if standing.state == BUSY]
+        if seconds and late and self.link.rank == min(set(range(self.link.size)) - {*late}):
+            self._guard.report(late, seconds)
 
     def call(self, job: Callable[[], T]) -> T:
         """Run a ``job`` of the call of all workers, right after a poll."""

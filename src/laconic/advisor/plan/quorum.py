@@ -188,8 +188,9 @@ class Quorum(Run):
         kind.arrived[worker] = self._there[worker] = now
 
     def _next_closing(self) -> tuple[float, int] | None:
-        """The time and the kind of the next closing, if no other worker arrives before it. One that
-        is known stays so until all have arrived, where there is one kind."""
+        """The time and the kind of the next closing, if no other worker arrives before it: not
+        before the exchange under way ends. One that is known stays so until all have arrived, where
+        there is one kind."""
         there, several = len(self._there), len(self.kinds) > 1
         if there >= self._least and (self._closing is None or several or there == self._n):
             times = [
@@ -198,7 +199,9 @@ class Quorum(Run):
                 if (time := self._closing_time(kind)) is not None
             ]
             self._closing = min(times, default=None)
-        return self._closing
+        if self._closing is None:
+            return None
+        return max(self._closing[0], self._exchanged), self._closing[1]
 
     def _closing_time(self, kind: _Kind) -> float | None:
         return closing_time(kind.rules, self._n, kind.arrived.values(), self._there.values())
@@ -211,16 +214,18 @@ class Quorum(Run):
         network = price.network
         if self.cluster.jitter and network:
             network = max(network + self._jitter.uniform(-1, 1) * self.cluster.jitter, 0.0)
-        self._exchanged = max(self._exchanged, until) + network
-        exchanging, latency = self._exchanged - until, max(price.network - price.sending, 0.0)
+        before, self._exchanged = self._exchanged, until + network
+        latency = max(price.network - price.sending, 0.0)
         period = kind.schedule.period
         again = paces(kind.exchange, period, self._speeds, roster)
         for worker, steps in zip(roster, again, strict=True):
-            self.log.spent["stragglers"] += until - kind.arrived.pop(worker)
+            arrived = kind.arrived.pop(worker)
+            queued = max(before - arrived, 0.0)
+            self.log.spent["stragglers"] += until - arrived - queued
             del self._there[worker]
-            self.log.spent["latency"] += min(latency, exchanging)
-            self.log.spent["bandwidth"] += max(exchanging - latency, 0.0)
-            self._under_way[worker] = _UnderWay(self._exchanged, exchanging)
+            self.log.spent["latency"] += min(latency, network)
+            self.log.spent["bandwidth"] += queued + max(network - latency, 0.0)
+            self._under_way[worker] = _UnderWay(self._exchanged, network)
             count = self._step[worker] - kind.since[worker]
             share = 1 / len(self.kinds)
             self.log.counted += share * count
