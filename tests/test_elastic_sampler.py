@@ -157,7 +157,8 @@ def test_what_does_not_fit_is_an_error_and_changes_nothing() -> None:
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"num_samples": 11}, "saved with num_samples=11, this ElasticSampler has num_samples=10"),
         ({"extra": 1}, "not a state of an ElasticSampler: it must have .*'extra'"),
-        ({"frontier": 21}, "the state has drawn from epoch 3 of epochs=2"),
+        ({"frontier": 21}, "the state has drawn more than epochs=2 have"),
+        ({"drawn": 10}, "the state has drawn more than epochs=2 have"),
     )
     for changed, match in wrong:
         with pytest.raises(ValueError, match=match):

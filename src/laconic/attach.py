@@ -113,11 +113,9 @@ def attach(
     or use the synchronizer in a ``with``.
 
     Args:
-        model: the plain module, on one device, made in this process (``mp.spawn`` puts models that
-            it passes on into memory that all processes share). Buffers may be on the CPU and
-            parameters on a GPU if the process group takes CPU tensors, as that of `laconic.init`
-            does. A model in torch's DistributedDataParallel, which averages all gradients at every
-            step, is an error.
+        model: the plain module, with its buffers on one device, made in this process (``mp.spawn``
+            puts models that it passes on into memory that all processes share). A model in torch's
+            DistributedDataParallel, which averages all gradients at every step, is an error.
         optimizer: any torch optimizer, or a list, such as Muon for the matrices and AdamW for the
             rest. The loop then calls ``step()`` of each once per training step, in any order; the
             last one runs the rounds. With gossip that is weighted (`sgp`), compute all gradients
@@ -151,8 +149,7 @@ def attach(
             elastic run, the longest that a worker may be silent. A `Link` as ``link`` has its own.
         seed: for a recipe's random choices, such as pairs: at least 0, the same on all ranks.
         metrics: the file that gets the run's metrics, as lines of JSON, or a `laconic.JsonLines`.
-            With ``{rank}`` in its path, one file per rank. None:
-            nowhere.
+            With ``{rank}`` in its path, one file per rank. None: nowhere.
         elastic: workers come and go; see `Elastic`. Workers of one rank need no process group
             then. None: LACONIC_COORDINATOR in the environment, if it is set, makes the run elastic.
         offload: keep what parameter rounds store between rounds (anchors, outer momenta, residuals)

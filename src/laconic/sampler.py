@@ -224,13 +224,14 @@ class ElasticSampler(Sampler[int]):
                     f"this ElasticSampler has {name}={getattr(self, name)}"
                 )
         remaining = _Remaining(list(state_dict["gaps"]), state_dict["frontier"])
-        if self.epochs is not None and remaining.frontier > self.num_samples * self.epochs:
-            reached = (remaining.frontier - 1) // self.num_samples + 1
-            raise ValueError(f"the state has drawn from epoch {reached} of epochs={self.epochs}")
+        worker, workers, drawn = (state_dict[name] for name in _PLACE)
+        if self.epochs is not None:
+            total = self.num_samples * self.epochs
+            if remaining.frontier > total or drawn > remaining.share(worker, workers, total):
+                raise ValueError(f"the state has drawn more than epochs={self.epochs} have")
         with self._condition:
             self._remaining = remaining
-            for name in _PLACE:
-                setattr(self, f"_{name}", state_dict[name])
+            self._worker, self._workers, self._drawn = worker, workers, drawn
 
     def _draw(self) -> int | None:
         """Count and return the next sample of this worker's share; None if there is none."""

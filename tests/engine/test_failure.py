@@ -97,6 +97,30 @@ def test_a_rank_that_hangs() -> None:
     assert any("does not answer" in text for text in said)
 
 
+def end(pipe: Connection) -> str:
+    """Train for two steps, the second of which takes rank 0 long."""
+    la.init()
+    rank = int(os.environ["RANK"])
+    model, optimizer, _ = attached(rank, la.ddp())
+    step(model, optimizer)
+    backward(model, optimizer)
+    if rank == 0:
+        pipe.send("computes")
+        pipe.recv()
+    optimizer.step()
+    return "complete"
+
+
+@pytest.mark.fault("a rank's last step raised since another one's program had ended before")
+def test_where_all_ranks_have_the_same_model_any_may_end_first() -> None:
+    """`finish` has nothing to do there."""
+    with launched.running(launched.of_torchrun(2), end) as (slow, fast):
+        assert (slow.next(), fast.next(), fast.ended()) == ("computes", "complete", 0)
+        time.sleep(1.0)  # longer than between two checks
+        slow.pipe.send("go on")
+        assert (slow.next(), slow.ended()) == ("complete", 0)
+
+
 # -- a rank that lives on, elsewhere ----
 
 

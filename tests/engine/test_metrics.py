@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import laconic as la
+from laconic.engine import recorder
 
 from tests.support import gloo
 from tests.support.loops import descend, flat, refusal, sgd
@@ -62,6 +63,23 @@ def test_the_records_add_up_to_what_the_run_did(tmp_path: Path) -> None:
     assert start["recipe"] == "local_sgd(2)" and "Every(period=2)" in start["schedule"][0]
     assert (start["rank"], start["ranks"], start["workers"], start["step"]) == (0, 2, 2, 0)
     assert (start["torch"], start["laconic"]) == (torch.__version__, la.__version__)
+
+
+@pytest.mark.fault("a forked child that ended wrote that the run had ended")
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def run(rank: int) -> None:
+        model = nn.Linear(5, 3)
+        with la.attach(model, sgd(model), la.local_sgd(2), metrics=path):
+            pid = os.fork()
+            if not pid:
+                recorder._close_all()  # as at its end
+                os._exit(0)
+            os.waitpid(pid, 0)
+
+    la.simulate(run, workers=1)
+    assert [r["event"] for r in read(path)] == ["start", "finish", "end"]
 
 
 def test_which_ranks_write(tmp_path: Path) -> None:

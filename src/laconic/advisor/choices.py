@@ -81,7 +81,7 @@ OWN_SOURCE = "a cautious number: 1.25 times what was measured in runs of 480 ste
 UNKNOWN = "unknown: counted as 1"
 """The source of the steps of a recipe about which nothing is known."""
 UNMEASURED = "a recipe with these options was not measured"
-FAMILIES = (*("ddp", "power_sgd", "sgp", "local_sgd", "slowmo", "diloco", "streaming_diloco"),)
+FAMILIES = ("ddp", "power_sgd", "sgp", "local_sgd", "slowmo", "diloco", "streaming_diloco")
 """The recipes whose steps are assumed from others. Nothing is assumed of the rest."""
 MEASURED_ELEMENTS, MEASURED_WORKERS, MEASURED_STEPS = 865_280, 4, 480
 """What all steps were measured with, by ``python -m benchmarks.factors``: the text model's

@@ -119,8 +119,9 @@ def streaming_diloco(
 
     Douillard et al. 2025, arXiv 2501.18512, Algorithm 2; ``mix`` is its alpha. The defaults are
     those of `auto`, and follow measurements in this repository (``docs/coded.md``). The paper's
-    settings, for long runs, are ``streaming_diloco(100, delay=1, lr=0.4, momentum=0.9)``, with four
-    bits of another kind. Fragment k of K is sent after steps ``(k+1)*period/K, ... + period, ...``
+    settings, for long runs, are ``streaming_diloco(100, delay=1, lr=0.4, momentum=0.9)``, with
+    another code of four bits. Fragment k of K is sent after steps ``(k+1)*period/K, ... + period,
+    ...``
     (rounded down). With one fragment, no delay, and no codec this is DiLoCo.
 
     Args:

@@ -214,7 +214,8 @@ class Driver:
         session.step += 1
         session.in_step = False
         session.status("computing")
-        session.world.check_peers()
+        if run.differ:  # else the next step would find it, and after the last one any may end
+            session.world.check_peers()
         if session.step == 1:
             session.check_first_step()
         for gradients in run.gradients:

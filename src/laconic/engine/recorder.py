@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from laconic.links import forks
 from laconic.metrics import JsonLines
 from laconic.version import __version__
 
@@ -140,6 +141,7 @@ class Recorder:
 
 
 _open: weakref.WeakSet[Recorder] = weakref.WeakSet()
+forks.call_in_child(_open.clear)
 
 
 @atexit.register

@@ -203,7 +203,7 @@ class CallGuard:
         now = time.monotonic()
         due = now >= self._ask_at
         if due:
-            self._ask_at = now + ASK_SECONDS
+            self._ask_at = now + max(ASK_SECONDS, self.size / 4)  # all ask all others
         return due
 
     def _report(self, seconds: float, answers: Answers) -> None:

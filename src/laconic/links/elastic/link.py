@@ -34,7 +34,7 @@ from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
 Settings = tuple[int, list[dict[str, Any]], dict[str, Any]]
-"""The last four values of a `Start`."""
+"""The ``digest``, ``groups`` and ``others`` of a `Start`."""
 
 EXIT_SECONDS = 5.0
 """How long a process that ends waits for its threads."""
