@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic.links import Link, torch_link
-from laconic.links.link import Parts
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 from laconic.links.torch_link import Choice, inner_link, world_link
@@ -62,34 +61,7 @@ def everything(link: Link, on: Callable[[Tensor], Tensor]) -> list[Tensor]:
         pieces = link.swap(x, [(rank + 1) % n], [(rank - 1) % n])
         found += [piece.cpu() for piece in pieces if piece is not None]
         found.append(link.gather(x).cpu())
-        found += with_parts(link, on, m)
     return found
-
-
-def with_parts(link: Link, on: Callable[[Tensor], Tensor], m: int) -> list[Tensor]:
-    """Rows that are computed when they are sent, and used when they have come."""
-    n, rank = link.size, link.rank
-    x, out, total = (on(torch.zeros(n, m)) for _ in range(3))
-    source = on(data(rank, n, m))
-
-    def fill(r: int, part: slice) -> None:
-        x[r, part].copy_(source[r, part])
-
-    def use(r: int, part: slice) -> None:
-        total[r, part].add_(out[r, part])
-
-    link.all_to_all(x, out, Parts([max(m // 3, 1), m], fill, use))
-    again = on(torch.zeros(n, m))
-
-    def fill_own(r: int, part: slice) -> None:
-        total[r, part].mul_(2)
-
-    def use_again(r: int, part: slice) -> None:
-        source[r, part].copy_(again[r, part])
-
-    parts = Parts([max(m // 3, 1), m], fill_own, use_again)
-    link.all_gather(total[rank], again.view(-1), parts=parts)
-    return [total.cpu(), source.cpu()]
 
 
 def brought(rank: int, size: int, on_stand_in: bool) -> list[bytes]:
@@ -129,7 +101,7 @@ def calls(rank: int, name: str) -> int:
         patched.setattr(link, "copy", counted(link.copy))
         patched.setattr(late.LateStream, "record_event", counted(late.LateStream.record_event))
         if name == "all_to_all":
-            link.all_to_all(x, out, Parts([2**18, 2**20], lambda *_: None, lambda *_: None))
+            link.all_to_all(x, out)
         elif name == "all_gather":
             link.all_gather(x[rank], out.view(-1))
         else:

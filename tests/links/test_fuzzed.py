@@ -21,7 +21,7 @@ from laconic.links import connect, frames, talks, tls
 from laconic.links.addresses import Address
 from laconic.links.collectives import Collectives
 from laconic.links.connections import Connections
-from laconic.links.frames import CHANGED, CLOSED, FINE, FRAME, HEADER_BYTES, OTHER
+from laconic.links.frames import AT_ONCE, CHANGED, CLOSED, FINE, HEADER_BYTES, OTHER
 from laconic.links.wire import ChangedError, Transfer, Wire
 
 from tests.links.test_wire import HERE, THERE, as_sent, moves
@@ -106,7 +106,7 @@ def test_ranks_connect_and_agree(
 
 
 GUARD = 64
-SIZES = (0, 1, 5, FRAME - 1, FRAME, FRAME + 1, 17 * FRAME + 3)
+SIZES = (0, 1, 5, AT_ONCE - 1, AT_ONCE, AT_ONCE + 1, 2 * AT_ONCE + 3)
 
 
 __all__ = ["moves"]
@@ -131,17 +131,12 @@ def read(data: bytes, place: tuple[int, int], size: int) -> tuple[int, bytes, in
         return CHANGED, b"", 0
     if data[:24] != struct.pack("=QQQ", *place, size):
         return OTHER, b"", 0
-    used, at = b"", HEADER_BYTES
-    while len(used) < size:
-        frame = data[at : at + min(FRAME, size - len(used))]
-        at += len(frame) + 4
-        if at > len(data):
-            return CLOSED, used, len(data)
-        total = zlib.crc32(frame, total)
-        if data[at - 4 : at] != struct.pack("=I", total):
-            return CHANGED, used, 0
-        used += frame
-    return FINE, used, at
+    end = HEADER_BYTES + size
+    if len(data) < end + 4:
+        return CLOSED, b"", len(data)
+    if data[end : end + 4] != struct.pack("=I", zlib.crc32(data[HEADER_BYTES:end], total)):
+        return CHANGED, b"", 0
+    return FINE, data[HEADER_BYTES:end], end + 4
 
 
 class Sent(NamedTuple):
@@ -190,10 +185,9 @@ def check_two_messages(
     guarded = [size + 2 * GUARD for size in example.sizes]  # bytes that must stay as they are
     rooms = [ctypes.create_string_buffer(b"\xa5" * size, size) for size in guarded]
     messages = (frames.Message * 2)()
-    checks = [ctypes.create_string_buffer(frames.check_bytes(size) + 1) for size in example.sizes]
     for i, (place, size) in enumerate(zip((HERE, THERE), example.sizes, strict=True)):
-        where = ctypes.addressof(rooms[i]) + GUARD, size, -1, ours.fileno(), True, i - 1
-        frames.begin(messages, i, place, 0, ctypes.addressof(checks[i]), *where)
+        where = ctypes.addressof(rooms[i]) + GUARD, size, ours.fileno(), True, i - 1
+        frames.begin(messages, i, place, 0, *where)
     ours.setblocking(False)
     theirs.setblocking(False)
     outcome, which = FINE, 0
@@ -211,10 +205,10 @@ def check_two_messages(
     if first != FINE:
         second, more = first, b""
     assert outcome == second and (outcome == FINE or which == int(first == FINE))
-    for memory, message, right in zip(rooms, messages, (used, more), strict=True):
+    for memory, right in zip(rooms, (used, more), strict=True):
         raw = memory.raw
         assert raw[:GUARD] == raw[-GUARD:] == b"\xa5" * GUARD, "out of bounds"
-        assert message.done == len(right) and raw[GUARD:].startswith(right)
+        assert raw[GUARD:].startswith(right)
     if outcome == FINE and not secured:
         ours.setblocking(True)
         rest = b"".join(iter(lambda: ours.recv(2**16), b""))
@@ -257,7 +251,7 @@ def test_any_bytes_in_place_of_messages_over_tls(
 
 @pytest.mark.usefixtures("moves")
 def test_a_transfer_that_has_failed_fails_again() -> None:
-    """Its last frame is wrong: nothing is left to move. Its error does not keep the connections."""
+    """Its checksum is wrong: nothing is left to move. Its error does not keep the connections."""
     ours, theirs = socket.socketpair()
     with theirs:
         connections = Connections()

@@ -153,7 +153,7 @@ def booked_and_counted(rank: int) -> dict[str, tuple[int, int]]:
 
 
 def test_the_ledger_counts_what_passes_the_sockets(pool: gloo.Pool) -> None:
-    """Beside 4 bytes of checksum for each 16 KiB, and the headers of messages. Ranks receive other
+    """Beside the headers and checksums of messages. Ranks receive other
     parts of a broadcast, and book their average."""
     found = pool.run(booked_and_counted, ranks=3)
     for name in COLLECTIVES:

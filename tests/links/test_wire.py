@@ -19,11 +19,9 @@ from torch import Tensor
 from laconic.errors import LinkError
 from laconic.links import frames
 from laconic.links.connections import Connections
-from laconic.links.frames import FRAME
 from laconic.links.wire import LostError, Transfer, Wire, configure
 
 HERE, THERE = (3, 7), (4, 7)
-HEADER = 36
 Pair = tuple[socket.socket, socket.socket]
 
 
@@ -53,11 +51,8 @@ def transfer(
 def as_sent(place: tuple[int, int], payload: bytes, digest: int = 0) -> bytes:
     """A message as it travels, built by hand."""
     out = struct.pack("=QQQQ", *place, len(payload), digest)
-    out += struct.pack("=I", total := zlib.crc32(out))
-    for start in range(0, len(payload), FRAME):
-        frame = payload[start : start + FRAME]
-        out += frame + struct.pack("=I", total := zlib.crc32(frame, total))
-    return out
+    total = zlib.crc32(out)
+    return out + struct.pack("=I", total) + payload + struct.pack("=I", zlib.crc32(payload, total))
 
 
 def random(numel: int) -> Tensor:
@@ -76,49 +71,22 @@ def test_both_send_at_once(pair: Pair, numel: int) -> None:
 
 
 @pytest.mark.usefixtures("moves")
-def test_what_is_not_ready_is_sent_when_it_is() -> None:
-    """While nothing holds up what comes, nor what is ready before it."""
+def test_a_message_is_there_once_its_checksum_has_come() -> None:
+    """Whether or not those of other ranks have."""
     ends = socket.socketpair(), socket.socketpair()
-    connections, room = Connections(), torch.zeros(1, dtype=torch.uint8)
+    connections, x = Connections(), random(5)
+    rooms = {rank: torch.zeros(5, dtype=torch.uint8) for rank in range(2)}
     for rank, (ours, _) in enumerate(ends):
         connections.keep(rank, ours)
-    first, second = random(3), torch.zeros(3, dtype=torch.uint8)
-    with ends[0][1] as one, ends[1][1] as other:
-        sends = {0: first, 1: second}
-        waits = Transfer(connections, sends, {0: room}, HERE, 5, range(2), ready=False)
-        waits.send(3, 0)
-        one.send(as_sent(HERE, b"x"))
-        waits.wait(0)
-        assert bytes(room.tolist()) == b"x"
-        assert one.recv(99) == as_sent(HERE, bytes(first.tolist()))
-        other.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            other.recv(99)
-        second += 7
-        waits.send(2, 1)
-        assert other.recv(99) == as_sent(HERE, b"\7\7\x08")[: HEADER + 2]
-        second[2] = 8
-        with pytest.raises(AssertionError, match="not ready"):
-            waits.wait()
-        waits.send(3, 1)
-        waits.wait()
-        assert other.recv(99) == as_sent(HERE, b"\7\7\x08")[HEADER + 2 :]
-
-
-@pytest.mark.usefixtures("moves")
-def test_the_first_bytes_are_there_before_the_last(pair: Pair) -> None:
-    """A frame can be used once its checksum has come."""
-    ours, theirs = pair
-    x, room = random(3 * FRAME), torch.zeros(3 * FRAME, dtype=torch.uint8)
-    waits = transfer(ours, room=room, timeout=0.2)
     message = as_sent(HERE, bytes(x.tolist()))
-    two = HEADER + 2 * (FRAME + 4)
-    theirs.send(message[:two])
-    waits.wait(5, FRAME + 1)
-    assert torch.equal(room[: 2 * FRAME], x[: 2 * FRAME])
-    theirs.send(message[two:-1])
-    with pytest.raises(LostError):
-        waits.wait(5, 2 * FRAME + 1)
+    with ends[0][1] as one, ends[1][1] as other:
+        waits = Transfer(connections, {}, rooms, HERE, 0.2, range(2))
+        one.send(message)
+        other.send(message[:-1])
+        waits.wait(0)
+        assert torch.equal(rooms[0], x)
+        with pytest.raises(LostError):
+            waits.wait(1)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from laconic.buckets import Scratch
 from laconic.links.connections import Connections
-from laconic.links.link import AsyncLink, Blocking, Job, Parts, Sent, arrivals, awaiting, hops, sent
+from laconic.links.link import AsyncLink, Blocking, Job, Sent, awaiting, sent
 from laconic.links.wire import Transfer
 from laconic.tensors import mean_in_rank_order
 
@@ -78,48 +78,27 @@ class Collectives(Blocking):
     # -- messages ----
 
     def _post_all(
-        self,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor],
-        *,
-        ready: bool = True,
-        joins: bool = False,
+        self, sends: Sequence[Tensor], receives: Sequence[Tensor], *, joins: bool = False
     ) -> Transfer:
         """Begin to send ``sends[r]`` to every other rank r that there is one for, and to receive
-        ``receives[r]``. If not ``ready``, `_send` says when each can be sent. It ``joins`` the
-        messages under way, or there must be none."""
-        others = hops(self.rank, self.size)[:-1]
+        ``receives[r]``. It ``joins`` the messages under way, or there must be none."""
+        # to the next rank first, so that no two ranks send to the same one at the same time
+        others = [(self.rank + hop) % self.size for hop in range(1, self.size)]
         rows = ({r: each[r] for r in others if r < len(each)} for each in (sends, receives))
-        return self._post(*rows, ready=ready, joins=joins)
+        return self._post(*rows, joins=joins)
 
     def _post(
-        self,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        *,
-        ready: bool = True,
-        joins: bool = False,
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, joins: bool = False
     ) -> Transfer:
         wire = self._wire
-        at = self._guard.header, wire.timeout, wire.names
+        messages = wire.connections, sends, receives, self._guard.header, wire.timeout, wire.names
         with self._guard.blaming():
-            return Transfer(
-                *(wire.connections, sends, receives, *at),
-                ready=ready,
-                joins=joins,
-                digest=self.digest,
-            )
+            return Transfer(*messages, joins=joins, digest=self.digest)
 
-    def _send(self, transfer: Transfer, size: int, rank: int | None = None) -> None:
-        """The first ``size`` bytes for ``rank``, or for every rank, can be sent."""
+    def _wait(self, transfer: Transfer, rank: int | None = None) -> None:
+        """Wait for the message from ``rank``; None: until all have come and are sent."""
         with self._guard.blaming():
-            transfer.send(size, rank)
-
-    def _wait(self, transfer: Transfer, rank: int | None = None, size: int | None = None) -> None:
-        """Wait for the first ``size`` bytes (None: all) from ``rank``; None: until all messages
-        have come and are sent."""
-        with self._guard.blaming():
-            transfer.wait(rank, size)
+            transfer.wait(rank)
         self.joined = time.perf_counter()
         if rank is None and not self._heard and transfer.mutual == self.size - 1:
             self._heard = transfer.digests()
@@ -167,7 +146,7 @@ class Collectives(Blocking):
             everyone = await self._gather(x, overlaps)
             x.copy_(mean_in_rank_order(everyone.unbind()))
             return
-        await self._all_gather(await self._reduce_scatter(x, overlaps), x, overlaps=overlaps)
+        await self._all_gather(await self._reduce_scatter(x, overlaps), x, overlaps)
 
     def _lend(self) -> Scratch:
         """Memory that no other collective under way uses, until `_give_back`."""
@@ -177,17 +156,6 @@ class Collectives(Blocking):
 
     def _give_back(self, scratch: Scratch) -> None:
         self._lent = self._lent and scratch is not self._scratch
-
-    def _fill(self, transfer: Transfer, parts: Parts, itemsize: int) -> None:
-        """Fill the ``parts`` of all rows, and send each of them."""
-        if parts.fill is None:
-            self._send(transfer, parts.ends[-1] * itemsize)
-            return
-        for part in parts:
-            for r in hops(self.rank, self.size):
-                parts.fill(r, part)
-                if r != self.rank:
-                    self._send(transfer, part.stop * itemsize, r)
 
     async def _reduce_scatter(self, x: Tensor, overlaps: bool = False) -> Tensor:
         slices = x.view(self.size, -1).unbind()
@@ -210,43 +178,20 @@ class Collectives(Blocking):
         self._give_back(scratch)
         return mean
 
-    async def _all_gather(
-        self, mine: Tensor, out: Tensor, parts: Parts | None = None, overlaps: bool = False
-    ) -> None:
+    async def _all_gather(self, mine: Tensor, out: Tensor, overlaps: bool = False) -> None:
         slices = list(out.view(self.size, -1).unbind())
-        parts, own = parts or Parts([len(slices[0])]), slices[self.rank]
-        transfer = self._post_all([own] * self.size, slices, ready=False, joins=overlaps)
-        for part in parts:
-            if parts.fill is not None:
-                parts.fill(self.rank, part)
-            if mine.data_ptr() != own.data_ptr():
-                own[part].copy_(mine[part])
-            self._send(transfer, part.stop * out.element_size())
+        own = slices[self.rank]
+        if mine.data_ptr() != own.data_ptr():
+            own.copy_(mine)
+        transfer = self._post_all([own] * self.size, slices, joins=overlaps)
         await self._sent(transfer, overlaps)
-        self._receive(transfer, parts, out.element_size())
+        self._wait(transfer)
 
-    async def _all_to_all(
-        self, x: Tensor, out: Tensor, parts: Parts | None = None, overlaps: bool = False
-    ) -> None:
-        parts, rows = parts or Parts([x.shape[1]]), list(out.unbind())
-        transfer = self._post_all(x.unbind(), rows, ready=False, joins=overlaps)
-        self._fill(transfer, parts, x.element_size())
+    async def _all_to_all(self, x: Tensor, out: Tensor, overlaps: bool = False) -> None:
+        rows = list(out.unbind())
+        transfer = self._post_all(x.unbind(), rows, joins=overlaps)
         rows[self.rank].copy_(x[self.rank])
         await self._sent(transfer, overlaps)
-        self._receive(transfer, parts, x.element_size())
-
-    def _receive(self, transfer: Transfer, parts: Parts, itemsize: int) -> None:
-        """Wait for all messages, and use each of the ``parts`` once it has come."""
-        order = arrivals(self.rank, self.size)
-        if parts.use is None or len(parts.ends) == 1:
-            self._wait(transfer)
-            parts.use_all(order)
-            return
-        for part in parts:
-            for r in order:
-                if r != self.rank:
-                    self._wait(transfer, r, part.stop * itemsize)
-                parts.use(r, part)
         self._wait(transfer)
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:

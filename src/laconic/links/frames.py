@@ -1,10 +1,9 @@
 """The wire format of messages, and moving them between memory and sockets.
 
-A message is a header and a payload. The header contains the sender's call (serial number and id),
-the number of bytes in the payload, a digest that the sender adds, and a checksum of these fields.
-The payload is split into frames of `FRAME` bytes; the last one may be shorter. After each frame
-comes a checksum of all header fields and payload bytes so far. The receiver knows which call and
-how many bytes to expect. It uses no frame before it has verified the frame's checksum.
+A message is a header, a payload, and a checksum of the header's fields and the payload. The header
+contains the sender's call (serial number and id), the number of bytes in the payload, a digest that
+the sender adds, and a checksum of these fields. The receiver knows which call and how many bytes to
+expect. It uses nothing before it has verified the checksum, which it computes while bytes come.
 
 The checksums are zlib's CRC-32. They detect every change within 32 consecutive bits, and miss one
 in four billion other changes. TCP's own checksum has only 16 bits.
@@ -28,16 +27,16 @@ from typing import ClassVar
 
 from laconic import native
 
-VERSION = 10
+VERSION = 11
 """The version that ``wire.c`` must have."""
 
 FIELDS = struct.Struct("=QQQQ")  # the call's serial and id, bytes that follow, the digest
 CALL_BYTES = 24
 """The fields that must be as expected: all but the digest."""
 HEADER_BYTES = FIELDS.size + 4
-FRAME, CHECK_BYTES = 16384, 4
-AT_ONCE = 16
-"""The most frames that one system call moves."""
+CHECK_BYTES = 4
+AT_ONCE = 2**18
+"""The most bytes of a payload that one system call moves."""
 
 FINE, SILENT, CLOSED, OTHER, FAILED, INTERRUPTED, CHANGED = range(7)
 """The outcomes of `move`. `SILENT`: no byte moved for too long. `CLOSED`: the other side has closed
@@ -55,14 +54,12 @@ class Message(ctypes.Structure):
     _fields_: ClassVar = [
         ("header", ctypes.c_ubyte * HEADER_BYTES),
         ("got", ctypes.c_ubyte * HEADER_BYTES),
-        ("checks", ctypes.c_void_p),
         ("payload", ctypes.c_void_p),
         ("size", ctypes.c_int64),
-        ("ready", ctypes.c_int64),
         ("moved", ctypes.c_int64),
-        ("done", ctypes.c_int64),
         ("summed", ctypes.c_int64),
         ("sum", ctypes.c_uint32),
+        ("check", ctypes.c_uint32),
         ("fd", ctypes.c_int32),
         ("comes", ctypes.c_int32),
         ("after", ctypes.c_int32),
@@ -76,7 +73,7 @@ def array(count: int) -> type[ctypes.Array[Message]]:
     return Message * count
 
 
-_BEGUN = struct.Struct(f"@{HEADER_BYTES}s{HEADER_BYTES}xPPqqqqqIiii")
+_BEGUN = struct.Struct(f"@{HEADER_BYTES}s{HEADER_BYTES}xPqqqIIiii0q")
 """Writes all fields of a `Message` at once, in a tenth of the time."""
 assert _BEGUN.size == ctypes.sizeof(Message), "laid out as the compiler does"
 
@@ -86,40 +83,36 @@ def begin(
     index: int,
     header: tuple[int, int],
     digest: int,
-    checks: int,
     address: int,
     size: int,
-    ready: int,
     fd: int,
     comes: bool,
     after: int,
 ) -> None:
-    """Begin ``messages[index]``, with ``size`` bytes at the ``address`` and room for its checksums
-    at ``checks``, see `check_bytes`. ``ready``: how many bytes can be sent; -1: not even the
-    header. ``after``: the index of the preceding message on the same connection in the same
-    direction; -1: none."""
+    """Begin ``messages[index]``, with ``size`` bytes at the ``address``. ``after``: the index of
+    the preceding message on the same connection in the same direction; -1: none."""
     fields = FIELDS.pack(*header, size, digest)
-    start = fields + _bytes(zlib.crc32(fields))
-    counts = size, ready, 0, 0, 0, 0  # ready; moved, done, summed, sum
+    start, moved, summed = zlib.crc32(fields), 0, 0
+    counts = size, moved, summed, start, 0
     at = index * _BEGUN.size
-    _BEGUN.pack_into(messages, at, start, checks, address, *counts, fd, comes, after)
+    _BEGUN.pack_into(messages, at, fields + _bytes(start), address, *counts, fd, comes, after)
 
 
 def move(
-    messages: ctypes.Array[Message], secured: Secured, until: int, enough: int, timeout: int
+    messages: ctypes.Array[Message], secured: Secured, until: int, end: int, timeout: int
 ) -> tuple[int, int, int]:
-    """Move bytes until ``enough`` payload bytes of message ``until`` have arrived. If ``until`` is
-    `ALL`, until the first ``enough`` messages are complete; if `ALL_SENT`, until those of them are
-    that are sent; if `WITHOUT_WAITING`, move whatever can move without waiting. Bytes of all
-    messages move meanwhile. Gives up when no byte has moved for ``timeout`` ms. Returns the
-    outcome, the index of the message concerned (`INTERRUPTED` and `SILENT`: 1 if bytes moved, else
-    0), and the system's error number."""
+    """Move bytes until message ``until`` is complete. If ``until`` is `ALL`, until the first
+    ``end`` messages are; if `ALL_SENT`, until those of them are that are sent; if
+    `WITHOUT_WAITING`, move whatever can move without waiting. Bytes of all messages move meanwhile.
+    Gives up when no byte has moved for ``timeout`` ms. Returns the outcome, the index of the
+    message concerned (`INTERRUPTED` and `SILENT`: 1 if bytes moved, else 0), and the system's error
+    number."""
     compiled = None if secured else library()
     if compiled is None:
-        return _move_interpreted(messages, secured, until, enough, timeout)
+        return _move_interpreted(messages, secured, until, end, timeout)
     which, error = ctypes.c_int64(), ctypes.c_int()
     outcome = compiled.laconic_move(
-        *(messages, len(messages), until, enough, timeout),
+        *(messages, len(messages), until, end, timeout),
         *(ctypes.byref(which), ctypes.byref(error)),
     )
     return outcome, which.value, error.value
@@ -127,17 +120,7 @@ def move(
 
 def is_complete(message: Message) -> bool:
     """Whether all of ``message`` has moved."""
-    return bool(message.moved == on_wire(message.size))
-
-
-def check_bytes(size: int) -> int:
-    """Bytes of the checksums in a message of ``size`` bytes."""
-    return -(-size // FRAME) * CHECK_BYTES
-
-
-def on_wire(size: int) -> int:
-    """Bytes of a message of ``size`` bytes, with its header and checksums."""
-    return HEADER_BYTES + size + check_bytes(size)
+    return bool(message.moved == HEADER_BYTES + message.size + CHECK_BYTES)
 
 
 @cache
@@ -166,12 +149,12 @@ def crc32(address: int, size: int, before: int = 0) -> int:
 
 
 def _move_interpreted(
-    messages: ctypes.Array[Message], secured: Secured, until: int, enough: int, timeout: int
+    messages: ctypes.Array[Message], secured: Secured, until: int, end: int, timeout: int
 ) -> tuple[int, int, int]:
     moved = False
     while True:
         waiting = [i for i in range(len(messages)) if _active(messages, i)]
-        if not waiting or _reached(messages, until, enough):
+        if not waiting or _reached(messages, until, end):
             return FINE, 0, 0
         ready = _ready([messages[i] for i in waiting], secured, until, timeout)
         for i in waiting:
@@ -186,11 +169,11 @@ def _move_interpreted(
         moved = True
 
 
-def _reached(messages: ctypes.Array[Message], until: int, enough: int) -> bool:
+def _reached(messages: ctypes.Array[Message], until: int, end: int) -> bool:
     if until >= 0:
-        return bool(messages[until].done >= enough)
-    counting = [m for m in messages[:enough] if until == ALL or not m.comes]
-    return until != WITHOUT_WAITING and not any(_unfinished(m) for m in counting)
+        return is_complete(messages[until])
+    counting = [m for m in messages[:end] if until == ALL or not m.comes]
+    return until != WITHOUT_WAITING and all(map(is_complete, counting))
 
 
 def _ready(waiting: list[Message], secured: Secured, until: int, timeout: int) -> set[int]:
@@ -207,35 +190,17 @@ def _ready(waiting: list[Message], secured: Secured, until: int, timeout: int) -
     return at_hand | {fd for fd, _ in found}
 
 
-def _on_wire(message: Message, size: int) -> int:
-    """Bytes up to the first ``size`` bytes of the payload, with the checksum that ends them."""
-    if size < 0:
-        return 0
-    if size == message.size:
-        return on_wire(size)
-    return HEADER_BYTES + size + size // FRAME * CHECK_BYTES
-
-
-def _unfinished(message: Message) -> bool:
-    return bool(message.moved < _on_wire(message, message.size if message.comes else message.ready))
-
-
 def _active(messages: ctypes.Array[Message], index: int) -> bool:
     """Whether bytes of this message can be moved now."""
     message = messages[index]
-    if not _unfinished(message):
+    if is_complete(message):
         return False
-    before = None if message.after < 0 else messages[message.after]
-    return before is None or is_complete(before)
+    return message.after < 0 or is_complete(messages[message.after])
 
 
 def _payload(message: Message, start: int, end: int) -> memoryview:
     """The bytes of the payload from ``start`` to ``end``."""
-    if start >= end:
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * (end - start)).from_address(message.payload + start)).cast(
-        "B"
-    )
+    return _view((ctypes.c_ubyte * (end - start)).from_address(message.payload + start))
 
 
 def _bytes(checksum: int) -> bytes:
@@ -247,19 +212,9 @@ def _view(array: ctypes.Array[ctypes.c_ubyte]) -> memoryview:
 
 
 def _sum_to(message: Message, end: int) -> None:
-    message.sum = zlib.crc32(_payload(message, message.summed, end), message.sum)
-    message.summed = end
-
-
-def _begin_sum(message: Message) -> None:
-    header = message.got if message.comes else message.header
-    message.sum = zlib.crc32(bytes(header[: FIELDS.size]))
-
-
-def _check(message: Message, frame: int) -> memoryview:
-    """The checksum of a frame."""
-    at = message.checks + frame * CHECK_BYTES
-    return _view((ctypes.c_ubyte * CHECK_BYTES).from_address(at))
+    if message.summed < end:
+        message.sum = zlib.crc32(_payload(message, message.summed, end), message.sum)
+        message.summed = end
 
 
 def _describe(message: Message) -> list[memoryview]:
@@ -267,24 +222,18 @@ def _describe(message: Message) -> list[memoryview]:
     parts, moved = [], message.moved
     if moved < HEADER_BYTES:
         parts.append(_view(message.got if message.comes else message.header)[moved:])
-    ready = message.size if message.comes else message.ready
-    first, within = divmod(max(moved - HEADER_BYTES, 0), FRAME + CHECK_BYTES)
-    for frame in range(first, first + AT_ONCE):
-        start = frame * FRAME
-        if start >= ready:
-            break
-        end = min(start + FRAME, message.size)
-        if start + within < min(end, ready):
-            parts.append(_payload(message, start + within, min(end, ready)))
-        if ready < end:
-            break
-        if not message.comes and message.summed < end:
-            if message.summed == 0:
-                _begin_sum(message)
-            _sum_to(message, end)
-            _check(message, frame)[:] = _bytes(message.sum)
-        parts.append(_check(message, frame)[max(within - (end - start), 0) :])
-        within = 0
+    body = max(moved - HEADER_BYTES, 0)
+    start = min(body, message.size)
+    end = min(start + AT_ONCE, message.size)
+    if start < end:
+        parts.append(_payload(message, start, end))
+    if not message.comes:
+        _sum_to(message, end)
+    if end == message.size:
+        field = Message.check if message.comes else Message.sum
+        at = ctypes.addressof(message) + field.offset
+        check = _view((ctypes.c_ubyte * CHECK_BYTES).from_address(at))
+        parts.append(check[body - start :])
     return parts
 
 
@@ -292,35 +241,22 @@ def _advance(message: Message, moved: int) -> int:
     """Record that ``moved`` more bytes have moved, and verify what was received."""
     before = message.moved
     message.moved += moved
-    if message.moved < HEADER_BYTES:
+    if not message.comes or message.moved < HEADER_BYTES:
         return FINE
-    if message.comes and before < HEADER_BYTES:
-        _begin_sum(message)
+    if before < HEADER_BYTES:
         got = bytes(message.got)
+        message.sum = zlib.crc32(got[: FIELDS.size])
         if got[FIELDS.size :] != _bytes(message.sum):
             return CHANGED
         if got[:CALL_BYTES] != bytes(message.header)[:CALL_BYTES]:
             return OTHER
-    frame = max(before - HEADER_BYTES, 0) // (FRAME + CHECK_BYTES)
-    while (start := frame * FRAME) < message.size:
-        end = min(start + FRAME, message.size)
-        within = message.moved - HEADER_BYTES - frame * (FRAME + CHECK_BYTES)
-        if within <= 0:
-            break
-        if message.comes and message.summed < end:
-            _sum_to(message, min(start + within, end))
-        if within < end - start + CHECK_BYTES:
-            break
-        if message.comes and _check(message, frame) != _bytes(message.sum):
-            return CHANGED
-        message.done = end
-        frame += 1
-    return FINE
+    _sum_to(message, min(message.moved - HEADER_BYTES, message.size))
+    return CHANGED if is_complete(message) and message.check != message.sum else FINE
 
 
 def _step(message: Message, secured: ssl.SSLSocket | None) -> tuple[int, int]:
     """Move what can move without waiting."""
-    while _unfinished(message):
+    while not is_complete(message):
         parts = _describe(message)
         try:
             if secured is not None:

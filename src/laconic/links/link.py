@@ -7,11 +7,8 @@ one order of collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from types import coroutine
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -43,51 +40,6 @@ def complete(job: Job[T]) -> T:
             return end.value  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class Parts:
-    """How rows are cut into parts, so that one part is computed while others travel.
-
-    ``ends``: where the parts end, in elements of a row, ascending; the last one is its length.
-    ``fill(r, part)`` writes that part of the row for rank r, right before it is sent: the first
-    part of all rows, in the order of `hops`, then the second. ``use(r, part)`` is called when that
-    part of rank r's row has come, again one part after the other, in the order of `arrivals`; it
-    must not change what is sent. All parts are filled before any is used. Ranks may cut at
-    different places: the messages are the same.
-    """
-
-    ends: Sequence[int]
-    fill: Callable[[int, slice], None] | None = None
-    use: Callable[[int, slice], None] | None = None
-
-    def __iter__(self) -> Iterator[slice]:
-        return (slice(a, b) for a, b in pairwise((0, *self.ends)))
-
-    def fill_all(self, rows: Sequence[int]) -> None:
-        """Fill all parts of the rows for these ranks."""
-        if self.fill is not None:
-            for part in self:
-                for r in rows:
-                    self.fill(r, part)
-
-    def use_all(self, rows: Sequence[int]) -> None:
-        """Use all parts of these ranks' rows."""
-        if self.use is not None:
-            for part in self:
-                for r in rows:
-                    self.use(r, part)
-
-
-@contextmanager
-def at_once(parts: Parts | None, sends: Sequence[int], brings: Sequence[int]) -> Iterator[None]:
-    """A context for links that send all at once, and receive all at once: fills all ``parts`` of
-    the rows ``sends`` before, and uses those of ``brings`` afterward."""
-    if parts is not None:
-        parts.fill_all(sends)
-    yield
-    if parts is not None:
-        parts.use_all(brings)
-
-
 class Sent(NamedTuple):
     """What a rank has sent to another one: ``packets``, how many of them were sent ``again``,
     ``bytes`` that have arrived, and the ``seconds`` in which some were under way."""
@@ -116,10 +68,10 @@ class AsyncLink(Protocol):
     async def reduce_scatter(self, x: Tensor) -> Tensor:
         """As `Link.reduce_scatter`."""
 
-    async def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+    async def all_gather(self, mine: Tensor, out: Tensor) -> None:
         """As `Link.all_gather`."""
 
-    async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+    async def all_to_all(self, x: Tensor, out: Tensor) -> None:
         """As `Link.all_to_all`."""
 
     async def broadcast(self, x: Tensor, root: int = 0) -> None:
@@ -236,15 +188,14 @@ class Link(Protocol):
         float32 at least. Overwrites ``x``. The result belongs to the link or is a view of x, and
         is valid until the next call. The length of x is a multiple of n."""
 
-    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+    def all_gather(self, mine: Tensor, out: Tensor) -> None:
         """``out`` <- all ranks' ``mine`` one after the other, cast to ``out``'s dtype. ``mine`` may
-        be its own slice of ``out``. ``parts`` are filled in ``mine``, as the row for this rank, and
-        used in the slices of ``out``."""
+        be its own slice of ``out``."""
 
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
         """Send row r of ``x``, of shape (n, m), to rank r. ``out``, of the same size, receives the
         rows of all ranks for this one, in the order of their ranks. Nothing is summed, so any dtype
-        works. ``parts`` are filled in x and used in ``out``."""
+        works."""
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         """``x`` <- rank ``root``'s ``x``, in place."""
@@ -319,15 +270,3 @@ class Blocking:
     def awaited(self) -> AsyncLink:
         """Those, of which one at a time is under way."""
         raise NotImplementedError
-
-
-def hops(rank: int, size: int) -> list[int]:
-    """The order in which rank ``rank`` of ``size`` sends to all ranks: to the next rank first, and
-    to itself last. So no two ranks send to the same one at the same time."""
-    return [(rank + hop) % size for hop in range(1, size + 1)]
-
-
-def arrivals(rank: int, size: int) -> list[int]:
-    """The order in which messages reach rank ``rank`` if all ranks send in the order of `hops`; its
-    own comes first."""
-    return hops(rank, size)[::-1]

@@ -22,7 +22,7 @@ from torch import Tensor
 from laconic.buckets import Scratch
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
-from laconic.links.link import Link, Parts, Quiet, arrivals, at_once, hops
+from laconic.links.link import Link, Quiet
 from laconic.links.tcp import takes_cpu, texts_over
 from laconic.tensors import mean_in_rank_order, state_dtype
 
@@ -163,14 +163,12 @@ class NcclLink(Quiet):
         self._run(dist.all_to_all_single, rows, x)
         return mean_in_rank_order(rows.unbind())
 
-    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        with at_once(parts, [self.rank], arrivals(self.rank, self.size)):
-            all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            self._run(all_gather, out, mine.to(out.dtype))
+    def all_gather(self, mine: Tensor, out: Tensor) -> None:
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        self._run(all_gather, out, mine.to(out.dtype))
 
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        with at_once(parts, hops(self.rank, self.size), arrivals(self.rank, self.size)):
-            self._run(dist.all_to_all_single, out, x)
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        self._run(dist.all_to_all_single, out, x)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         if self._only_on_device(x, partial(self.broadcast, root=root)):

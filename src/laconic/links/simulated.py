@@ -23,7 +23,7 @@ from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links.calls import SAME_CALLS, Call
-from laconic.links.link import Link, Parts, Quiet, arrivals, at_once, hops
+from laconic.links.link import Link, Quiet
 from laconic.tensors import mean_in_rank_order
 
 T = TypeVar("T")
@@ -267,13 +267,11 @@ class SimulatedLink(Quiet):
         mean = self._join("reduce_scatter", x, mean_in_rank_order)
         return mean.view(self.size, -1)[self.rank].clone()
 
-    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        with at_once(parts, [self.rank], arrivals(self.rank, self.size)):
-            out.copy_(self._join("all_gather", mine.to(out.dtype), torch.cat))
+    def all_gather(self, mine: Tensor, out: Tensor) -> None:
+        out.copy_(self._join("all_gather", mine.to(out.dtype), torch.cat))
 
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        with at_once(parts, hops(self.rank, self.size), arrivals(self.rank, self.size)):
-            out.copy_(self._join("all_to_all", x, torch.stack)[:, self.rank])
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(self._join("all_to_all", x, torch.stack)[:, self.rank])
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         x.copy_(self._join("broadcast", x, lambda everyone: everyone[root].clone()))

@@ -25,18 +25,7 @@ import torch
 from torch import Tensor
 
 from laconic.device import Accelerator, Event, accelerator
-from laconic.links.link import (
-    AsyncLink,
-    Blocking,
-    Job,
-    Link,
-    Parts,
-    arrivals,
-    at_once,
-    awaiting,
-    hops,
-    one_by_one,
-)
+from laconic.links.link import AsyncLink, Blocking, Job, Link, awaiting, one_by_one
 from laconic.links.wrapped import Around
 
 
@@ -141,18 +130,16 @@ class _AsyncStaged:
             self._link.copy(mean, own)
             return own
 
-    async def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+    async def all_gather(self, mine: Tensor, out: Tensor) -> None:
         with (
-            at_once(parts, [self.rank], arrivals(self.rank, self.size)),
             self._link.copied(mine) as own,
             self._link.memory.borrow(out.numel(), out.dtype) as host,
         ):
             await self._inner.all_gather(own, host)
             self._link.copy(host, out)
 
-    async def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+    async def all_to_all(self, x: Tensor, out: Tensor) -> None:
         with (
-            at_once(parts, hops(self.rank, self.size), arrivals(self.rank, self.size)),
             self._link.copied(x) as sent,
             self._link.memory.borrow(x.numel(), x.dtype) as came,
         ):

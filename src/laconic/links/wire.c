@@ -17,22 +17,19 @@
 #define HEADER 36   /* fields, and their checksum */
 #define FIELDS 32
 #define CALL 24     /* the fields that must be as expected */
-#define FRAME 16384 /* bytes of payload before a checksum */
 #define CHECK 4
-#define AT_ONCE 16 /* frames in one go */
+#define AT_ONCE (1 << 18) /* bytes of the payload in one go */
 
 /* as class _Message in wire.py */
 struct message {
     uint8_t header[HEADER]; /* what is sent, or expected, before the payload */
     uint8_t got[HEADER];    /* what came */
-    uint8_t *checks; /* the checksums of all frames */
     uint8_t *payload;
     int64_t size;  /* bytes of the payload */
-    int64_t ready; /* how many of them may be sent; -1: not even the header */
-    int64_t moved; /* bytes of header, payload and checksums that were moved */
-    int64_t done;  /* bytes of the payload that have come and were checked */
+    int64_t moved; /* bytes of header, payload and checksum that were moved */
     int64_t summed; /* bytes of the payload that `sum` is of */
-    uint32_t sum;   /* of the header's fields and the payload so far */
+    uint32_t sum;   /* of the header's fields and the payload so far; sent at the end */
+    uint32_t check; /* what came at the end */
     int32_t fd;
     int32_t comes; /* 1: is received, 0: is sent */
     int32_t after; /* which message must be complete before, over the same socket; -1: none */
@@ -40,7 +37,7 @@ struct message {
 
 enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4, INTERRUPTED = 5, CHANGED = 6 };
 
-EXPORT int laconic_version(void) { return 10; }
+EXPORT int laconic_version(void) { return 11; }
 
 /* -- checksums: CRC-32 as zlib computes it ---- */
 
@@ -127,60 +124,29 @@ static void sum_to(struct message *m, int64_t end) {
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Bytes on the wire up to the first `size` bytes of the payload, with the checksum that ends them. */
-static int64_t on_wire(const struct message *m, int64_t size) {
-    if (size < 0)
-        return 0;
-    int64_t frames = size == m->size ? (size + FRAME - 1) / FRAME : size / FRAME;
-    return HEADER + size + frames * CHECK;
-}
-
-static int unfinished(const struct message *m) {
-    return m->moved < on_wire(m, m->comes ? m->size : m->ready);
-}
+static int unfinished(const struct message *m) { return m->moved < HEADER + m->size + CHECK; }
 
 /* Whether bytes of message `i` can be moved now. */
 static int active(const struct message *messages, int64_t i) {
     const struct message *m = &messages[i];
-    if (!unfinished(m))
-        return 0;
-    const struct message *before = m->after < 0 ? NULL : &messages[m->after];
-    return before == NULL || before->moved == on_wire(before, before->size);
-}
-
-static void begin_sum(struct message *m) {
-    m->sum = laconic_crc32(0, m->comes ? m->got : m->header, FIELDS);
+    return unfinished(m) && (m->after < 0 || !unfinished(&messages[m->after]));
 }
 
 /* Describes what can be moved next, from `m->moved` on, in `parts`; returns how many there are. */
 static int describe(struct message *m, struct iovec *parts) {
     int count = 0;
-    int64_t ready = m->comes ? m->size : m->ready;
     if (m->moved < HEADER)
         parts[count++] = (struct iovec){(m->comes ? m->got : m->header) + m->moved,
                                         (size_t)(HEADER - m->moved)};
     int64_t body = m->moved < HEADER ? 0 : m->moved - HEADER;
-    int64_t frame = body / (FRAME + CHECK), within = body % (FRAME + CHECK);
-    for (int i = 0; i < AT_ONCE; i++, frame++, within = 0) {
-        int64_t start = frame * FRAME, end = least(start + FRAME, m->size);
-        int64_t length = end - start, until = least(end, ready);
-        if (start >= ready)
-            break;
-        if (start + within < until)
-            parts[count++] = (struct iovec){m->payload + start + within,
-                                            (size_t)(until - start - within)};
-        if (until < end)
-            break;
-        if (!m->comes && m->summed < end) {
-            if (m->summed == 0)
-                begin_sum(m);
-            sum_to(m, end);
-            memcpy(m->checks + CHECK * frame, &m->sum, CHECK);
-        }
-        int64_t passed = within > length ? within - length : 0;
-        parts[count++] = (struct iovec){m->checks + CHECK * frame + passed,
-                                        (size_t)(CHECK - passed)};
-    }
+    int64_t start = least(body, m->size), end = least(start + AT_ONCE, m->size);
+    if (start < end)
+        parts[count++] = (struct iovec){m->payload + start, (size_t)(end - start)};
+    if (!m->comes)
+        sum_to(m, end);
+    if (end == m->size)
+        parts[count++] = (struct iovec){(uint8_t *)(m->comes ? &m->check : &m->sum) + body - start,
+                                        (size_t)(CHECK - (body - start))};
     return count;
 }
 
@@ -188,38 +154,23 @@ static int describe(struct message *m, struct iovec *parts) {
 static int advance(struct message *m, int64_t moved) {
     int64_t before = m->moved;
     m->moved += moved;
-    if (m->moved < HEADER)
+    if (!m->comes || m->moved < HEADER)
         return FINE;
-    if (before < HEADER && m->comes) {
-        uint32_t sum;
-        memcpy(&sum, m->got + FIELDS, CHECK);
-        begin_sum(m);
-        if (sum != m->sum)
+    if (before < HEADER) {
+        m->sum = laconic_crc32(0, m->got, FIELDS);
+        if (memcmp(m->got + FIELDS, &m->sum, CHECK))
             return CHANGED;
         if (memcmp(m->got, m->header, CALL))
             return OTHER;
     }
-    int64_t body = m->moved - HEADER;
-    for (int64_t frame = (before < HEADER ? 0 : before - HEADER) / (FRAME + CHECK);; frame++) {
-        int64_t start = frame * FRAME, end = least(start + FRAME, m->size);
-        int64_t within = body - frame * (FRAME + CHECK);
-        if (start >= m->size || within <= 0)
-            break;
-        if (m->comes && m->summed < end)
-            sum_to(m, least(start + within, end));
-        if (within < end - start + CHECK)
-            break;
-        if (m->comes && memcmp(m->checks + CHECK * frame, &m->sum, CHECK))
-            return CHANGED;
-        m->done = end;
-    }
-    return FINE;
+    sum_to(m, least(m->moved - HEADER, m->size));
+    return !unfinished(m) && m->check != m->sum ? CHANGED : FINE;
 }
 
 /* Moves what can be moved at once. */
 static int step(struct message *m) {
     while (unfinished(m)) {
-        struct iovec parts[2 * AT_ONCE + 1];
+        struct iovec parts[3];
         struct msghdr all = {.msg_iov = parts};
         all.msg_iovlen = (size_t)describe(m, parts);
         ssize_t moved = m->comes ? recvmsg(m->fd, &all, 0) : sendmsg(m->fd, &all, MSG_NOSIGNAL);
@@ -251,14 +202,13 @@ static int complete(const struct message *messages, int64_t end, int sent) {
     return 1;
 }
 
-/* Until `enough` bytes of the payload of message `until` have come; for ALL and ALL_SENT, until the
-   first `enough` messages are complete, or those of them that are sent; for AT_HAND, what can be
-   moved at once. At most `timeout` ms in which not a byte moves: SILENT. CLOSED, OTHER, CHANGED,
-   FAILED with `error`: `which`. INTERRUPTED: to be called again. For this and SILENT, `which` tells
-   whether any was moved. */
+/* Until message `until` is complete; for ALL and ALL_SENT, until the first `end` messages are, or
+   those of them that are sent; for AT_HAND, what can be moved at once. At most `timeout` ms in
+   which not a byte moves: SILENT. CLOSED, OTHER, CHANGED, FAILED with `error`: `which`.
+   INTERRUPTED: to be called again. For this and SILENT, `which` tells whether any was moved. */
 enum { ALL = -1, AT_HAND = -2, ALL_SENT = -3 };
 
-EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, int64_t enough,
+EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, int64_t end,
                         int timeout, int64_t *which, int *error) {
     struct pollfd waits[count > 0 ? count : 1];
     int64_t numbers[count > 0 ? count : 1];
@@ -272,8 +222,8 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
                 numbers[n++] = i;
             }
         }
-        int reached = until >= 0 ? messages[until].done >= enough
-                                 : until != AT_HAND && complete(messages, enough, until == ALL_SENT);
+        int reached = until >= 0 ? !unfinished(&messages[until])
+                                 : until != AT_HAND && complete(messages, end, until == ALL_SENT);
         if (n == 0 || reached)
             return FINE;
         int ready = poll(waits, n, until == AT_HAND ? 0 : timeout);

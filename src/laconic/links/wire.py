@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
@@ -79,12 +78,11 @@ class Transfer:
     must be contiguous and on the CPU, and must not be used meanwhile. ``digest``: a 64-bit integer
     that each header carries.
 
-    If not ``ready``, call `send` as each message becomes ready. Bytes move inside `wait`, except
-    those that the kernel accepts immediately. The last `wait` must be for all messages. Raises
-    `LinkError` if an earlier message was not completed, unless this one ``joins`` those under way:
-    then its messages follow theirs, and what one transfer waits for moves the bytes of all. The
-    transfers must be completed in the order in which they began. After a failure, every call of any
-    of them raises the same error again.
+    Bytes move inside `wait`, except those that the kernel accepts immediately. The last `wait` must
+    be for all messages. Raises `LinkError` if an earlier message was not completed, unless this one
+    ``joins`` those under way: then its messages follow theirs, and what one transfer waits for
+    moves the bytes of all. The transfers must be completed in the order in which they began. After
+    a failure, every call of any of them raises the same error again.
     """
 
     def __init__(
@@ -96,7 +94,6 @@ class Transfer:
         timeout: float,
         names: Sequence[int],
         *,
-        ready: bool = True,
         joins: bool = False,
         digest: int = 0,
     ) -> None:
@@ -119,48 +116,32 @@ class Transfer:
                 raise ValueError(
                     f"a message is contiguous and on the CPU, not {x.device} {x.stride()}"
                 )
-        room = torch.empty(
-            sum(frames.check_bytes(x.nbytes) for _, x, _ in messages), dtype=torch.uint8
-        )
-        checks = room.data_ptr()
         idle = [r for r in sends if traffic.is_complete(traffic.latest.get((r, False), -1))]
         first = len(traffic.ranks)
         traffic.grow(len(messages))
         for index, (r, x, comes) in enumerate(messages, first):
-            size, after = x.nbytes, traffic.latest.get((r, comes), -1)
-            where = checks, x.data_ptr(), size, size if ready else -1, connections[r], comes, after
+            after = traffic.latest.get((r, comes), -1)
+            where = x.data_ptr(), x.nbytes, connections[r], comes, after
             frames.begin(traffic.messages, index, header, digest, *where)
-            checks += frames.check_bytes(size)
             traffic.latest[r, comes] = index
             traffic.ranks.append(r)
             traffic.tensors.append(x)
-        traffic.tensors.append(room)
         self._end = len(traffic.ranks)
         self._incoming = dict(zip(receives, range(first, self._end), strict=False))
-        self._outgoing = dict(zip(sends, range(first + len(receives), self._end), strict=True))
         connections.before_messages(idle)
         traffic.transfers += 1
         connections.traffic = traffic
         self._move(frames.WITHOUT_WAITING)
 
-    def send(self, size: int, rank: int | None = None) -> None:
-        """Allow the first ``size`` bytes of the message for ``rank``, or for every rank, to be
-        sent."""
-        for index in self._outgoing.values() if rank is None else [self._outgoing[rank]]:
-            self._traffic.messages[index].ready = size
-        self._move(frames.WITHOUT_WAITING)
-
-    def wait(self, rank: int | None = None, size: int | None = None) -> None:
-        """Wait until the first ``size`` bytes (None: all) of the message from ``rank`` have
-        arrived, up to the end of a frame. Without a rank, wait until all messages are sent and
-        received. Raises `LostError` if a connection is lost or no byte moves for ``timeout``
-        seconds, `OtherCallError` and `ChangedError`."""
+    def wait(self, rank: int | None = None) -> None:
+        """Wait until the message from ``rank`` has arrived. Without a rank, wait until all messages
+        are sent and received. Raises `LostError` if a connection is lost or no byte moves for
+        ``timeout`` seconds, `OtherCallError` and `ChangedError`."""
         traffic = self._traffic
         if rank is not None:
-            index = self._incoming[rank]
-            self._move(index, traffic.messages[index].size if size is None else size)
+            self._move(self._incoming[rank])
             return
-        self._wait_for_all(frames.ALL)
+        self._move(frames.ALL)
         traffic.transfers -= 1
         if not traffic.transfers:
             self.connections.traffic = None
@@ -168,19 +149,14 @@ class Transfer:
     def wait_sent(self) -> None:
         """Wait until all messages are sent, as far as the kernel accepts them. Raises the same
         errors as `wait`."""
-        self._wait_for_all(frames.ALL_SENT)
-
-    def _wait_for_all(self, until: int) -> None:
-        messages = (self._traffic.messages[index] for index in self._outgoing.values())
-        assert all(m.ready == m.size for m in messages), "a message is not ready"
-        self._move(until, self._end)
+        self._move(frames.ALL_SENT)
 
     def digests(self) -> dict[int, int]:
         """The digests in the messages that have come, by rank."""
         each = ((r, self._traffic.messages[index].got) for r, index in self._incoming.items())
         return {r: frames.FIELDS.unpack_from(got)[3] for r, got in each}
 
-    def _move(self, until: int, enough: int = 0) -> None:
+    def _move(self, until: int) -> None:
         traffic = self._traffic
         if traffic.failure is not None:  # what has moved since was not checked
             raise traffic.failure()
@@ -190,7 +166,7 @@ class Transfer:
             left = quiet_since + self._timeout - now
             seconds = min(max(left, 0.001), LOOK_SECONDS)
             milliseconds = max(round(1000 * seconds), 1)
-            at = traffic.messages, connections.secured, until, enough, milliseconds
+            at = traffic.messages, connections.secured, until, self._end, milliseconds
             outcome, index, error = frames.move(*at)
             if outcome == frames.FINE:
                 return

@@ -29,7 +29,7 @@ from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
 from laconic.links.health import shown
-from laconic.links.link import Parts, Quiet, Sent, arrivals, at_once
+from laconic.links.link import Quiet, Sent
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
@@ -278,29 +278,21 @@ class ElasticLink(Undivided, Quiet):
 
         x.copy_(self._brought(run, x, x.numel()).view(x.shape))
 
-    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        # nothing is used before all is complete
-        fills = None if parts is None else Parts(parts.ends, parts.fill)
-        if self.replaying and parts is not None:  # `fill` may wait for a copy to ``out``
-            parts.fill_all([self.rank])
-
+    def all_gather(self, mine: Tensor, out: Tensor) -> None:
         def run(link: Everyone) -> Tensor:
             output = torch.empty_like(out)
-            link.all_gather(mine, output, fills)
+            link.all_gather(mine, output)
             return output
 
         out.copy_(self._brought(run, mine.to(out.dtype), out.numel()).view(out.shape))
-        if parts is not None:
-            parts.use_all(range(self.size))
 
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
         if self.replaying:  # the result does not count: that of the unit is what all_gather brings
-            with at_once(parts, range(self.size), arrivals(0, self.size)):
-                out.copy_(x)
+            out.copy_(x)
             return
 
         def run(link: Everyone) -> Outcome:
-            link.all_to_all(x, out, parts)
+            link.all_to_all(x, out)
             return Outcome()
 
         outcome = self._collective(run)

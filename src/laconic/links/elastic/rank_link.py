@@ -32,7 +32,7 @@ from laconic.links.elastic.relay_frames import Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Units
-from laconic.links.link import Parts, Quiet, arrivals, at_once, hops
+from laconic.links.link import Quiet
 from laconic.links.wrapped import Around, inner
 
 T = TypeVar("T")
@@ -319,19 +319,17 @@ class RankLink(Undivided, Around):
         (mean,) = self._rows("mean", x, 1, 1)
         x.copy_(mean.view(x.shape))
 
-    def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+    def all_gather(self, mine: Tensor, out: Tensor) -> None:
         n = self.size
-        with at_once(parts, [self.rank], range(n)):
-            rows = self._rows("all_gather", mine.to(out.dtype), 1, n)
-            for row, into in zip(rows, out.view(n, -1), strict=True):
-                into.copy_(row)
+        rows = self._rows("all_gather", mine.to(out.dtype), 1, n)
+        for row, into in zip(rows, out.view(n, -1), strict=True):
+            into.copy_(row)
 
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
         n = self.size
-        with at_once(parts, hops(self.rank, n), arrivals(self.rank, n)):
-            rows = self._rows("all_to_all", x, n, n)
-            for row, into in zip(rows, out.view(n, -1), strict=True):
-                into.copy_(row)
+        rows = self._rows("all_to_all", x, n, n)
+        for row, into in zip(rows, out.view(n, -1), strict=True):
+            into.copy_(row)
 
     def gather(self, x: Tensor) -> Tensor:
         if self._thread != threading.get_ident():  # before there is a communication thread
