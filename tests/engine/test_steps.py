@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -242,6 +242,22 @@ def test_slow_steps_use_the_lr_of_their_group(several: bool) -> None:
 
     early, late = (la.simulate(partial(train, gone=gone), workers=2) for gone in (9, 3))
     assert all(map(torch.equal, early, late))
+
+
+@pytest.mark.fault("ranks whose parameters lie in the same shared memory move them together")
+@pytest.mark.parametrize(("part", "warns"), [("weight", True), ("bias", False), (None, False)])
+def test_trained_parameters_in_shared_memory_are_a_warning(part: str | None, warns: bool) -> None:
+    """The bias is frozen."""
+
+    def train(_: int) -> None:
+        model = nn.Linear(6, 1)
+        model.bias.requires_grad_(False)
+        if part is not None:
+            getattr(model, part).share_memory_()
+        la.attach(model, sgd(model), la.ddp()).detach()
+
+    with pytest.warns(RuntimeWarning, match="in each process") if warns else nullcontext():
+        la.simulate(train, workers=2)
 
 
 @pytest.mark.fault("a model attached twice averages the same gradients twice")

@@ -4,7 +4,8 @@ tensors can be compared and averaged."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 from torch import Tensor, nn
@@ -37,9 +38,10 @@ def _is_fsdp1(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
 
 
-def check_tensors(model: nn.Module, params: Iterable[Tensor]) -> None:
+def check_tensors(model: nn.Module, params: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` if a tensor of the model has no values that ranks can compare, or if one
-    of ``params`` is trained and consists of several tensors, so that rounds cannot average it."""
+    of ``params`` is trained and consists of several tensors, so that rounds cannot average it. Warn
+    of trained parameters in memory that other processes may train, too."""
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         check_values(repr(name), t)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -52,6 +54,15 @@ def check_tensors(model: nn.Module, params: Iterable[Tensor]) -> None:
                 f"(layout {p.layout}) that consists of several tensors, so it has no mean: freeze "
                 "it (requires_grad_(False)), and train plain parameters beside it, such as LoRA's"
             )
+    trained = (local(p) for p in params if p.requires_grad and p.device.type == "cpu")
+    if any(p.is_shared() for p in trained):  # type: ignore[no-untyped-call]
+        warnings.warn(
+            "the model's parameters are in memory shared with other processes, as "
+            "torch.multiprocessing.spawn leaves a model that it passes on: if several ranks train "
+            "them, all move the same weights. Make the model in each process",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def check_devices(model: nn.Module, params: Iterable[Tensor]) -> None:
