@@ -221,11 +221,6 @@ def loaded_states(
                 if value.dim() and value.shape != (shape := place.shape(name, value)):
                     elements = math.prod(shape)
                     raise ValueError(f"{name!r} has {value.numel()} elements, not {elements}")
-                if place.key == "carried" and not bool(value.isfinite().all()):
-                    raise ValueError(
-                        f"{name!r} is not finite: the state was saved after a round that failed "
-                        "halfway, and cannot be used; load an earlier one"
-                    )
             home = channel.home(place.state)
             values = {k: t.to(home if t.dim() else "cpu", copy=True) for k, t in found.items()}
             yield place.state, values
