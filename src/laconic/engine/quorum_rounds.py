@@ -242,16 +242,12 @@ class PollLoop:
             if self.error is not None:
                 raise self.error
             with self.turn_lock:
-                found = self._turn(waits, job)
+                found = self.turn(waits, job)
             if found:
                 self._computing = time.monotonic()
                 return found[0]
             if found is None:
                 time.sleep(self._pause)
-
-    def take_part(self) -> None:
-        """Take part in a round to which this worker contributes nothing."""
-        self._turn(Waits(BUSY, 0.0), lambda: None)
 
     def _idle(self) -> float | None:
         """Take part in a poll while the training computes. Returns when to do so again."""
@@ -260,7 +256,7 @@ class PollLoop:
         try:
             with self.turn_lock:
                 if not self.ended:
-                    self._turn(Waits(BUSY, self._computing), lambda: None)
+                    self.turn(Waits(BUSY, self._computing))
         except Exception as error:  # the next job raises it
             self.error = error
         return None if self.ended or self.error is not None else self._pause
@@ -270,7 +266,7 @@ class PollLoop:
         between = max(self._between, time.monotonic() - self._latest)
         return min(max(between / POLLS, SHORTEST), LONGEST)
 
-    def _turn(self, waits: Waits, job: Callable[[], Any]) -> list[Any] | None:
+    def turn(self, waits: Waits, job: Callable[[], Any] = lambda: None) -> list[Any] | None:
         """A poll, and what follows from it: a round, or the ``job`` of a call. Returns what this
         worker waits for, if that has come, in a list; None if nothing follows."""
         polling, unit = self._polling, self._polling.unit
@@ -439,9 +435,10 @@ class QuorumRounds:
     # -- newcomers of elastic runs ----
 
     def follow(self) -> None:
-        """Repeat the round that this newcomer's donor has recorded next."""
-        self._loop.alone = True
-        self._session.comm.call(self._loop.take_part, "catching up")
+        """Repeat the round that this newcomer's donor has recorded next. It contributes nothing."""
+        loop = self._loop
+        loop.alone = True
+        self._session.comm.call(lambda: loop.turn(Waits(BUSY, 0.0)), "catching up")
 
     def start(self) -> None:
         """This newcomer has caught up, and takes part from now on, from the latest results."""

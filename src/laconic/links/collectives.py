@@ -80,11 +80,11 @@ class Collectives(Blocking):
     def _post_all(
         self, sends: Sequence[Tensor], receives: Sequence[Tensor], *, joins: bool = False
     ) -> Transfer:
-        """Begin to send ``sends[r]`` to every other rank r that there is one for, and to receive
-        ``receives[r]``. It ``joins`` the messages under way, or there must be none."""
+        """Begin to send ``sends[r]`` to every other rank r, and to receive ``receives[r]``. It
+        ``joins`` the messages under way, or there must be none."""
         # to the next rank first, so that no two ranks send to the same one at the same time
         others = [(self.rank + hop) % self.size for hop in range(1, self.size)]
-        rows = ({r: each[r] for r in others if r < len(each)} for each in (sends, receives))
+        rows = ({r: each[r] for r in others} for each in (sends, receives))
         return self._post(*rows, joins=joins)
 
     def _post(

@@ -1,5 +1,5 @@
-/* Moves messages between memory and non-blocking sockets, as wire.py's _move does, without the
-   interpreter. What a message looks like on its way is described in wire.py. */
+/* Moves messages between memory and non-blocking sockets, as frames.py's `_move_interpreted` does,
+   without the interpreter. What a message looks like on its way is described in frames.py. */
 
 #include <errno.h>
 #include <poll.h>
@@ -20,7 +20,7 @@
 #define CHECK 4
 #define AT_ONCE (1 << 18) /* bytes of the payload in one go */
 
-/* as class _Message in wire.py */
+/* as class Message in frames.py */
 struct message {
     uint8_t header[HEADER]; /* what is sent, or expected, before the payload */
     uint8_t got[HEADER];    /* what came */
