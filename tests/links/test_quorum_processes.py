@@ -289,7 +289,7 @@ def test_a_worker_that_has_failed_waits_for_no_poll(pool: gloo.Pool, tmp_path: P
 def test_polls_are_few_where_rounds_are_far_apart() -> None:
     """Eight workers send less than 2% of 1 Mbit/s, and hold up short periods by 2% at most."""
     size = Standing(BUSY, 0, 0.0, 0, 0.0, (0.1,) * 8).row().nbytes
-    assert 7 * frames.on_wire(size) / pause(600.0) < 2500
+    assert 7 * (frames.HEADER_BYTES + size + frames.CHECK_BYTES) / pause(600.0) < 2500
     assert all(pause(seconds) <= seconds / 50 for seconds in (0.25, 1.0, 50.0))
 
 
