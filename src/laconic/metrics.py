@@ -48,7 +48,7 @@ class JsonLines:
             raise ValueError(f"metrics={self.path!r} is a directory: give a file, such as {each}")
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"metrics={self.path!r}: no such directory: create it first")
-        return JsonLines(path, self.every)
+        return JsonLines(os.path.abspath(path), self.every)  # the program may change its directory
 
     def write(self, record: Mapping[str, Any]) -> bool:
         """Append ``record``, or warn. Returns whether it was written."""

@@ -65,6 +65,22 @@ def test_the_records_add_up_to_what_the_run_did(tmp_path: Path) -> None:
     assert (start["torch"], start["laconic"]) == (torch.__version__, la.__version__)
 
 
+@pytest.mark.fault("after os.chdir, records of a relative path went into another file")
+def test_a_relative_path_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+
+    def run(rank: int) -> None:
+        model = nn.Linear(5, 3)
+        with la.attach(model, sgd(model), la.local_sgd(2), metrics="run.jsonl"):
+            monkeypatch.chdir("other")
+
+    la.simulate(run, workers=1)
+    assert [r["event"] for r in read(tmp_path / "run.jsonl")] == ["start", "finish", "end"]
+
+
 @pytest.mark.fault("a forked child that ended wrote that the run had ended")
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
