@@ -297,6 +297,21 @@ def test_the_network_is_cut(cut: str) -> None:
     assert ids_after(world, 15.0) == "a"
 
 
+@pytest.mark.fault("two of four were stopped; when they went on, one that was not was evicted")
+def test_half_of_the_workers_are_stopped() -> None:
+    """When they go on, the others report them a moment longer, and that does not count."""
+    world = World("abcd", least=None)
+    for name in "cd":
+        world.workers[name].silent = True
+    assert ids_after(world, 13.0) == "abcd"
+    for name in "cd":
+        world.workers[name].silent = False
+    world.part, world.deaf = set("acd"), set("cd")
+    assert ids_after(world, 0.6) == "abcd"
+    world.part = set()
+    assert ids_after(world, 20.0) == "abcd"
+
+
 def test_too_few_are_left() -> None:
     """They wait for others; one that stopped may come back."""
     world = World("abc", least=None)

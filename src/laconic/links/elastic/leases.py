@@ -258,6 +258,11 @@ class Job:
         worker = self.leases.get(id)
         if worker is None:
             raise ValueError("this worker has no lease any more")
+        if now - worker.heard >= HEARD_SECONDS:  # what was said meanwhile is not about now
+            worker.since = {}
+            for lease in self.leases.values():
+                if id in lease.since:
+                    lease.since[id] = now
         silent = (other for other, (kind, _) in beat.reports.items() if kind == SILENT)
         worker.since = {other: worker.since.get(other, now) for other in silent}
         changed = replace(beat, note="") != replace(worker.beat, note="")
