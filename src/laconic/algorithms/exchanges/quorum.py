@@ -97,9 +97,10 @@ class QuorumMean(Exchange):
     ) -> Tensor:
         """The message of a worker that has ``arrived`` with x, or has not: x is then any tensor
         like it. ``base``: b_i, None if it is a. ``anchor``: a. Unless ``all_arrive``, messages are
-        as wide as a: in x's dtype, those of the others would pull a back to it."""
+        as wide as a: in x's dtype, those of the others would pull a back to it. Without an anchor
+        they are in float64, so that the mean over one worker is its x, to the bit."""
         if anchor is None:
-            wide = x.to(state_dtype(x.dtype))
+            wide = x.to(state_dtype(x.dtype) if all_arrive else torch.float64)
             wide = torch.cat([wide, wide.new_ones(1)])
             return wide if arrived else torch.zeros_like(wide)
         dtype = x.dtype if all_arrive else anchor.dtype
