@@ -22,6 +22,7 @@ from laconic.algorithms.compile import (
     check_offload,
     check_order,
     check_quorum,
+    has_quorum,
     replicated,
     warn_of_groups,
     with_replicas,
@@ -143,8 +144,8 @@ def attach(
         scaler: the loop's GradScaler, so that steps that it skips are counted.
         link: how messages of a model on a GPU travel between workers. ``"tcp"``: by way of host
             memory and laconic's own connections. ``"nccl"``. ``"auto"`` or None: NCCL where all
-            ranks are on one host, each with a GPU of its own. Or a `Link` to use in place of
-            torch's process group.
+            ranks are on one host, each with a GPU of its own, and no round has a quorum. Or a
+            `Link` to use in place of torch's process group.
         timeout: seconds after which a rank that does not answer is an error on all others; in an
             elastic run, the longest that a worker may be silent. A `Link` as ``link`` has its own.
         seed: for a recipe's random choices, such as pairs: at least 0, the same on all ranks.
@@ -191,6 +192,8 @@ def attach(
             ranks = elastic_runs.ranks_of_worker(nprocs_per_node, mesh, params)
             elastic_runs.check(elastic, recipe, ranks)
         check_buffers(rounds, buffers, elastic=elastic is not None)
+        if choice == "auto" and has_quorum(rounds):
+            choice = "tcp"
         check_offload(rounds, offload and not isinstance(recipe, Auto))  # which may choose others
         records = check_metrics(metrics)
         attached.check_free_link(given)
@@ -294,8 +297,7 @@ def _arrange(
     check_buffers(recipe, buffers, elastic=False)  # `attach` has checked that
     check_identical(recipe)
     check_order(recipe, sharded=sharded, queues=sets["world"].queues)
-    plain = ranks == 1 and params[0].device.type == "cpu"
-    check_quorum(recipe, None if elastic else sets["workers"].size, plain=plain)
+    check_quorum(recipe, None if elastic else sets["workers"].size, plain=ranks == 1)
     recipe = replicated(recipe) if elastic else recipe
     if sharded:
         alone = (replace(r, over="workers") if r.over == "world" else r for r in recipe)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -25,7 +28,9 @@ from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 
 from tests.support import gloo, late
+from tests.support import quorum_training as quorum
 from tests.support.all_recipes import ROWS, Run
+from tests.support.training import Job
 
 STEPS = 10
 QUICK = ["slowmo over late sgp"]
@@ -112,6 +117,97 @@ def test_a_bucket_sends_before_the_one_before_it_has_arrived() -> None:
     assert not overlap.use(1) and overlap.use(3)
     results = [overlap.begin(partial(noted, order, bucket), "") for bucket in range(3)]
     assert [r.wait() for r in results] and order == [0, 1, 0, 2, 1, 2]
+
+
+QUORUM = {
+    "diloco": la.diloco(4, momentum=0.5, quorum=2),
+    "diloco, int8, own pace": la.diloco(6, quorum=2, grace=0.01, pace="own", codec="int8"),
+    "streaming_diloco": la.streaming_diloco(6, 3, 0, codec=None, quorum=2, by="layers"),
+}
+
+
+def with_quorum(rank: int, job: Job, steps: Sequence[int], offload: bool) -> quorum.Ran:
+    """Worker 2 is slow. All save and load their states on the way."""
+    with late.device() as device:
+        more: dict[str, Any] = {"link": staged(3, device), "device": device, "offload": offload}
+        seconds = (0.004, 0.006, 0.02)[rank]
+        more |= {"before": lambda _: time.sleep(seconds), "reloads": True}
+        return quorum.work(job, rank, steps[rank], **more)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("name", ["diloco", *slow(n for n in QUORUM if n != "diloco")])
+def test_a_quorum_has_the_bits_of_the_same_rounds_on_cpus(
+    late_pool: gloo.Pool, name: str, offload: bool
+) -> None:
+    """Most rounds of worker 2 are those in whose polls it takes part while its training computes,
+    on the stream of the communication thread."""
+    steps = (30, 30, 12)
+    job = Job(QUORUM[name], 3, max(steps))
+    runs = late_pool.run(with_quorum, job, steps, offload, ranks=3)
+    closings = runs[0].closings
+    assert any(2 not in c.roster for c in closings) and any(2 in c.roster for c in closings)
+    again = quorum.simulated(job, steps, None, closings=closings, reloads=True)
+    assert quorum.same(runs, again)
+
+
+def drifting(rank: int, name: str) -> list[int]:
+    """In how many steps the workers have differed, after each; worker 1 changes an element of what
+    all should hold alike after step 4."""
+    with late.device() as device:
+        run = Run(ROWS[name], 3, rank, device=device, link=staged(3, device))
+        found = []
+        while run.sync.step < STEPS:
+            run.go(run.sync.step + 1)
+            found.append(run.sync.stats().steps_drifted)
+            if run.sync.step == 4 and rank == 1:
+                rounds = run.sync.driver.run.rounds
+                x = next(run.model.parameters())
+                kept = rounds[0].channels[0].state["anchor"] if rounds else x
+                kept.detach().view(-1)[:1].mul_(2)
+        run.sync.detach()
+        return found
+
+
+@pytest.mark.parametrize(("name", "first"), [("ddp", 5), ("easgd", 6)])
+@pytest.mark.filterwarnings("ignore:the workers:UserWarning")
+def test_workers_that_drift_are_found(late_pool: gloo.Pool, name: str, first: int) -> None:
+    runs = late_pool.run(drifting, name, ranks=3)
+    assert [found.index(1) + 1 for found in runs] == [first] * 3
+
+
+def between_turns(rank: int) -> list[float]:
+    """The communication thread adds 1 between its jobs, twice; this one multiplies by 10 between
+    the two. What both read."""
+    with late.device() as device:
+        comm, begin, ended = CommThread(True, device, lambda: None), Semaphore(0), Semaphore(0)
+        x, found = torch.zeros(4).to(device), list[float]()
+        comm.submit(lambda: None, "the thread").wait()
+
+        def add() -> float:
+            begin.acquire()
+            x.add_(1)
+            if found:
+                found.append(float(x[0]))
+            ended.release()
+            return 0.0
+
+        comm.run_by(None, add)
+        begin.release()
+        ended.acquire()
+        with comm.between_jobs():
+            found.append(float(x[0]))
+            x.mul_(10)
+        begin.release()
+        ended.acquire()
+        comm.run_by(None)
+        begin.release()
+        comm.close()
+        return found[:2]
+
+
+def test_work_between_jobs_is_in_order(late_pool: gloo.Pool) -> None:
+    assert late_pool.run(between_turns, ranks=1) == [[1.0, 11.0]]
 
 
 class OnStream(torch.autograd.Function):

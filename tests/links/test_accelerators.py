@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -166,6 +167,26 @@ def test_the_link_is_the_same_on_all_ranks(
 ) -> None:
     found = late_pool.run(chosen, choice, local, gpus, ranks=4)
     assert found == [[own, int(own), [1.5] * 4]] * 4
+
+
+def test_rounds_with_a_quorum_take_the_link_that_has_polls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attaching, chosen = import_module("laconic.attach"), list[Any]()
+    make = attaching.agreed_link
+
+    def noted(*given: Any) -> Link:
+        chosen.append(given[-1])
+        return make(*given)  # type: ignore[no-any-return]
+
+    def run(rank: int) -> None:
+        for recipe in ("diloco(2, quorum=1)", "diloco(2)"):
+            model = nn.Linear(2, 1)
+            la.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe).detach()
+
+    monkeypatch.setattr(attaching, "agreed_link", noted)
+    la.simulate(run, workers=1)
+    assert chosen == ["tcp", "auto"]
 
 
 def inside(rank: int) -> list[float]:

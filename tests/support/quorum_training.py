@@ -87,17 +87,24 @@ def work(
     link: la.links.Link | None = None,
     before: Callable[[int], None] | None = None,
     until: Callable[[], bool] | None = None,
+    device: torch.device | str = "cpu",
+    reloads: bool = False,
+    **more: Any,
 ) -> Ran:
     """Take ``steps`` steps, or fewer if ``until`` says so, then finish. ``before`` is called before
-    each step."""
-    model, optimizer = build(job, rank)
-    sync = la.attach(model, optimizer, job.recipe, link=link)
+    each step. ``reloads``: the state is saved and loaded halfway."""
+    model, optimizer = build(job, rank, device)
+    sync = la.attach(model, optimizer, job.recipe, link=link, **more)
     data, trace = job.data()[rank], []
     for t in range(1, steps + 1):
         if until is not None and until():
             break
         if before is not None:
             before(t)
+        if reloads and t == steps // 2:
+            with sync.consensus():  # after which all have seen the same rounds
+                pass
+            sync.load_state_dict(sync.state_dict())
         training.step(job, model, optimizer, data[t - 1], t)
         trace.append(training.values(model))
     with sync:
@@ -110,9 +117,10 @@ def simulated(
     steps: Sequence[int],
     seconds: Sequence[float] | None,
     closings: Any = None,
+    **more: Any,
 ) -> list[Ran]:
     return la.simulate(
-        lambda rank: work(job, rank, steps[rank]),
+        lambda rank: work(job, rank, steps[rank], **more),
         workers=job.workers,
         step_seconds=seconds,
         closings=closings,

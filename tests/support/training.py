@@ -86,13 +86,15 @@ class Job:
         return reference.run(recipe, n, self.steps, rules, self.lr, data, init)
 
 
-def build(job: Job, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+def build(
+    job: Job, rank: int, device: torch.device | str = "cpu"
+) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     """This worker's model, initialized differently from every other's, and optimizer."""
     model = nn.Sequential(
         nn.Linear(reference.INPUTS, reference.HIDDEN),
         nn.Tanh(),
         nn.Linear(reference.HIDDEN, reference.OUTPUTS),
-    ).double()
+    ).to(device, torch.float64)
     values = reference.initial(job.workers, job.seed)[rank]
     by_name = dict(zip(reference.NAMES, model.parameters(), strict=True))
     with torch.no_grad():
@@ -113,13 +115,14 @@ def step(
     """One ordinary training step; nothing of laconic in it, but that ``sync`` hears of the loss."""
     for group, options in enumerate(optimizer.param_groups):
         options["lr"] = job.lr(group, t)
-    x, y = (torch.from_numpy(a) for a in batch)
+    device = next(model.parameters()).device
+    x, y = (torch.from_numpy(a).to(device) for a in batch)
     descend(optimizer, nn.functional.mse_loss(model(x), y), sync if job.reports else None)
 
 
 def values(model: nn.Module) -> dict[str, Any]:
     """A copy of the parameters, named as in the reference."""
-    copies = [p.detach().clone().numpy() for p in model.parameters()]
+    copies = [p.detach().clone().cpu().numpy() for p in model.parameters()]
     return dict(zip(reference.NAMES, copies, strict=True))
 
 

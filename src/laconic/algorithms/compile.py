@@ -70,7 +70,7 @@ def buffer_rounds(recipe: Sequence[AnyRound]) -> list[Round]:
 def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
     """Raise ``ValueError`` if ``recipe`` has rounds with a quorum that cannot be reached, or beside
     rounds that wait for all. ``workers``: how many there are, None if unknown. ``plain``: workers
-    are of one rank, with a model on the CPU."""
+    are of one rank."""
     with_quorum = [r for r in recipe if isinstance(r.exchange, QuorumMean)]
     for r in with_quorum:
         assert isinstance(r.exchange, QuorumMean), "selected above"
@@ -98,8 +98,8 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
         )
     if with_quorum and not plain:
         raise ValueError(
-            "quorum= and pace='own' are for workers of one rank, with models on the CPU, so far: "
-            "leave out nprocs_per_node= and mesh="
+            "quorum= and pace='own' are for workers of one rank, so far: leave out "
+            "nprocs_per_node= and mesh="
         )
 
 

@@ -9,13 +9,16 @@ part each time. The headers of the next gradients, or of the next round of that 
 digest, at no cost. If the digests differ, all workers know it at the end of that call. Nothing is
 repaired: that would hide the cause. The consensus averages what differs.
 
+The communication thread computes the digests, right before the first message: those of values on an
+accelerator wait for its work, and for a copy.
+
 Values that may differ are not compared: x between rounds, the state of gossip, residuals.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -31,6 +34,15 @@ PART, PARTS = 2**14, 256
 """The least number of elements in a part, and the most parts. Gradients carry the digest of one
 part, and rounds, which are rarer, that of `OF_ROUND` parts."""
 OF_ROUND = 16
+
+
+Digest = Callable[[], int]
+"""Computes a digest, in the communication thread."""
+
+
+def no_digest() -> int:
+    """Nothing is compared."""
+    return 0
 
 
 def parts_of(tensors: Sequence[Tensor], first: int, count: int = 1) -> Iterator[Tensor]:
@@ -61,15 +73,15 @@ class DriftCheck:
 
     # -- recipes that average gradients ----
 
-    def digest(self) -> int:
+    def digest(self) -> Digest:
         """The digest that the gradients of the next step carry. 0 if their messages cannot carry
         any, or not every rank hears from all others."""
         session = self._session
         alone = session.elastic is None and not session.workers.size == session.world.size > 1
-        if alone or session.device.type != "cpu" or session.sharded:
-            return 0
+        if alone or session.world.queues or session.sharded:
+            return no_digest
         self._sent = True
-        return digest(parts_of(session.params(), session.step))
+        return partial(digest, parts_of(session.params(), session.step))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -89,14 +101,16 @@ class DriftCheck:
 
     # -- parameter rounds ----
 
-    @torch.no_grad()
-    def digest_of(self, running: ParameterRunner) -> int:
+    def digest_of(self, running: ParameterRunner) -> Digest:
         """The digest that the messages of the next round carry. 0 if rounds are still in flight,
         because they change the state."""
         if not self._possible(running) or running.in_flight:
-            return 0
+            return no_digest
+        return partial(self._digest_of, running, OF_ROUND * running.executed)
+
+    def _digest_of(self, running: ParameterRunner, first: int) -> int:
         state = self._equal_state(running)
-        return digest(parts_of(state, OF_ROUND * running.executed, OF_ROUND)) if state else 0
+        return digest(parts_of(state, first, OF_ROUND)) if state else 0
 
     @torch.no_grad()
     def after_start(self, running: ParameterRunner, step: int) -> None:
@@ -124,7 +138,7 @@ class DriftCheck:
 
     def _possible(self, running: ParameterRunner) -> bool:
         """Whether all workers receive the same result, and every worker sees all digests."""
-        return running.exchange.agrees and self._session.device.type == "cpu"
+        return running.exchange.agrees and not running.link.queues
 
     def _workers(self, running: ParameterRunner) -> int:
         """The number of workers. In an elastic run, nothing here depends on it."""

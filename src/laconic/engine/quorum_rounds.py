@@ -13,8 +13,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -135,29 +135,30 @@ class Kind:
         exchange, update, bucket = _exchange(channel.exchange), running.round.update, channel.bucket
         late = self.base != decision.number - 1
         base = self.bases[at] if late else None
-        anchor = None if update.anchor is None else channel.state[update.anchor]
         own = bucket.empty() if x is None else x
-        message = exchange.contribution(own, x is not None, base, anchor, all_arrive=all_arrive)
         n, rank = running.link.size, running.link.rank
         clock = Clock(
             *(decision.step, decision.rates[at], decision.number - 1, 0, n, rank),
             seed=seed,
             arrived=min(len(decision.roster), n),
         )
-        names = owned_names(update, channel.state)
-        combine = partial(combined, update, state=channel.state, names=names, clock=clock)
-        state, link = channel.exchange_state, one_by_one(running.link)
-        arrival = run_here(
-            None, coroutine(lambda: exchange.run(link, message, combine, clock, state))
-        )
-        return None if x is None else arrival.flat.to(bucket.dtype, copy=True)
+        names, link = owned_names(update, channel.state), one_by_one(running.link)
+        with channel.states() as (state, carried):
+            anchor = None if update.anchor is None else state[update.anchor]
+            message = exchange.contribution(own, x is not None, base, anchor, all_arrive=all_arrive)
+            combine = partial(combined, update, state=state, names=names, clock=clock)
+            arrival = run_here(
+                None, coroutine(lambda: exchange.run(link, message, combine, clock, carried))
+            )
+            return None if x is None else arrival.flat.to(bucket.dtype, copy=True)
 
     def anchors(self) -> list[Tensor | None]:
         """Copies of the anchors, as x has them."""
         found: list[Tensor | None] = []
         for running, channel in self.all:
             name = running.round.update.anchor
-            a = None if name is None else channel.state[name]
+            with channel.states() as (state, _):
+                a = None if name is None else state[name]
             found.append(None if a is None else a.to(channel.bucket.dtype).to(a.dtype, copy=True))
         return found
 
@@ -322,9 +323,9 @@ class PollLoop:
         if me not in decision.roster:
             return []
         results = results[: len(kind.all)]
-        for at, base in enumerate(kind.bases):
+        for base, result in zip(kind.bases, results, strict=True):
             if base is not None:
-                kind.bases[at] = results[at].to(base.dtype, copy=True)
+                base.copy_(result)
         pace = decision.paces[decision.roster.index(me)]
         return [Outcome(decision.number, pace, results)]
 
@@ -469,10 +470,12 @@ class QuorumRounds:
         for kind in self.kinds:
             kind.bases = kind.anchors()
 
-    def quiet(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
         """A context in which no round changes the state of this worker. No job may be submitted
         inside."""
-        return self._loop.turn_lock
+        with self._loop.turn_lock, self._session.comm.between_jobs():
+            yield
 
     # -- saving ----
 
@@ -495,7 +498,8 @@ class QuorumRounds:
         for kind, saved, bases in each:
             kind.base, kind.since, kind.pace = saved["base"], saved["since"], saved["pace"]
             kind.began, kind.sent = worked - saved["taken"], None
-            kind.bases = [None if b is None else b.clone() for b in bases]
+            device = self._session.device
+            kind.bases = [None if b is None else b.to(device, copy=True) for b in bases]
         self._polls.rounds = list(state["rounds"])
         self._loop.speed = state["speed"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from laconic.algorithms.round import (
 )
 from laconic.algorithms.schedules import any_of
 from laconic.algorithms.scores import Scores
-from laconic.engine.drift import DriftCheck
+from laconic.engine.drift import Digest, DriftCheck, no_digest
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.model_checks import check_tensors
 from laconic.engine.parameter_rounds import ParameterRunner
@@ -82,7 +82,7 @@ class RecipeRun:
             session.note_first_gradients()
         label = f"{r.name} of step {step}"
         session.status(label)
-        digest = 0 if self.differ else self.drift.digest()
+        digest = no_digest if self.differ else self.drift.digest()
         self._announce(session.links[r.over], GRADIENTS, step, digest)
         return label
 
@@ -278,15 +278,19 @@ class RecipeRun:
         self.session.status(running.label(step))
         self._announce_round(running, self.drift.digest_of(running))
 
-    def _announce_round(self, running: ParameterRunner, digest: int = 0) -> None:
+    def _announce_round(self, running: ParameterRunner, digest: Digest = no_digest) -> None:
         if running.communicates:
             self._announce(running.link, running.round.name, self.session.step, digest)
 
-    def _announce(self, link: Link, name: str, step: int, digest: int) -> None:
+    def _announce(self, link: Link, name: str, step: int, digest: Digest) -> None:
         """Tell the other ranks which round of ``step`` the next message belongs to."""
         first, self._announced = self._announced != step, step
-        call = Call(self.session.step, name, first, digest)
-        self.session.comm.before_next(partial(link.begin_call, call, wait=False))
+        at, once = self.session.step, cache(digest)  # another attempt may find a part changed
+
+        def begin() -> None:
+            link.begin_call(Call(at, name, first, once()), wait=False)
+
+        self.session.comm.before_next(begin)
 
     def _averaging_ends(self) -> bool:
         """Whether gradients were averaged over all workers in every step so far, and are not in the

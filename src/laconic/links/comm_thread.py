@@ -303,9 +303,28 @@ class CommThread:
     def run_by(self, around: Around | None, idle: Callable[[], float | None] = _never) -> None:
         """Have ``around`` run each job from now on; and the thread, if there is one, run ``idle``
         now, and, as long as it has no job, again after as many seconds as ``idle`` returns; None:
-        no more. It must not raise."""
-        self.around, self._idle.task = around, idle
+        no more. It must not raise. On an accelerator, it has the jobs' stream, after the caller's
+        work so far."""
+        stream = self.current_stream()
+        after = None if stream is None else stream.record_event()
+
+        def task() -> float | None:
+            with self._on_stream(after):
+                return idle()
+
+        self.around, self._idle.task = around, task
         self.poke(self._idle.run)
+
+    @contextlib.contextmanager
+    def between_jobs(self) -> Iterator[None]:
+        """A context, while no job is under way, in which the caller's work on an accelerator comes
+        after that of the jobs so far, and before that of later ones."""
+        here = self.current_stream()
+        if here is not None and self._stream is not None:
+            self._stream.record_event().wait(here)
+        yield
+        if here is not None and self._stream is not None:
+            here.record_event().wait(self._stream)
 
     def close(self) -> None:
         """Let the thread end after the jobs that it has. A later job starts another thread, which

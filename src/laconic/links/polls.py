@@ -24,6 +24,7 @@ from laconic.links.metered import Metered
 from laconic.links.null import NullLink
 from laconic.links.rendezvous import ADVICE
 from laconic.links.simulated import SimulatedLink, Stage
+from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 
 T = TypeVar("T")
@@ -436,13 +437,13 @@ class SimulatedPolling(Polling):
 def polling_over(link: Link) -> Polling:
     """How a worker polls over ``link``. Raises ``ValueError`` for a link that does not support
     rounds with a quorum."""
-    if isinstance(link, Metered):  # polls are not booked
+    if isinstance(link, (Metered, StagedLink)):  # polls are not booked, and on the CPU
         return polling_over(link.link)
     if isinstance(link, SimulatedLink):
         return SimulatedPolling(link)
     if isinstance(link, (TcpLink, NullLink)):
         return Polling(link)
     raise ValueError(
-        "rounds with a quorum run between processes with models on the CPU, and in "
-        f"laconic.simulate without link=, not over a {type(link).__name__}"
+        "rounds with a quorum run between processes with link='tcp', and in laconic.simulate "
+        f"without link=, not over a {type(link).__name__}"
     )
