@@ -22,6 +22,7 @@ BLOCKS = (1, 2, 3, 7, 8, 31, 64, 100, 128, 255, 256, 256, 257, 300, 512, 1000, 4
 MOST = torch.finfo(torch.float32).max
 EDGES = (0.0, -0.0, 1e-45, -1e-45, 1.1754944e-38, MOST, -MOST, 0.5, 1.5, 2.5)
 LARGEST = {2: 1.0, 4: 7.0, 8: 127.0}
+"""By bits."""
 OUTSIDE = (float("nan"), float("inf"), -float("inf"))
 
 
@@ -30,8 +31,8 @@ class Shape:
 
     def __init__(self, number: int) -> None:
         self.generator = torch.Generator().manual_seed(number)
-        self.bits = (2, 4, 8, 16)[self.draw(4)]
-        self.block = 256 if self.bits == 16 else BLOCKS[self.draw(len(BLOCKS))]
+        self.bits = (2, 4, 8)[self.draw(3)]
+        self.block = BLOCKS[self.draw(len(BLOCKS))]
         whole = self.block * self.draw(4)
         self.length = (whole, whole + 1, max(whole - 1, 0), self.draw(2500))[self.draw(4)]
         self.offset = self.draw(4)
@@ -50,8 +51,6 @@ class Shape:
         return x
 
     def nbytes(self) -> int:
-        if self.bits == 16:
-            return 2 * self.length
         whole, rest = divmod(self.length, self.block)
         sizes = [2 + -(-m * self.bits // 8) for m in (self.block, rest)]
         return whole * sizes[0] + (sizes[1] if rest else 0)
@@ -64,7 +63,7 @@ class Shape:
         given = (less if self.draw(2) else None, plus if self.draw(2) else None)
         if self.draw(8) == 0 and self.length:
             x[self.draw(self.length)] = OUTSIDE[self.draw(3)]
-        most = largest_scale(LARGEST[self.bits]) if self.bits < 16 else 0.0
+        most = largest_scale(LARGEST[self.bits])
         codes, lefts, fine = [], [], []
         keeps = bool(self.draw(4))
         for module in (kernels, gpu_kernels):
@@ -78,8 +77,6 @@ class Shape:
             return  # all that is used then is where the first such value is
         same(self, *codes)
         same(self, *lefts)
-        if self.bits == 16:
-            return
         add, outs = bool(self.draw(2)), [torch.clone(less), torch.clone(less)]
         for module, out in zip((kernels, gpu_kernels), outs, strict=True):
             module.decode(self.bits, self.block, codes[0], out, add)

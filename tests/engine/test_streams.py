@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 import laconic as la
 from laconic import buckets
+from laconic.codecs import kernels
+from laconic.codecs.integers import Integers
 from laconic.engine import gradient_channels
 from laconic.engine.channel import HostState
 from laconic.engine.overlap import Overlapping
@@ -30,6 +32,7 @@ from laconic.links.tcp import TcpLink
 from tests.support import gloo, late
 from tests.support import quorum_training as quorum
 from tests.support.all_recipes import ROWS, Run
+from tests.support.loops import descend
 from tests.support.training import Job
 
 STEPS = 10
@@ -293,6 +296,54 @@ def test_training_does_not_wait_for_the_device(late_pool: gloo.Pool) -> None:
         assert late_pool.run(waits_of, name, offload, ranks=2) == [[], []]
     for waits in late_pool.run(waits_of, "ddp", ranks=2):
         assert len(waits) == STEPS - 1, "once per backward pass, not once per bucket"
+
+
+def encode(*tensors_and_numbers: Any) -> None:
+    """`gpu_kernels._encode`, by the kernel in C."""
+    x, less, plus, code, left, bad, _, block, _, most, bits, *there = tensors_and_numbers[:14]
+    less, plus, left = (
+        t if is_there else None for t, is_there in zip((less, plus, left), there, strict=True)
+    )
+    bad.fill_(not kernels.encode(bits, block, x, less, plus, code, left, most))
+
+
+def decode(code: Tensor, out: Tensor, _: int, block: int, bits: int, add: bool, *rest: Any) -> None:
+    kernels.decode(bits, block, code, out, add)
+
+
+def decode_mean(rows: Tensor, out: Tensor, _: int, block: int, *given: int) -> None:
+    kernels.decode_mean(given[2], block, rows, out)
+
+
+def calls_of(rank: int, recipe: str) -> list[str]:
+    """What the communication thread calls in a round of eight buckets."""
+    from laconic.codecs import gpu_kernels
+
+    with late.device() as device, MonkeyPatch.context() as patched:
+        patched.setattr(buckets, "BUCKET_BYTES", 4096)
+        for name, work in (("encode", encode), ("decode", decode), ("decode_mean", decode_mean)):
+            patched.setattr(gpu_kernels, f"_{name}", late.Kernel(work))
+        patched.setattr(Integers, "kernels", lambda self, *x: gpu_kernels)
+        torch.manual_seed(rank)
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(8)))
+        optimizer = torch.optim.SGD(model.to(device).parameters(), lr=0.1)
+        with la.attach(model, optimizer, recipe, link=staged(2, device)) as sync:
+            descend(optimizer, model(torch.ones(1, 32).to(device)).square().mean())
+            late.calls.clear()
+            descend(optimizer, model(torch.ones(1, 32).to(device)).square().mean())
+            sync.driver.session.comm.drain()
+            found = [what for thread, what in late.calls if thread == "laconic-comm"]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "most"), [("local_sgd(1)", 8), ("local_sgd(1, codec='int8')", 35)]
+)
+def test_a_round_makes_few_calls(late_pool: gloo.Pool, recipe: str, most: int) -> None:
+    """Per bucket. Each holds Python's lock, which training needs."""
+    for made in late_pool.run(calls_of, recipe, ranks=2):
+        assert len(made) <= most * 8
+        assert made.count("kernel") == (32 if "codec" in recipe else 0), "one per code"
 
 
 def captured(rank: int, name: str) -> str:

@@ -52,10 +52,12 @@ class LateEvent:
         self.stream, self.done = stream, False
 
     def wait(self, stream: LateStream) -> None:
+        note("wait")
         with _lock:
             stream.queue.append((lambda: self.stream.run(self), set()))
 
     def synchronize(self) -> None:
+        note("synchronize")
         if not self.done:
             waits.append((threading.current_thread().name, "an event"))
         self.stream.run(self)
@@ -69,6 +71,7 @@ class LateStream:
         """Work, and the keys of the memory that it uses."""
 
     def record_event(self) -> LateEvent:
+        note("record_event")
         event = LateEvent(self)
         with _lock:
             self.queue.append((lambda: setattr(event, "done", True), set()))
@@ -196,6 +199,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if "out" in raw_kwargs:
             func = torch.ops.aten.mul.out
     stream = current()
+    if not _is_view(schema) and not name.startswith(("empty", "new_empty")):
+        note(name)
     if schema.is_mutable and not _random(func):
         beside = copies and all(is_pinned(t) for t in host) and _non_blocking(args, kwargs)
         if not host or beside:
@@ -225,6 +230,14 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(wrap, found)
 
 
+calls: list[tuple[str, str]] = []
+"""Each call of the device, as an accelerator's library counts them: the thread's name, and what."""
+
+
+def note(what: str) -> None:
+    calls.append((threading.current_thread().name, what))
+
+
 _inverting: list[bool] = []
 
 
@@ -244,6 +257,22 @@ def _non_blocking(args: Any, kwargs: dict[str, Any]) -> bool:
 def _is_view(schema: Any) -> bool:
     aliases = [r.alias_info for r in schema.returns]
     return any(a is not None and not a.is_write for a in aliases)
+
+
+class Kernel:
+    """Stands in for one of Triton's for GPUs: queues ``work``, which computes on the CPU."""
+
+    def __init__(self, work: Callable[..., object]) -> None:
+        self.work = work
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *given: Any) -> None:
+        note("kernel")
+        keys = {t.memory.key for t in given if isinstance(t, Late)}
+        with _lock:
+            current().queue.append((lambda: self.work(*map(_raw, given)), keys))
 
 
 class LateTime:
