@@ -28,7 +28,7 @@ import torch
 
 import laconic
 from benchmarks.cuda import FailedError, Part, page
-from benchmarks.cuda.training import PARTS
+from benchmarks.cuda.tuning import PARTS
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]

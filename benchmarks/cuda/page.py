@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import study
-from benchmarks.cuda.training import PARTS
+from benchmarks.cuda.tuning import PARTS
 
 PAGE, NAME = study.DOCS / "gpu.md", "written by python -m benchmarks.cuda page"
 

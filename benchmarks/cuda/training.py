@@ -42,8 +42,12 @@ LATENCY = 0.5e-3
 MOST = 240.0
 
 
+def text_folder() -> Path:
+    return Path(os.environ.get("LACONIC_TEXTS", "texts"))
+
+
 def text(setting: Setting) -> Text:
-    folder = Path(os.environ.get("LACONIC_TEXTS", "texts"))
+    folder = text_folder()
     if setting == SHAKESPEARE:
         return characters(str(folder / "tinyshakespeare.txt"))
     packed = folder / "corpus.txt.xz"

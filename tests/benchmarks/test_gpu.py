@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.cuda import FailedError, Part, training
+from benchmarks.cuda import FailedError, Part, training, tuning
 from benchmarks.cuda import __main__ as gpu
 
 CPU = torch.device("cpu")
@@ -56,3 +57,49 @@ def test_a_small_model_learns(
     monkeypatch.setenv("LACONIC_TEXTS", str(tmp_path / "none"))
     with pytest.raises(FailedError, match="LACONIC_TEXTS"):
         training.trained(tiny, 1, "ddp()", 1, 1e-2, 1, CPU)
+
+
+WORDS = ["to", "be", "or", "not", "that", "is", "the", "question"]
+
+
+def small_model(folder: Path) -> Path:
+    """A model of the kind of MiniLM, and its tokenizer."""
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    tokenizer = BertTokenizer(vocab={word: number for number, word in enumerate(words)})
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(words), intermediate_size=64, **sizes)
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("whole", marks=pytest.mark.slow)])
+def test_a_pretrained_model_is_tuned_when_there_is_time(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the Trainer, in two processes."""
+    monkeypatch.setenv("LACONIC_TEXTS", str(tmp_path))
+    monkeypatch.setenv("LACONIC_MODEL", str(small_model(tmp_path / "model")))
+    monkeypatch.setitem(tuning.RATES, kind, 0.03)
+    monkeypatch.setattr(gpu, "clock", lambda: 0.0)
+    (tmp_path / "tinyshakespeare.txt").write_text(" ".join(WORDS) * 200)
+    recipe = training.RECIPES["fragments"]
+    run = partial(tuning.tuning, kind, recipe, iterations=24, length=16)
+    parts, out = [Part("tuned", "", run, True, training.MOST)], tmp_path / "gpu.json"
+    for seconds, left in ((100.0, 1), (300.0, 0), (300.0, 0)):
+        todo = gpu.missing(parts, gpu.read(out), "a")
+        assert len(gpu.run_all(todo, CPU, out, {"commit": "a"}, seconds)) == left
+    row = gpu.read(out)["tuned"]
+    assert row["error"] == "" and row["numbers"]["loss"] < row["numbers"]["loss before"]
+    assert row["numbers"]["MB per iteration"] > 0
+    monkeypatch.setenv("LACONIC_TEXTS", str(tmp_path / "none"))
+    with pytest.raises(FailedError, match="LACONIC_TEXTS"):
+        run(CPU)
+
+
+def test_the_order_is_that_of_importance() -> None:
+    kinds = [each.name.partition("_")[0] for each in tuning.PARTS]
+    assert kinds[0] == "codecs" and "overlap" in kinds
+    assert list(dict.fromkeys(kinds))[-3:] == ["shakespeare", "english", "tuned"]
