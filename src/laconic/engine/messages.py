@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -158,24 +157,6 @@ class Messenger:
         return owned
 
 
-class Difference(NamedTuple):
-    """The ranks ``others`` differ from the rank ``root``, the first of the largest group."""
-
-    root: int
-    others: list[int]
-
-    @classmethod
-    def of(cls, digests: Sequence[int]) -> Difference | None:
-        """The difference between the ranks' ``digests``; None if there is none. A rank with 0 has
-        nothing to compare."""
-        counts = Counter(value for value in digests if value)
-        if len(counts) < 2:
-            return None
-        ((most, _),) = counts.most_common(1)
-        others = [r for r, value in enumerate(digests) if value not in (0, most)]
-        return cls(digests.index(most), others)
-
-
 class InFlightBucket(NamedTuple):
     """One bucket's message in flight. ``sent``: y, where the update needs it."""
 
@@ -188,7 +169,7 @@ class InFlightBucket(NamedTuple):
 class InFlightRound:
     """One round in flight, to be folded after step ``due``. ``executed``: how many were
     started before it. ``copies``: what was sent of tensors that come and go.
-    ``checked``: raises if a message was not finite. ``apart``: how workers differed before it.
+    ``checked``: raises if a message was not finite.
     """
 
     due: int
@@ -196,7 +177,6 @@ class InFlightRound:
     sent: Pending[list[InFlightBucket]] | Pending[Iterator[InFlightBucket]]
     copies: ByGroup = ()
     checked: Pending[None] = field(default_factory=lambda: Pending.of(None))
-    apart: Pending[Difference | None] = field(default_factory=lambda: Pending.of(None))
 
     @property
     def buckets(self) -> Iterable[InFlightBucket]:
