@@ -37,8 +37,8 @@ CLUSTER = (
 def add(parser: Any) -> None:
     """Add the description and the options of the command."""
     parser.description = (
-        "Simulate a training run on a described cluster: how long it takes, what the time goes to, "
-        "what it sends and costs, and what limits it."
+        "Simulate a training run on a described cluster: how long it takes, what the time\n"
+        "goes to, what it sends and costs, and what limits it."
     )
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
