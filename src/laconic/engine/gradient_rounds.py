@@ -232,7 +232,7 @@ class GradientRunner:
                 flat.copy_(arrival.flat)
         except NotFiniteError as error:
             if self._scaler is None:
-                self._session.nonfinite.report(error, self._session.links["shards"])
+                self._session.nonfinite.report(error)
             flat.fill_(math.nan)
 
     def _end(self) -> None:
