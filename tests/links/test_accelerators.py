@@ -132,7 +132,7 @@ made: list[Own] = []
 def own_over(
     group: dist.ProcessGroup, device: torch.device, timeout: timedelta, *, owned: bool = False
 ) -> Own:
-    made.append(Own(TcpLink.over(group, torch.device("cpu"), timeout), device))
+    made.append(Own(TcpLink.over(group, timeout), device))
     return made[-1]
 
 

@@ -110,9 +110,6 @@ class FakeTime:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    """Of rank 0 of two."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(rendezvous, "time", clock := FakeTime())
     return clock
 
@@ -122,7 +119,7 @@ def test_a_rank_that_never_comes_to_attach_is_logged_before_the_timeout(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(LinkError, match="rank 1 has not come within 100 s"):
-        rendezvous.Rendezvous(HashStore()).exchange("", 100.0)
+        rendezvous.Rendezvous(HashStore(), 0, 2).exchange("", 100.0)
     for record, seconds in zip(caplog.records, (30, 60), strict=True):
         assert f"{seconds} s for rank 1" in record.getMessage()
 
@@ -134,7 +131,7 @@ def test_a_rank_that_ends_before_attach_is_named_within_seconds(clock: FakeTime)
     entry = json.dumps(rendezvous.Entry(beacon=address))
     dist.PrefixStore("laconic", store).set("beacon/1", entry)  # type: ignore[attr-defined]
     with pytest.raises(LinkError, match="rank 1 ") as caught:
-        rendezvous.Rendezvous(store).exchange("", 600.0)
+        rendezvous.Rendezvous(store, 0, 2).exchange("", 600.0)
     assert caught.value.ranks == (1,) and clock.now < 10
 
 

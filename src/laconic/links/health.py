@@ -203,8 +203,6 @@ class Beacon:
         self.status = "starting"
         self.links: dict[str, LinkRecord] = {}
         self._since = time.monotonic()
-        self._general: dict[bytes, str] = {}
-        self._lock = threading.Lock()
         at = "laconic-beacon", [server], self._exchange, ANSWER_SECONDS, lambda *ended: None
         self._service = Service(*at)
         self._service.open()
@@ -214,14 +212,6 @@ class Beacon:
         key = secrets.token_hex(KEY_BYTES)
         self.links[key] = LinkRecord(secret)
         return str(Address(self._host, self._port, key))
-
-    def address_for(self, secret: bytes) -> str:
-        """The address under which callers that know ``secret`` ask about this process before there
-        is a link. Always the same."""
-        with self._lock:
-            if secret not in self._general:
-                self._general[secret] = self.enroll(secret)
-            return self._general[secret]
 
     def set(self, status: str) -> None:
         """Set what this process is doing from now on."""

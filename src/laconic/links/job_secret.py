@@ -1,8 +1,8 @@
 """A secret that all workers of a job have before they connect, from the file that
 LACONIC_SECRET_FILE names.
 
-Without it, one worker generates a secret and shares it over torch's store or process group, where
-anyone who reads packets can read it. With it, only a random salt is sent, and every worker derives
+Without it, one worker generates a secret and shares it over torch's store, where anyone who reads
+packets can read it. With it, only a random salt is sent, and every worker derives
 the same secrets from the file and the salt:
 
     secret = HMAC-SHA256(file, purpose, name, salt)

@@ -97,8 +97,7 @@ class Transfer:
         joins: bool = False,
         digest: int = 0,
     ) -> None:
-        if connections.forked:
-            raise LinkError("a forked process cannot use its parent's link: start it with spawn")
+        connections.check_fork()
         traffic = connections.traffic
         if traffic is not None and not (joins and traffic.failure is None):
             raise LinkError("an earlier message on the link was not completed: it is unusable")
