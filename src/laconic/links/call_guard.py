@@ -28,12 +28,6 @@ ASK_SECONDS = 3.0
 NO_ANSWER = "silent", "unreachable"
 """The kinds of `Answer.missing` of a rank whose process may live."""
 
-SWALLOWED = (
-    "all connections are open and small messages pass, but no large one arrives: a part of the "
-    "path may drop full packets, since its MTU is smaller than this host's. `laconic doctor` tests "
-    "that between hosts; a smaller MTU of the network interfaces avoids it"
-)
-
 ENDED = (
     "all processes live, and a connection between two of them has ended, as where a firewall or "
     "NAT has forgotten it"
@@ -326,8 +320,8 @@ class CallGuard:
         parts = [self._describe(r, answers[r]) for r in silent + gone or behind or answers]
         if len(silent) == self.size - 1 > 1:
             parts.append("all others at once: this rank's own network may be down")
-        if answers and not blamed and self._transport is not None:
-            parts.append(ENDED if cut else SWALLOWED)
+        if cut and answers and not blamed:
+            parts.append(ENDED)
         who = "; ".join(parts) or "a rank was lost before the ranks had met"
         text = f"{who}. {ADVICE}. ({reason})"
         self.conclude(text, [self.ranks[r] for r in blamed], answers)
