@@ -121,7 +121,7 @@ late = partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [late("LACONIC_CONGESTION", "fast"), ("LACONIC_PORTS", "many"), late("LACONIC_TLS", "yes")],
+    [("LACONIC_PORTS", "many"), late("LACONIC_TLS", "yes")],
 )
 def test_a_wrong_setting_of_one_rank(name: str, value: str) -> None:
     """Ends all ranks at once: that rank with a ValueError, the others with its text."""

@@ -49,10 +49,11 @@ class Connections(dict[int, int]):
         if os.getpid() != self._process:
             raise LinkError("a forked process cannot use its parent's link: start it with spawn")
 
-    def keep(self, rank: int, connection: socket.socket) -> None:
-        """Take over the connection to ``rank``."""
+    def keep(self, rank: int, connection: socket.socket, control: str = "") -> None:
+        """Take over the connection to ``rank``. ``control``: the congestion control that was chosen
+        for it."""
         connection.setblocking(False)
-        bbr = congestion.Bbr.of(connection)
+        bbr = congestion.Bbr(connection) if control == congestion.LONG else None
         with forks.guard:
             if isinstance(connection, ssl.SSLSocket):
                 self[rank] = fd = connection.fileno()

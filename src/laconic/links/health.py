@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from laconic.links import congestion, forks, handshake, tls
+from laconic.links import forks, handshake, tls
 from laconic.links.addresses import Address, listen
 from laconic.links.calls import Call, CallPosition
 from laconic.links.handshake import KEY_BYTES, MOST_BYTES
@@ -197,7 +197,6 @@ class Beacon:
 
     def __init__(self, host: str | None = None) -> None:
         tls.contexts()  # what is wrong with variables is raised here, and not in a thread
-        congestion.chosen()
         server, self._host = listen(host)
         self._port = int(server.getsockname()[1])
         self.status = "starting"

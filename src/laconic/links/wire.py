@@ -204,11 +204,12 @@ class Transfer:
         return partial(LostError, f"connection to rank {name}: {why}")
 
 
-def configure(connection: socket.socket) -> None:
-    """Set the options of a connection for messages."""
+def configure(connection: socket.socket) -> str:
+    """Set the options of a connection for messages; returns the congestion control that was chosen,
+    empty if it is the system's."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    congestion.choose(connection)
     watch(connection, reads_at_once=False)
+    return congestion.choose(connection)
 
 
 class Wire:
@@ -238,8 +239,7 @@ class Wire:
             raise
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
-        configure(connection)
-        self.connections.keep(rank, connection)
+        self.connections.keep(rank, connection, configure(connection))
 
     def closed(self) -> dict[int, bool]:
         """The ranks whose connections have ended, and whether by an error. Does not wait, and does
