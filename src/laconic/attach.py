@@ -43,7 +43,7 @@ from laconic.links import Link, job_secret, rendezvous, tls
 from laconic.links.agreement import on_all_ranks
 from laconic.links.attempts import check_launcher, open_store
 from laconic.links.elastic.inside import Inside
-from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
+from laconic.links.rank_sets import agreed_link, layout_of, refused_by_all, sets_of
 from laconic.links.simulated import single_link
 from laconic.links.staged import StagedLink
 from laconic.links.torch_link import CHOICES, Choice
@@ -277,8 +277,8 @@ def _meet(
         on_error.callback(world.close)
     shards = [p for p in (*params, *model.parameters()) if is_sharded(p)]
     layout = layout_of(world, nprocs_per_node, mesh, shards)
-    inside = inside_of(world, device, timeout) if given is None else None
-    sets = sets_of(world, layout, group_size, sharded, inside)
+    at = world, layout, group_size, sharded, device
+    sets = sets_of(*at, timeout if given is None else None)
     for other in sets.values():
         if other is not world:
             on_error.callback(other.close)
