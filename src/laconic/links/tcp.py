@@ -33,8 +33,7 @@ class TcpLink(Collectives):
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, timeout: timedelta) -> TcpLink:
-        """A link over the ranks of ``group``, of whose store they need nothing once this returns.
-        Every rank must call it."""
+        """A link over the ranks of ``group``, which meet at its store. Every rank must call it."""
         ranks, seconds = range(group.size()), timeout.total_seconds()
         wire = Wire(group.rank(), None, seconds, ranks)
         try:
