@@ -129,9 +129,7 @@ class Own(StagedLink):
 made: list[Own] = []
 
 
-def own_over(
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, *, owned: bool = False
-) -> Own:
+def own_over(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Own:
     made.append(Own(TcpLink.over(group, timeout), device))
     return made[-1]
 

@@ -28,29 +28,20 @@ from laconic.tensors import mean_in_rank_order, state_dtype
 
 class NcclLink(OnDevice):
     """Collectives on CUDA tensors over a process ``group``, and on CPU tensors over ``link``, of
-    the same ranks. Made by `over`; ``owned``: `close` destroys the group."""
+    the same ranks. Made by `over`; `close` destroys the group."""
 
     queues = True
     overlapping = None
 
-    def __init__(
-        self, link: TcpLink, device: torch.device, group: dist.ProcessGroup, owned: bool
-    ) -> None:
+    def __init__(self, link: TcpLink, device: torch.device, group: dist.ProcessGroup) -> None:
         super().__init__(link, device)
         self.group, self.scratch = group, Scratch()
-        self._tcp, self._owned = link, owned
+        self._tcp, self._closed = link, False
 
     @classmethod
-    def over(
-        cls,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        timeout: timedelta,
-        *,
-        owned: bool = False,
-    ) -> NcclLink:
+    def over(cls, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> NcclLink:
         """A link over the ranks of ``group``. Every rank must call it."""
-        return cls(TcpLink.over(group, timeout), device, group, owned)
+        return cls(TcpLink.over(group, timeout), device, group)
 
     @property
     def awaited(self) -> AsyncLink:
@@ -60,7 +51,7 @@ class NcclLink(OnDevice):
         everywhere = [[dist.get_global_rank(self.group, r) for r in ranks] for ranks in sets]
         link = self._tcp.split(sets)
         group = own_group(everywhere, timedelta(seconds=link.wire.timeout))
-        return NcclLink(link, self.device, group, owned=True)
+        return NcclLink(link, self.device, group)
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         return self._tcp.begin_call(call, wait=True)
@@ -70,8 +61,8 @@ class NcclLink(OnDevice):
 
     def close(self) -> None:
         self.link.close()
-        if self._owned:
-            self._owned = False
+        if not self._closed:
+            self._closed = True
             dist.destroy_process_group(self.group)
             del self.group  # torch closes its connections once nobody holds it
 
@@ -150,20 +141,18 @@ class _AsyncNccl:
         room = self._link.scratch.take(x.numel() * len(source), x.dtype, x.device)
         pieces = list(room.view(-1, x.numel()).unbind())
         assert len({*to}) == len(to) and len({*source}) == len(source), "one message each"
-        self._run_batch(dict(zip(source, pieces, strict=True)), dict.fromkeys(to, x))
-        return pieces
-
-    def _run_batch(self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> None:
-        """All messages at once, by rank: NCCL ends a receive before it begins a send that was not
-        grouped with it, and two ranks that exchange would each wait for the other."""
+        group = self._link.group
         ops = [
-            dist.P2POp(op, x, dist.get_global_rank(self._link.group, r), self._link.group)
-            for op, messages in ((dist.irecv, receives), (dist.isend, sends))
-            for r, x in messages.items()
+            dist.P2POp(dist.irecv, piece, dist.get_global_rank(group, r), group)
+            for r, piece in zip(source, pieces, strict=True)
         ]
+        ops += [dist.P2POp(dist.isend, x, dist.get_global_rank(group, r), group) for r in to]
+        # all at once: NCCL ends a receive before it begins a send that was not grouped with it, and
+        # two ranks that exchange would each wait for the other
         with self._link.blaming():
             for work in dist.batch_isend_irecv(ops) if ops else []:
                 work.wait()
+        return pieces
 
     async def gather(self, x: Tensor) -> Tensor:
         rows = [torch.empty_like(x) for _ in range(self.size)]

@@ -75,7 +75,7 @@ def world_link(device: torch.device, timeout: timedelta, choice: Choice = "auto"
     places = Rendezvous.of(group).exchange(place, timeout.total_seconds())
     on_one_host = "" not in places and len({*places}) == group.size()
     if backend is not None and (choice == backend or on_one_host):
-        return OWN[backend](dist.new_group(timeout=timeout), device, timeout, owned=True)
+        return OWN[backend](dist.new_group(timeout=timeout), device, timeout)
     return TorchLink(group, device, timeout)
 
 
@@ -93,4 +93,4 @@ def inner_link(layout: Sequence[Sequence[int]], device: torch.device, timeout: t
     ``layout``: the ranks of each worker. Every rank must call it."""
     backend = own_backend(device)
     assert backend is not None, "the process group has that back end"
-    return OWN[backend](own_group(layout, timeout), device, timeout, owned=True)
+    return OWN[backend](own_group(layout, timeout), device, timeout)

@@ -63,14 +63,13 @@ class StalledError(LostError):
 
 
 class ChangedError(LinkError):
-    """A message from ``rank``, named ``name`` in errors, was changed in transit."""
+    """A message from the rank that is named ``name`` in errors was changed in transit."""
 
-    def __init__(self, rank: int, name: int) -> None:
+    def __init__(self, name: int) -> None:
         super().__init__(
             f"a message from rank {name} was changed in transit: its checksum is wrong. A network "
             "interface, a router or memory is faulty, or somebody alters packets"
         )
-        self.rank = rank
 
 
 class Transfer:
@@ -196,7 +195,7 @@ class Transfer:
         rank, message = self._traffic.ranks[index], self._traffic.messages[index]
         name = self.names[rank]
         if outcome == frames.CHANGED:
-            return partial(ChangedError, rank, name)
+            return partial(ChangedError, name)
         if outcome == frames.OTHER:
             serial, call_id, size, _ = frames.FIELDS.unpack_from(message.got)
             return partial(OtherCallError, rank, name, (serial, call_id), size, message.size)
