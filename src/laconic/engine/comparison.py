@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from hashlib import blake2b
 
 import torch
@@ -75,32 +74,31 @@ def held_by_all(
 
 
 class NonfiniteCheck:
-    """Raises a `NotFiniteError` on all ranks of a worker, if any had one. ``worker``: the link to
-    them."""
+    """Raises a `NotFiniteError` on all ranks of a worker, its ``shards``, if any had one."""
 
-    def __init__(self, comm: CommThread) -> None:
+    def __init__(self, shards: Link, comm: CommThread) -> None:
+        self._shards = shards
         self._comm = comm
         self._error: NotFiniteError | None = None
 
-    def report(self, error: NotFiniteError, worker: Link) -> None:
-        """Raise ``error``, or keep it for `check` if there are other ranks. Runs in the
+    def report(self, error: NotFiniteError) -> None:
+        """Raise ``error``, or keep it for `check` if there are other shards. Runs in the
         communication thread."""
-        if worker.size == 1:
+        if self._shards.size == 1:
             raise error
         self._error = self._error or error
 
-    def check(self, exchange: Exchange, worker: Link, label: str) -> Pending[None]:
-        """Behind all messages of a round, compare the ranks. The result raises if any had an
+    def check(self, exchange: Exchange, label: str) -> Pending[None]:
+        """Behind all messages of a round, compare the shards. The result raises if any shard had an
         error."""
-        needed = worker.size > 1 and exchange.slots
-        compare = partial(self._compare, worker)
-        return self._comm.submit(compare, label) if needed else Pending.of(None)
+        needed = self._shards.size > 1 and exchange.slots
+        return self._comm.submit(self._compare, label) if needed else Pending.of(None)
 
-    def _compare(self, worker: Link) -> None:
-        failed = worker.gather(torch.tensor([float(self._error is not None)]))
+    def _compare(self) -> None:
+        failed = self._shards.gather(torch.tensor([float(self._error is not None)]))
         error, self._error = self._error, None
         if bool(failed.any()):
-            raise error or NotFiniteError("what another rank of this worker sends is not finite")
+            raise error or NotFiniteError("another shard of this worker's model was not finite")
 
 
 def fingerprint(params: Sequence[Tensor], device: torch.device) -> Tensor:

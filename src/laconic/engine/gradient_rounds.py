@@ -172,6 +172,11 @@ class GradientRunner:
         channels = self.set.of_param.get(id(p))
         if channels is None:  # it left the optimizer: `_begin` has noticed
             return
+        if id(p) not in channels[0].missing:
+            raise RuntimeError(
+                "a parameter's gradient arrived twice in one backward pass, and may have been sent "
+                f"before: {REENTRANT}"
+            )
         self._follow_stream()
         for channel in channels:
             channel.missing.remove(id(p))
@@ -227,7 +232,7 @@ class GradientRunner:
                 flat.copy_(arrival.flat)
         except NotFiniteError as error:
             if self._scaler is None:
-                self._session.nonfinite.report(error, self._session.links["shards"])
+                self._session.nonfinite.report(error)
             flat.fill_(math.nan)
 
     def _end(self) -> None:

@@ -51,8 +51,6 @@ class Messenger:
         self._link = link
         self._replica = replica
         self._session, self._scores = session, scores
-        self.worker = replica if replica.size > 1 else session.links["shards"]
-        """The link to all ranks of this worker."""
 
     def clock(self, bucket: Bucket, step: int, executed: int, present: tuple[int, int]) -> Clock:
         """What the update and the exchange know at ``step``, after ``executed`` rounds.
@@ -117,6 +115,7 @@ class Messenger:
         if channel.exchange.score_window and replica.size > 1:
             ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
             clock = replace(clock, score=of_worker(ranks))
+        error: NotFiniteError | None = None
         try:
             with channel.states() as (state, exchange_state):
                 combine = partial(combined, update, state=state, names=names, clock=slice_clock)
@@ -124,9 +123,15 @@ class Messenger:
                 result = await channel.exchange.run(link, part, combine, now, exchange_state)
             if elastic:
                 result = result._replace(present=(clock.workers, clock.worker))
-        except NotFiniteError as error:
-            self._session.nonfinite.report(error, self.worker)
-            result = Arrival(part)
+        except NotFiniteError as raised:
+            error = raised
+        if replica.size > 1 and channel.exchange.slots:  # the worker's other ranks must learn of it
+            failed = replica.gather(torch.tensor([float(error is not None)]))
+            if bool(failed.any()) and error is None:
+                error = NotFiniteError("what other ranks of this worker carry is not finite")
+        if error is not None:
+            self._session.nonfinite.report(error)
+            return Arrival(message)
         if replica.size > 1:
             replica.all_gather(result.flat, message)
             return result._replace(flat=message, lent=False)

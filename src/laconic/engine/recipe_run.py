@@ -221,8 +221,7 @@ class RecipeRun:
         for gradients in self.gradients:
             if gradients.round.when(step):
                 label = f"{gradients.round.name} of step {step}"
-                shards = self.session.links["shards"]
-                self.session.nonfinite.check(gradients.exchange, shards, label).wait()
+                self.session.nonfinite.check(gradients.exchange, label).wait()
 
     def averages_gradients(self, step: int) -> bool:
         """Whether gradients are averaged in that step."""

@@ -160,7 +160,7 @@ class Session:
             at = self.elastic.threaded, device, self.world.check, self.elastic.unit
             self.comm = CommThread(*at, interrupt=self.elastic.interrupt)
             self.elastic.wake = self.comm.poke
-        self.nonfinite = NonfiniteCheck(self.comm)
+        self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
         self.recorder = Recorder()
         self.scratch: defaultdict[int, Scratch] = defaultdict(Scratch)
         """Memory for the messages of parameter rounds, by number: see `memory`."""
