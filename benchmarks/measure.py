@@ -288,7 +288,7 @@ def slow() -> None:
 def own_link() -> TcpLink:
     """Return a link of its own over all ranks."""
     group = dist.new_group()
-    return TcpLink.over(group, torch.device("cpu"), timedelta(seconds=60))
+    return TcpLink.over(group, timedelta(seconds=60))
 
 
 def from_common_start(job: Callable[[], object]) -> float:

@@ -40,10 +40,10 @@ from laconic.engine.model_checks import check_devices, check_tensors, check_unwr
 from laconic.engine.session import Buffers, Sets, Settings
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check_int
-from laconic.links import Link, job_secret, rendezvous, slurm, tls
+from laconic.links import Link, job_secret, rendezvous, tls
 from laconic.links.agreement import on_all_ranks
-from laconic.links.attempts import open_store
-from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
+from laconic.links.attempts import check_launcher, open_store
+from laconic.links.rank_sets import agreed_link, layout_of, refused_by_all, sets_of
 from laconic.links.simulated import single_link
 from laconic.links.staged import StagedLink
 from laconic.links.torch_link import CHOICES, Choice
@@ -57,18 +57,17 @@ if TYPE_CHECKING:
 
 
 def init() -> None:
-    """Set up torch's process group from torchrun's environment variables, or from those of Slurm's
-    ``srun``, or for one process without them.
+    """Set up torch's process group from torchrun's environment variables, or for one process
+    without them.
 
-    Does nothing if a process group exists already. Under ``srun`` it sets torchrun's variables
-    (RANK, LOCAL_RANK and others). Uses NCCL where CUDA is available, gloo elsewhere. Selects GPU
-    LOCAL_RANK, or GPU 0 if the process sees only one (CUDA_VISIBLE_DEVICES). When torchrun restarts
-    the ranks after a failure (``--max-restarts``), they rendezvous again: keys left in the store by
-    an earlier attempt are ignored. From then on the other ranks notice when this process ends, and
-    their `attach` names it.
+    Does nothing if a process group exists already. Uses NCCL where CUDA is available, gloo
+    elsewhere. Selects GPU LOCAL_RANK, or GPU 0 if the process sees only one (CUDA_VISIBLE_DEVICES).
+    When torchrun restarts the ranks after a failure (``--max-restarts``), they rendezvous again:
+    keys left in the store by an earlier attempt are ignored. From then on the other ranks notice
+    when this process ends, and their `attach` names it.
 
-    Raises ``ValueError`` if there are fewer GPUs than ranks on this host, or if one of Slurm's
-    variables is missing.
+    Raises ``ValueError`` if there are fewer GPUs than ranks on this host, or if Slurm's ``srun``
+    has started several processes and nothing has set torchrun's variables.
 
     Examples:
         >>> laconic.init()
@@ -77,7 +76,7 @@ def init() -> None:
     """
     if dist.is_initialized():
         return
-    os.environ.update(slurm.torchrun_variables(os.environ))
+    check_launcher(os.environ)
     if os.environ.get("WORLD_SIZE", "1") == "1" or tls.TRANSPORT in os.environ:
         tls.contexts(), job_secret.read()  # `attach` raises it on all ranks, but gloo comes first
     backend = select_own()
@@ -275,8 +274,8 @@ def _meet(
         on_error.callback(world.close)
     shards = [p for p in (*params, *model.parameters()) if is_sharded(p)]
     layout = layout_of(world, nprocs_per_node, mesh, shards)
-    inside = inside_of(world, device, timeout) if given is None else None
-    sets = sets_of(world, layout, group_size, sharded, inside)
+    at = world, layout, group_size, sharded, device
+    sets = sets_of(*at, timeout if given is None else None)
     for other in sets.values():
         if other is not world:
             on_error.callback(other.close)

@@ -71,7 +71,7 @@ def test_the_lab_and_connections_of_this_host(
     monkeypatch.setattr(host_checks, "Cluster", refuse)
     (warning,) = (f for f in host_checks.lab() if f.level == "warning")
     assert warning.text == "no network namespaces: not here" and "root" in warning.remedy
-    names = ("LACONIC_TLS", "LACONIC_SECRET_FILE", "LACONIC_CONGESTION")
+    names = ("LACONIC_TLS", "LACONIC_SECRET_FILE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     assert "can take a worker's place" in texts(host_checks.connections(), "ok")

@@ -130,10 +130,8 @@ class Own(StagedLink):
 made: list[Own] = []
 
 
-def own_over(
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, *, owned: bool = False
-) -> Own:
-    made.append(Own(TcpLink.over(group, torch.device("cpu"), timeout), device))
+def own_over(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Own:
+    made.append(Own(TcpLink.over(group, timeout), device))
     return made[-1]
 
 

@@ -18,33 +18,35 @@ from laconic.links.wire import Transfer
 class Forbidden:
     """A connection of a process that may not choose, as root in a container."""
 
-    def setsockopt(self, *arguments: object) -> None:
+    def __init__(self) -> None:
+        self.tried: list[str] = []
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        self.tried.append(value.decode())
         raise PermissionError(1, "Operation not permitted")
 
-    def getsockopt(self, *arguments: object) -> bytes:
-        return bytes(68) + (100_000).to_bytes(4, "little")
+    def fileno(self) -> int:
+        return -1
 
 
 def test_which_is_used_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long round trips have their own. Where it cannot be set the system's is used, unless somebody
-    has asked for it."""
+    """Long round trips have their own. Where it cannot be set the system's is used."""
+    microseconds = [100_000]
+    monkeypatch.setattr(congestion, "tcp_info", lambda fd, layout: microseconds)
     name = next(iter(congestion.available()), "")  # none but on Linux
-    monkeypatch.setenv(congestion.VARIABLE, name)
-    with socket.socket() as connection:
+    with socket.socket() as connection, monkeypatch.context() as patched:
+        patched.setattr(congestion, "LONG", name or "bbr")
         assert congestion.choose(connection) == name
         if name:
             found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
             assert found.rstrip(b"\0").decode() == name
+        microseconds[0] = 1_000
+        assert congestion.choose(connection) == ""
+    microseconds[0] = 100_000
     monkeypatch.setattr(congestion, "available", lambda: ["bbr", "cubic"])
-    monkeypatch.setenv(congestion.VARIABLE, "system")
-    assert congestion.name_for(0.1) == ""
-    monkeypatch.delenv(congestion.VARIABLE)
-    assert congestion.name_for(0.1) == "bbr" and congestion.name_for(0.001) == ""
     forbidden: Any = Forbidden()
     assert congestion.choose(forbidden) == ""
-    monkeypatch.setenv(congestion.VARIABLE, "bbr")
-    with pytest.raises(ValueError, match="may not set it"):
-        congestion.choose(forbidden)
+    assert forbidden.tried == ["bbr"]
 
 
 class Reported:
@@ -66,7 +68,8 @@ class Reported:
 
     def anew(self, seconds: float, estimates: list[int]) -> list[int]:
         """The messages before which BBR starts anew, one for each of the ``estimates``."""
-        bbr, found = congestion.Bbr(), []
+        with socket.socket() as connection:
+            bbr, found = congestion.Bbr(connection), list[int]()
         for message, self.estimate in enumerate(estimates):
             self.set = []
             self.now += seconds
@@ -85,13 +88,11 @@ def test_bbr_starts_anew_when_its_estimate_falls_by_half(monkeypatch: pytest.Mon
 
 def test_messages_start_bbr_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the connections that use it, and that a message is sent over."""
-    monkeypatch.setattr(congestion, "name_of", lambda connection: "bbr")
-    monkeypatch.setattr(congestion, "name_for", lambda round_trip: "bbr")
     connections, called = Connections(), []
     monkeypatch.setattr(congestion.Bbr, "before_message", lambda self, fd: called.append(fd))
     pairs = [socket.socketpair() for _ in range(3)]
     for rank, (ours, _) in enumerate(pairs):
-        connections.keep(rank, ours)
+        connections.keep(rank, ours, "bbr")
     empty = torch.zeros(0)
     Transfer(connections, {0: empty, 2: empty}, {1: empty}, (1, 1), 1.0, range(3))
     assert called == [connections[0], connections[2]]

@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 import laconic as la
 from laconic.errors import LinkError
-from laconic.links.attempts import agree_on_attempt, listen_at
-from laconic.links.slurm import first_host, torchrun_variables
+from laconic.links.attempts import agree_on_attempt, check_launcher, listen_at
 
 from tests.support import gloo, launched
 
@@ -131,34 +130,15 @@ def test_the_store_listens_where_the_address_is_clear(monkeypatch: pytest.Monkey
     assert listen_at("this-host", port) is None, "other hosts have another address for it"
 
 
-TASKS = ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 STEP = {
-    **dict.fromkeys(TASKS, "4(x2),3"),
+    **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), "4(x2),3"),
     "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "2",
     "SLURM_STEP_NUM_TASKS": "11",
-    "SLURM_STEP_NODELIST": "gpu[03-04,17]",
-    "SLURM_NODEID": "2",
     "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1",
 }
 
 
-def test_the_variables_are_torchruns() -> None:
-    rank_9 = torchrun_variables(STEP)
-    assert rank_9.pop("MASTER_ADDR") == "gpu03" and rank_9.pop("MASTER_PORT") == "26711"
-    local = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
-    assert rank_9 == {"RANK": "9", "WORLD_SIZE": "11", **local}
-    assert torchrun_variables({**STEP, "SLURM_NODEID": "1"})["LOCAL_WORLD_SIZE"] == "4"
-    for hosts, first in (
-        ("10.0.0.1,10.0.0.2", "10.0.0.1"),
-        ("node[7,09-12],gpu3", "node7"),
-        ("rack[1-2]node[03-04]-ib,gpu3", "rack1node03-ib"),
-    ):
-        assert first_host(hosts) == first
-
-
-def test_without_ranks_of_slurms_there_are_none() -> None:
+def test_tasks_of_srun_do_not_train_one_by_one() -> None:
     for environ in (
         {},
         {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # the batch script
@@ -166,22 +146,9 @@ def test_without_ranks_of_slurms_there_are_none() -> None:
         {**STEP, "RANK": "0", "WORLD_SIZE": "2"},  # torchrun's
         {**STEP, "SLURM_TASKS_PER_NODE": "1"},  # a batch script that a step has submitted
     ):
-        assert torchrun_variables(environ) == {}
-
-
-def test_mistakes_name_the_variable() -> None:
-    for change, said in (
-        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST has no host in it: ''"),
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is no number: 'x'"),
-        (dict.fromkeys(TASKS, "4(y2)"), "SLURM_STEP_TASKS_PER_NODE cannot be read"),
-        ({"SLURM_DISTRIBUTION": "arbitrary"}, "set MASTER_ADDR to the host of task 0"),
-        ({"SLURM_NODEID": "3"}, r"has no host number 3 \(SLURM_NODEID\)"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            torchrun_variables({**STEP, **change})
-    lacking = {name: value for name, value in STEP.items() if name != "SLURM_STEP_NODELIST"}
-    with pytest.raises(ValueError, match="srun has not set SLURM_STEP_NODELIST: set RANK and"):
-        torchrun_variables(lacking)
+        check_launcher(environ)
+    with pytest.raises(ValueError, match="srun has started 11 tasks, and RANK is not set: start o"):
+        check_launcher(STEP)
 
 
 def init_again(pipe: object) -> list[object]:
@@ -193,10 +160,5 @@ def init_again(pipe: object) -> list[object]:
 
 
 def test_a_process_may_init_again() -> None:
-    """By torchrun, by itself, or by srun."""
+    """By torchrun, or by itself."""
     assert launched.results([*launched.of_torchrun(1), {}], init_again) == [[0, 1]] * 2
-    step = {**STEP, "SLURM_STEP_NUM_TASKS": "3", **dict.fromkeys(TASKS, "2,1")}
-    step |= {"SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
-    names = "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"
-    ranks = [step | dict(zip(names, place, strict=True)) for place in ("000", "101", "210")]
-    assert launched.results(ranks, init_again) == [[0, 3], [1, 3], [2, 3]]

@@ -6,18 +6,20 @@ from __future__ import annotations
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 import laconic as la
 from laconic.links import job_secret
 from laconic.links.call_guard import CallGuard
-from laconic.links.texts import exchange_texts
+from laconic.links.rendezvous import Rendezvous
+from laconic.links.wire import Wire
 
 from tests.elastic.test_coordinator import attached
 from tests.links.test_secured import Between
@@ -57,33 +59,26 @@ def test_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_derive_a_links_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one for each link, and it is not sent. Without a file, rank 0 draws it."""
-    own, barrier, rows = threading.local(), threading.Barrier(2), dict[int, Tensor]()
+    """Another one for each link, and it is not sent. Without a file, it comes from one that a rank
+    has put into the store."""
+    own = threading.local()
     monkeypatch.setattr(job_secret, "read", lambda: own.secret)
-    sent: list[bytes] = []
 
-    def meet(rank: int, secret: bytes | None) -> bytes:
+    def meet(rank: int, secret: bytes | None, store: Any) -> bytes:
         own.secret = secret
-
-        def gather(x: Tensor) -> Tensor:
-            rows[rank] = x
-            sent.append(bytes(x.to(torch.uint8).tolist()))
-            barrier.wait(60)
-            stacked = torch.stack([rows[0], rows[1]])
-            barrier.wait(60)
-            return stacked
-
-        guard = CallGuard(rank, range(2), None)
-        assert guard.meet(partial(exchange_texts, gather), f"text/{rank}") == ["text/0", "text/1"]
+        with closing(Wire(rank, "127.0.0.1", 60.0, range(2))) as wire:
+            guard = CallGuard(rank, range(2), wire, timeout=60.0)
+            texts = guard.meet(Rendezvous(store, rank, 2), f"a text/{rank}")
+        assert texts == ["a text/0", "a text/1"]
         return guard.secret
 
     secrets = set()
     with ThreadPoolExecutor(2) as pool:
         for secret in (ONE, ONE, None):
-            sent.clear()
-            (found,) = set(pool.map(meet, range(2), [secret] * 2))
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            (found,) = set(pool.map(meet, range(2), [secret] * 2, [store] * 2))
             secrets.add(found)
-            assert (found.hex().encode() in b"".join(sent)) == (secret is None)
+            assert store.check(["laconic/secret"]) == (secret is None)
     assert len(secrets) == 3
 
 
@@ -126,7 +121,7 @@ late = partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [late("LACONIC_CONGESTION", "fast"), ("LACONIC_PORTS", "many"), late("LACONIC_TLS", "yes")],
+    [("LACONIC_PORTS", "many"), late("LACONIC_TLS", "yes")],
 )
 def test_a_wrong_setting_of_one_rank(name: str, value: str) -> None:
     """Ends all ranks at once: that rank with a ValueError, the others with its text."""

@@ -218,7 +218,7 @@ def test_a_file_is_missing_or_another(
     for value, text, said in (
         ("", None, f"LACONIC_TLS=1 needs {PREFIX}{which} too: `lac"),
         (path, None, f"cannot read {named}: No such file"),
-        (path, "something else", f"{named} contains no (private key|certificate) in PEM"),
+        (path, "something else", f"{named}.* cannot be used"),
         (
             path,
             f"-----BEGIN {kind}-----\nAAAA\n-----END {kind}-----\n",
@@ -247,9 +247,9 @@ def test_files_that_do_not_go_together(
     for folder, changed, said in (
         (one, {"PKEY": jobs.other / "key.pem"}, rf"key.pem \({PREFIX}PKEY\) is not the key of the"),
         (one, {"PKEY": protected}, "is protected by a passphrase"),
-        (one, {"CA_FILE": jobs.other / "ca.pem"}, rf"cert.pem \({PREFIX}CERT\) is not signed by"),
-        (jobs.expired, {}, rf"^the certificate .*cert.pem \({PREFIX}CERT\) has expired"),
-        (jobs.expired_ca, {}, rf"^the CA's certificate .*ca.pem \({PREFIX}CA_FILE\) has expired"),
+        (one, {"CA_FILE": jobs.other / "ca.pem"}, rf"cert.pem \({PREFIX}CERT\): .*local issuer"),
+        (jobs.expired, {}, rf"^the CA .*ca.pem \({PREFIX}CA_FILE\) .*certificate has expired"),
+        (jobs.expired_ca, {}, rf"cert.pem \({PREFIX}CERT\): certificate has expired"),
     ):
         turn_on(monkeypatch, folder, **changed)
         with pytest.raises(ValueError, match=said):

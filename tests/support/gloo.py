@@ -12,10 +12,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -68,9 +70,19 @@ def link_of(ranks: int, timeout: timedelta = TIMEOUT) -> Link:
     return TorchLink(_groups[ranks], torch.device("cpu"), timeout)
 
 
-def nccl_link_of(ranks: int) -> Link:
-    """The same by the calls of torch's that NCCL takes, which gloo takes as well."""
+def nccl_link_of(ranks: int, patched: pytest.MonkeyPatch) -> Link:
+    """The same by the calls of torch's that NCCL takes, which gloo takes as well. ``patched``:
+    older versions of gloo have no mean."""
+    patched.setattr(dist, "all_reduce", partial(_averaged, dist.all_reduce, ranks))
+    patched.setattr(dist, "destroy_process_group", lambda group: None)  # others use it, too
     return NcclLink.over(_groups[ranks], torch.device("cpu"), TIMEOUT)
+
+
+def _averaged(
+    all_reduce: Callable[..., dist.Work], n: int, x: torch.Tensor, *, op: object, **options: Any
+) -> dist.Work:
+    assert op == dist.ReduceOp.AVG
+    return all_reduce(x.div_(n), **options)
 
 
 def _serve(rank: int, size: int, port: int, connection: Connection) -> None:

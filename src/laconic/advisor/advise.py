@@ -21,7 +21,7 @@ from laconic.engine.model_checks import check_unwrapped
 from laconic.errors import TIMEOUT, check_int
 from laconic.links.agreement import on_all_ranks
 from laconic.links.link import Link
-from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
+from laconic.links.rank_sets import agreed_link, layout_of, refused_by_all, sets_of
 from laconic.tensors import is_sharded
 
 
@@ -82,8 +82,8 @@ def advise(
         if link is None:
             stack.callback(world.close)
         layout = layout_of(world, nprocs_per_node, None, [])
-        inside = inside_of(world, device, timeout) if link is None else None
-        sets = sets_of(world, layout, None, False, inside)
+        at = world, layout, None, False, device
+        sets = sets_of(*at, timeout if link is None else None)
         for other in (sets["workers"], sets["replica"]):
             if other is not world:
                 stack.callback(other.close)

@@ -24,7 +24,7 @@ from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT
 from laconic.links.agreement import on_all_ranks
-from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
+from laconic.links.rank_sets import agreed_link, layout_of, refused_by_all, sets_of
 
 FIXED = {field.name for field in fields(Arguments)} - {"module"}
 """The arguments that are readable as attributes of the wrapper."""
@@ -147,7 +147,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         self.module = module
         vars(self).update({name: getattr(given, name) for name in FIXED})
         vars(self)["slowmo_num_shards"] = world.size if slowmo_memory_efficient else 1
-        sets = sets_of(world, layout, None, False, inside_of(world, device, timeout))
+        sets = sets_of(world, layout, None, False, device, timeout)
         settings = Settings(
             "average" if broadcast_buffers else "keep", lambda recipe: recipe, hooked=False
         )

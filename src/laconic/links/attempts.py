@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +20,24 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 from torch.distributed.rendezvous import rendezvous
 
 from laconic.errors import LinkError
-from laconic.links.sockets import watch
+from laconic.links.addresses import listening
 
 POLL = 0.02
 """Seconds between rank 0's looks for ranks that are missing."""
+
+
+def check_launcher(environ: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` if ``srun`` has started this process as one of several, and nothing has
+    set torchrun's variables: each would train by itself."""
+    step = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    # a batch script that a step has submitted inherits the step's variables, beside its own
+    inherited = environ.get("SLURM_TASKS_PER_NODE", step) != step
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" not in environ and tasks != "1" and not inherited:
+        raise ValueError(
+            f"srun has started {tasks} tasks, and RANK is not set: start one task per node, which "
+            "runs torchrun, or set torchrun's variables from Slurm's (docs/launch.md has both)"
+        )
 
 
 def open_store() -> tuple[Store, int, int]:
@@ -45,10 +60,10 @@ def _own_store() -> Store | None:
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         size = int(os.environ["WORLD_SIZE"])
-        listening = listen_at(host, port)
+        server = listen_at(host, port)
     except (KeyError, OSError, ValueError):
         return None
-    return None if listening is None else serve(listening, host, port, size)
+    return None if server is None else serve(server, host, port, size)
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
@@ -57,10 +72,8 @@ def listen_at(host: str, port: int) -> socket.socket | None:
     is no address of this host (a NAT's), or the port is in use, as by an earlier process group."""
     if not port or not host or is_here_only(host):
         return None
-    family, _, _, _, at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    server = socket.create_server(at[:2], family=family, backlog=socket.SOMAXCONN)
-    watch(server)
-    return server
+    address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    return listening(address, port)
 
 
 def is_here_only(host: str) -> bool:
@@ -72,10 +85,10 @@ def is_here_only(host: str) -> bool:
 
 
 def serve(
-    listening: socket.socket, host: str, port: int, size: int | None, *, wait: bool = True
+    server: socket.socket, host: str, port: int, size: int | None, *, wait: bool = True
 ) -> Store:
-    """torch's store, which accepts connections of ``listening``. ``wait``: for ``size`` ranks."""
-    descriptor = listening.detach()
+    """torch's store, which accepts connections of ``server``. ``wait``: for ``size`` ranks."""
+    descriptor = server.detach()
 
     def store(**more: Any) -> Store:
         return dist.TCPStore(  # type: ignore[attr-defined]

@@ -7,23 +7,17 @@ others before it raises, so all ranks raise the same `LinkError`, which names th
 
 from __future__ import annotations
 
-import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-import torch
-
 from laconic.errors import TIMEOUT, LinkError
 from laconic.links import health, job_secret, long_wait
 from laconic.links.calls import FINISH, SAME_CALLS, Call, CallPosition
-from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import Answer, LinkRecord, Unreachable, Verdict
 from laconic.links.long_wait import LongWait
-from laconic.links.rendezvous import ADVICE
-from laconic.links.texts import ExchangeTexts, Gather
+from laconic.links.rendezvous import ADVICE, Rendezvous
 from laconic.links.wire import ChangedError, LostError, OtherCallError, StalledError, Wire
 
 PEERS_SECONDS = 0.5
@@ -33,12 +27,6 @@ ASK_SECONDS = 3.0
 
 NO_ANSWER = "silent", "unreachable"
 """The kinds of `Answer.missing` of a rank whose process may live."""
-
-SWALLOWED = (
-    "all connections are open and small messages pass, but no large one arrives: a part of the "
-    "path may drop full packets, since its MTU is smaller than this host's. `laconic doctor` tests "
-    "that between hosts; a smaller MTU of the network interfaces avoids it"
-)
 
 ENDED = (
     "all processes live, and a connection between two of them has ended, as where a firewall or "
@@ -54,16 +42,15 @@ class CallGuard:
     """Guards the calls of one link. Links that were split from one share its ``record``.
 
     ``rank``: this rank's place in the link; ``ranks``: the world ranks of the link's members, for
-    messages. ``transport``: the link's connections, None where they cannot be seen (NCCL).
-    ``timeout``: how many seconds the link waits for a message, for the log. A guard can say who is
-    lost once `meet` has returned.
+    messages. ``transport``: the link's connections. ``timeout``: how many seconds the link waits
+    for a message, for the log. A guard can say who is lost once `meet` has returned.
     """
 
     def __init__(
         self,
         rank: int,
         ranks: Sequence[int],
-        transport: Wire | None,
+        transport: Wire,
         record: LinkRecord | None = None,
         *,
         timeout: float = TIMEOUT,
@@ -71,7 +58,7 @@ class CallGuard:
         self.rank, self.ranks, self.size = rank, list(ranks), len(ranks)
         self._transport, self._timeout = transport, timeout
         self._record = record or LinkRecord()
-        self._beacon, self._process = health.beacon(), os.getpid()
+        self._beacon = health.beacon()
         self._addresses: list[str] = []
         self._closed: set[int] = set()
         """The ranks that live, and whose connections are closed."""
@@ -86,27 +73,18 @@ class CallGuard:
         assert self._record.secret is not None, "the ranks have met"
         return self._record.secret
 
-    def meet(self, exchange: ExchangeTexts, text: str) -> list[str]:
-        """Exchange the addresses of the beacons, and adopt rank 0's secret; or, where all ranks
-        have one already, derive this link's from it and rank 0's salt. Returns every rank's
-        ``text``, by rank. All ranks must call it."""
+    def meet(self, rendezvous: Rendezvous, text: str) -> list[str]:
+        """Exchange the addresses of the beacons, and derive the link's secret from that of the
+        ``rendezvous``. Returns every rank's ``text``, by rank. All ranks must call it."""
         address = self._beacon.enroll()
         self._record = self._beacon.links[health.key_of(address)]
-        own = "/".join([address, secrets.token_hex(SECRET_BYTES), text])
-        try:
-            received = [said.split("/", 2) for said in exchange(own)]
-        except LinkError:
-            raise
-        except RuntimeError as error:
-            self.lost(error)
-        secret, shared = bytes.fromhex(received[0][1]), job_secret.read()
-        if shared is not None:
-            secret = job_secret.derive(shared, "link", salt=secret)
-        self._addresses = [said[0] for said in received]
-        self._record.secret = secret
-        return [said[2] for said in received]
+        received = rendezvous.exchange(f"{address}/{text}", self._timeout)
+        self._addresses = [said.partition("/")[0] for said in received]
+        salt = self._addresses[0].encode()  # it has a random key
+        self._record.secret = job_secret.derive(rendezvous.secret, "link", salt=salt)
+        return [said.partition("/")[2] for said in received]
 
-    def split(self, members: Sequence[int], transport: Wire | None) -> CallGuard:
+    def split(self, members: Sequence[int], transport: Wire) -> CallGuard:
         """The guard of a link of some ``members`` of this one, this rank included."""
         ranks = [self.ranks[r] for r in members]
         at = members.index(self.rank), ranks, transport, self._record
@@ -144,18 +122,6 @@ class CallGuard:
         self._raise_verdict()
         self._record.begin(call)
 
-    def compare(self, call: Call, gather: Gather) -> None:
-        """Raise if not all ranks of the link have begun ``call``. All of them must call it."""
-        ids = gather(torch.tensor([call.id])).flatten().tolist()
-        other = [r for r, number in enumerate(ids) if number != call.id]
-        if other:
-            answers = self._ask(ranks=other)
-            positions = dict.fromkeys(range(self.size), self.position)
-            positions.update(
-                {r: self._position(answers.get(r), self.position.serial) for r in other}
-            )
-            self._refuse(positions)
-
     def leave(self, broken: bool) -> None:
         """This rank makes no more calls, and, if ``broken``, does not complete the last one."""
         self._record.position = self.position._replace(left=True, broken=broken)
@@ -170,8 +136,7 @@ class CallGuard:
         """Raise if another rank is known not to come to the current call, and log which ranks this
         one has waited for long. Called by a thread that waits, about once a second. ``progress``:
         changes whenever something has come over the link."""
-        if os.getpid() != self._process:
-            raise LinkError("a forked process cannot use its parent's link: start it with spawn")
+        self._transport.connections.check_fork()
         try:
             self._raise_verdict()
             long = self._wait.due((self.position.serial, progress), time.monotonic())
@@ -180,22 +145,22 @@ class CallGuard:
                 if long:
                     self._report(long, answers)
         except LinkError:
-            self._shutdown()  # for the thread that waits for messages
+            self._transport.shutdown()  # for the thread that waits for messages
             raise
 
     def check_peers(self, last: float) -> None:
         """Raise if another rank is lost. Called between two calls; ``last``: when
         (`time.perf_counter`) the last collective was complete. Cheap where all is well."""
         now = time.perf_counter()
-        if self._transport is None or now - max(self._peers_checked, last) < PEERS_SECONDS:
+        if now - max(self._peers_checked, last) < PEERS_SECONDS:
             return
         self._peers_checked, status = now, self._beacon.status
         try:
             self._raise_verdict()
-            self._check_connections(self._transport)
+            self._check_connections()
         except LinkError as error:
             at = f"{status}, between rounds (the last one: {self.position})"
-            self._shutdown()
+            self._transport.shutdown()
             raise LinkError(f"{at}: {error}", ranks=error.ranks) from None
 
     def _should_ask(self) -> bool:
@@ -236,8 +201,6 @@ class CallGuard:
         self._raise_verdict()
         positions = {r: a.position for r, a in answers.items() if a.position is not None}
         self._check_positions({**positions, self.rank: self.position})
-        if self._transport is None:
-            return answers  # NCCL finds lost ranks by itself, and its connections cannot be seen
         # where a process has ended, the wait for its message ends by itself
         heard = self._transport.connections.heard
         if lost := self._unreachable.lost(answers, time.monotonic(), heard):
@@ -245,9 +208,9 @@ class CallGuard:
             self._blame(answers, f"nothing came from it for {seconds:g} s", only=lost)
         return answers
 
-    def _check_connections(self, transport: Wire) -> None:
+    def _check_connections(self) -> None:
         """Raise if a connection is closed that should be open."""
-        ended = transport.closed()
+        ended = self._transport.closed()
         closed = {r: e for r, e in ended.items() if r not in self._closed}
         finished = self.position.call is not None and self.position.call.name == FINISH
         if not closed or finished:
@@ -325,7 +288,7 @@ class CallGuard:
         self.status("stopped")
         lost = {r for r, answer in (answers or {}).items() if answer.lost}
         self._ask(self._record.verdict, [r for r in range(self.size) if r not in lost])
-        self._shutdown()  # no message will come; this wakes a thread that waits for one
+        self._transport.shutdown()  # no message will come; this wakes a thread that waits for one
         self._raise_verdict()
         raise AssertionError("there is a verdict")
 
@@ -349,7 +312,7 @@ class CallGuard:
         mine = self.position.serial
         silent = list(only) or [r for r, a in answers.items() if a.missing in NO_ANSWER]
         gone = [r for r, a in answers.items() if a.missing == "gone"]
-        cut = self._transport is not None and bool(self._transport.closed())
+        cut = bool(self._transport.closed())
         behind = [  # and can still come
             r for r, a in answers.items() if not cut and a.position and a.position.serial < mine
         ]
@@ -357,8 +320,8 @@ class CallGuard:
         parts = [self._describe(r, answers[r]) for r in silent + gone or behind or answers]
         if len(silent) == self.size - 1 > 1:
             parts.append("all others at once: this rank's own network may be down")
-        if answers and not blamed and self._transport is not None:
-            parts.append(ENDED if cut else SWALLOWED)
+        if cut and answers and not blamed:
+            parts.append(ENDED)
         who = "; ".join(parts) or "a rank was lost before the ranks had met"
         text = f"{who}. {ADVICE}. ({reason})"
         self.conclude(text, [self.ranks[r] for r in blamed], answers)
@@ -366,7 +329,3 @@ class CallGuard:
     def _describe(self, rank: int, answer: Answer) -> str:
         """What is known of a rank."""
         return f"rank {self.ranks[rank]} {'' if answer.lost else 'is '}{answer.status}"
-
-    def _shutdown(self) -> None:
-        if self._transport is not None:
-            self._transport.shutdown()

@@ -171,10 +171,13 @@ class CommThread:
         self._checking: Pending[None] | None = None
         """The latest check of the other ranks."""
 
-    def _do(self, preface: Callable[[], object] | None, job: Callable[[], T]) -> T:
-        if self.around is None:
-            return run_here(preface, job)
-        return self.around(partial(run_here, preface, job))
+    def _whole(self, job: Callable[[], T]) -> Callable[[], T]:
+        """``job``, after what `before_next` was given."""
+        preface, self._preface = self._preface, None
+        return partial(run_here, preface, job)
+
+    def _do(self, whole: Callable[[], T]) -> T:
+        return whole() if self.around is None else self.around(whole)
 
     def before_next(self, preface: Callable[[], object]) -> None:
         """Run ``preface`` right before the next job, as a part of it."""
@@ -190,8 +193,7 @@ class CommThread:
             raise self._error
         start = time.perf_counter()
         try:
-            preface, self._preface = self._preface, None
-            result: T = _labeled(partial(self._do, preface, job), label)
+            result: T = _labeled(partial(self._do, self._whole(job)), label)
             return result
         except BaseException as error:
             self._error = error
@@ -226,10 +228,10 @@ class CommThread:
         job that failed no other runs, as the ranks would no longer be in step: it gets the same
         error."""
         pending: Pending[T] = Pending(self, label)
-        preface, self._preface = self._preface, None
+        whole = self._whole(job)
         if not self.threaded:
             if self._error is None:
-                pending.run(partial(_labeled, partial(self._do, preface, job), label))
+                pending.run(partial(_labeled, partial(self._do, whole), label))
                 self._error = pending.error if isinstance(pending.error, Exception) else None
             else:
                 pending.fail(self._error)
@@ -243,18 +245,12 @@ class CommThread:
         self._waiting.append(pending)
         stream = self.current_stream()
         now = None if stream is None else stream.record_event()
-        self._jobs.put(partial(self._run, pending, job, preface, now))
+        self._jobs.put(partial(self._run, pending, whole, now))
         return pending
 
-    def _run(
-        self,
-        pending: Pending[T],
-        job: Callable[[], T],
-        preface: Callable[[], object] | None,
-        after: Event | None,
-    ) -> None:
-        """Run ``job`` in this thread, unless one before it failed; on an accelerator, once the
-        event ``after`` has happened."""
+    def _run(self, pending: Pending[T], whole: Callable[[], T], after: Event | None) -> None:
+        """Run a ``whole`` job in this thread, unless one before it failed; on an accelerator, once
+        the event ``after`` has happened."""
         self._waiting.popleft()
         if self._error is not None:
             pending.fail(self._error)
@@ -262,7 +258,7 @@ class CommThread:
         start = time.thread_time()
         try:
             with self._on_stream(after), torch.inference_mode(False), torch.no_grad():
-                result = self._do(preface, job)
+                result = self._do(whole)
                 self.processor_seconds += time.thread_time() - start
                 pending.complete(result, self._stream)
                 self._settle()  # what the job holds is freed when this returns

@@ -28,9 +28,7 @@ from pathlib import Path
 
 from laconic.links.sockets import borrowed, tcp_info
 
-VARIABLE = "LACONIC_CONGESTION"
-"""The environment variable that selects a congestion control; ``system`` keeps the system's."""
-SYSTEM, LONG = "system", "bbr"
+LONG = "bbr"
 LONG_SECONDS = 0.005
 """The least round trip with which `LONG` is used."""
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
@@ -43,7 +41,7 @@ _ANEW = "reno"
 _STATE, _OPEN = struct.Struct("=xB"), 0  # struct tcp_info up to tcpi_ca_state; no packet is lost
 _CC_INFO, _ESTIMATE = 26, struct.Struct("=Q")  # TCP_CC_INFO; struct tcp_bbr_info up to bbr_bw_hi
 _RTT = struct.Struct("=68xI")  # struct tcp_info up to tcpi_rtt, in microseconds
-_OPTION = getattr(socket, "TCP_CONGESTION", None)  # not on every system
+_OPTION = getattr(socket, "TCP_CONGESTION", 13)  # used where names are available: on Linux
 
 
 def available() -> Sequence[str]:
@@ -55,58 +53,17 @@ def available() -> Sequence[str]:
     return sorted(names)
 
 
-def chosen() -> str:
-    """What `VARIABLE` names; the empty string where it is not set. Raises ``ValueError``."""
-    name = os.environ.get(VARIABLE, "").strip()
-    if name and name != SYSTEM and name not in available():
-        choices = ", ".join([SYSTEM, *available()])
-        raise ValueError(f"{VARIABLE} must be one of {choices}, not {name!r}")
-    return name
-
-
-def name_for(round_trip: float) -> str:
-    """The name for a connection with a ``round_trip`` in seconds; empty for the system's."""
-    name = chosen()
-    if name:
-        return "" if name == SYSTEM else name
-    return LONG if round_trip >= LONG_SECONDS and LONG in available() else ""
-
-
-def round_trip(connection: socket.socket) -> float:
-    """The round trip of an open TCP connection, in seconds; 0 where the system does not report
-    it."""
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.size)
-    except (OSError, AttributeError):  # no TCP, or not Linux
-        return 0.0
-    return float(_RTT.unpack(info)[0]) / 1e6 if len(info) == _RTT.size else 0.0
-
-
-def name_of(connection: socket.socket) -> str:
-    """The congestion control of an open TCP connection; empty if the system does not report it."""
-    if _OPTION is None:
-        return ""
-    try:
-        return connection.getsockopt(socket.IPPROTO_TCP, _OPTION, 16).rstrip(b"\0").decode()
-    except OSError:  # no TCP
-        return ""
-
-
 def choose(connection: socket.socket) -> str:
-    """Set the congestion control of an open connection; returns its name, empty if it is the
-    system's."""
-    name = name_for(round_trip(connection)) if _OPTION is not None else ""
-    if name and _OPTION is not None:
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())
-        except OSError as error:  # root in a container may set only allowed ones
-            if chosen():
-                raise ValueError(
-                    f"{VARIABLE}={name}: this process may not set it ({error}): allow it by "
-                    f"sysctl net.ipv4.tcp_allowed_congestion_control, or leave {VARIABLE} out"
-                ) from error
-            return ""
-    return name
+    """Use `LONG` for an open connection with a long round trip, if this process may. Returns its
+    name, empty if the connection keeps the system's."""
+    round_trip = tcp_info(connection.fileno(), _RTT)
+    if not round_trip or round_trip[0] / 1e6 < LONG_SECONDS or LONG not in available():
+        return ""
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, _OPTION, LONG.encode())
+    except OSError:  # root in a container may set only allowed ones
+        return ""
+    return LONG
 
 
 class Bbr:
@@ -123,20 +80,13 @@ class Bbr:
     """The share of the best estimate that counts for the next message, so that a network that has
     become slower is accepted after 35 of them."""
 
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-        self._best = 0.0
-
-    @classmethod
-    def of(cls, connection: socket.socket) -> Bbr | None:
-        """For a new ``connection``; None if `choose` has not selected BBR for it. Limits how much
-        the system takes in before it can be sent, because `Transfer.wait_sent` has to know when a
-        message is on its way."""
-        if name_of(connection) != LONG or name_for(round_trip(connection)) != LONG:
-            return None
+    def __init__(self, connection: socket.socket) -> None:
+        """For a new ``connection``. Limits how much the system takes in before it can be sent,
+        because `Transfer.wait_sent` has to know when a message is on its way."""
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, _UNSENT, UNSENT)
-        return cls()
+        self._since = time.monotonic()
+        self._best = 0.0
 
     def before_message(self, fd: int) -> None:
         """To be called before a message is sent over the connection with the descriptor ``fd``."""
@@ -161,7 +111,7 @@ def renew(fd: int) -> bool:
     try:
         with borrowed(fd) as connection:
             for name in (_ANEW, LONG):
-                connection.setsockopt(socket.IPPROTO_TCP, _OPTION or 0, name.encode())
+                connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())
     except OSError:  # closed; or in a container that does not allow it
         return False
     return True

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
+from laconic.errors import LinkError
 from laconic.links import congestion, forks, frames
 from laconic.links.link import Sent
 from laconic.links.sockets import borrowed, tcp_info
@@ -43,15 +44,16 @@ class Connections(dict[int, int]):
         self._process = os.getpid()
         forks.close_in_child(self)
 
-    @property
-    def forked(self) -> bool:
-        """Whether this is a forked child's copy, which was closed."""
-        return os.getpid() != self._process
+    def check_fork(self) -> None:
+        """Raise `LinkError` in a forked child, whose copy was closed."""
+        if os.getpid() != self._process:
+            raise LinkError("a forked process cannot use its parent's link: start it with spawn")
 
-    def keep(self, rank: int, connection: socket.socket) -> None:
-        """Take over the connection to ``rank``."""
+    def keep(self, rank: int, connection: socket.socket, control: str = "") -> None:
+        """Take over the connection to ``rank``. ``control``: the congestion control that was chosen
+        for it."""
         connection.setblocking(False)
-        bbr = congestion.Bbr.of(connection)
+        bbr = congestion.Bbr(connection) if control == congestion.LONG else None
         with forks.guard:
             if isinstance(connection, ssl.SSLSocket):
                 self[rank] = fd = connection.fileno()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from laconic.links import congestion, forks, handshake, tls
+from laconic.links import forks, handshake, tls
 from laconic.links.addresses import Address, listen
 from laconic.links.calls import Call, CallPosition
 from laconic.links.handshake import KEY_BYTES, MOST_BYTES
@@ -197,14 +197,11 @@ class Beacon:
 
     def __init__(self, host: str | None = None) -> None:
         tls.contexts()  # what is wrong with variables is raised here, and not in a thread
-        congestion.chosen()
         server, self._host = listen(host)
         self._port = int(server.getsockname()[1])
         self.status = "starting"
         self.links: dict[str, LinkRecord] = {}
         self._since = time.monotonic()
-        self._general: dict[bytes, str] = {}
-        self._lock = threading.Lock()
         at = "laconic-beacon", [server], self._exchange, ANSWER_SECONDS, lambda *ended: None
         self._service = Service(*at)
         self._service.open()
@@ -214,14 +211,6 @@ class Beacon:
         key = secrets.token_hex(KEY_BYTES)
         self.links[key] = LinkRecord(secret)
         return str(Address(self._host, self._port, key))
-
-    def address_for(self, secret: bytes) -> str:
-        """The address under which callers that know ``secret`` ask about this process before there
-        is a link. Always the same."""
-        with self._lock:
-            if secret not in self._general:
-                self._general[secret] = self.enroll(secret)
-            return self._general[secret]
 
     def set(self, status: str) -> None:
         """Set what this process is doing from now on."""

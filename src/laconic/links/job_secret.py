@@ -1,8 +1,8 @@
 """A secret that all workers of a job have before they connect, from the file that
 LACONIC_SECRET_FILE names.
 
-Without it, one worker generates a secret and shares it over torch's store or process group, where
-anyone who reads packets can read it. With it, only a random salt is sent, and every worker derives
+Without it, one worker generates a secret and shares it over torch's store, where anyone who reads
+packets can read it. With it, only a random salt is sent, and every worker derives
 the same secrets from the file and the salt:
 
     secret = HMAC-SHA256(file, purpose, name, salt)
@@ -27,18 +27,23 @@ def read() -> bytes | None:
     path = os.environ.get(VARIABLE, "")
     if not path:
         return None
-    try:
-        with open(path, "rb") as file:
-            found = file.read().strip()
-    except (OSError, ValueError) as error:  # ValueError: a null character
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"cannot read {path} ({VARIABLE}): {reason}") from error
+    found = read_file(VARIABLE, path).strip()
     if len(found) < LEAST_BYTES:
         raise ValueError(
             f"{path} ({VARIABLE}) has {len(found)} bytes, and a secret must have at least "
             f"{LEAST_BYTES}: `laconic keys` makes one"
         )
     return found
+
+
+def read_file(variable: str, path: str) -> bytes:
+    """What is in the file at ``path``, which a ``variable`` names. Raises ``ValueError``."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read {path} ({variable}): {reason}") from error
 
 
 def derive(secret: bytes, purpose: str, name: str = "", salt: bytes = b"") -> bytes:

@@ -68,12 +68,8 @@ class Ledger:
         completed."""
         start = time.perf_counter()
         yield
-        self.add(collective, ranks, amount, received, start)
-
-    def add(self, collective: str, ranks: str, amount: Cost, received: int, start: float) -> None:
-        """Book a collective that began at ``start`` (`time.perf_counter`), and has completed."""
-        end, totals = time.perf_counter(), self.by_call.setdefault(self.call, CallTotals())
-        totals.seconds += end - start
+        totals = self.by_call.setdefault(self.call, CallTotals())
+        totals.seconds += time.perf_counter() - start
         totals.bytes += amount.bytes
         self.bytes_sent += amount.bytes
         self.bytes_received += received

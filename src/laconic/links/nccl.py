@@ -2,8 +2,8 @@
 
 NCCL sums in an order of its own, and reports lost ranks by its own watchdog. It would sum bfloat16
 in bfloat16: numbers of less than 32 bits are exchanged and summed here, in float32. Its messages
-carry no call: the ranks compare their calls by a gather before each of them, over the process
-group's back end for CPU tensors where there is one.
+carry no call, so the ranks compare their calls before each of them, over laconic's own connections.
+These also carry all tensors on CPUs, and show which ranks are lost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,126 +19,101 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.buckets import Scratch
-from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
-from laconic.links.link import Link, Quiet
-from laconic.links.tcp import takes_cpu, texts_over
+from laconic.links.link import AsyncLink, Link, Sent, one_by_one
+from laconic.links.staged import OnDevice
+from laconic.links.tcp import TcpLink
 from laconic.tensors import mean_in_rank_order, state_dtype
 
 
-class NcclLink(Quiet):
-    """Collectives on CUDA tensors over a process ``group``, and on CPU tensors where it takes them,
-    as that of `laconic.init` does. Made by `over`; ``owned``: `close` destroys the group."""
+class NcclLink(OnDevice):
+    """Collectives on CUDA tensors over a process ``group``, and on CPU tensors over ``link``, of
+    the same ranks. Made by `over`; `close` destroys the group."""
 
-    threaded = True
     queues = True
+    overlapping = None
 
-    def __init__(
-        self,
-        guard: CallGuard,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        timeout: timedelta,
-        owned: bool,
-    ) -> None:
-        self._guard, self._device, self._timeout = guard, device, timeout
-        self._group, self._owned = group, owned
-        self.rank, self.size = guard.rank, guard.size
-        self._takes_cpu = takes_cpu(group)
-        self._scratch = Scratch()
-        self.joined = time.perf_counter()
+    def __init__(self, link: TcpLink, device: torch.device, group: dist.ProcessGroup) -> None:
+        super().__init__(link, device)
+        self.group, self.scratch = group, Scratch()
+        self._tcp, self._closed = link, False
 
     @classmethod
-    def over(
-        cls,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        timeout: timedelta,
-        *,
-        owned: bool = False,
-    ) -> NcclLink:
+    def over(cls, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> NcclLink:
         """A link over the ranks of ``group``. Every rank must call it."""
-        seconds = timeout.total_seconds()
-        guard = CallGuard(group.rank(), range(group.size()), None, timeout=seconds)
-        guard.meet(texts_over(group, device), "")
-        return cls(guard, group, device, timeout, owned)
+        return cls(TcpLink.over(group, timeout), device, group)
+
+    @property
+    def awaited(self) -> AsyncLink:
+        return self.either(_AsyncNccl(self), one_by_one(self.link))
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
-        mine: tuple[dist.ProcessGroup, Sequence[int]] | None = None
-        for ranks in sets:  # torch has every rank make every group, its own or not
-            everywhere = [dist.get_global_rank(self._group, r) for r in ranks]
-            group = dist.new_group(everywhere, timeout=self._timeout)
-            if self.rank in ranks:
-                mine = group, ranks
-        assert mine is not None, "every rank belongs to one of the sets"
-        guard = self._guard.split(mine[1], None)
-        return NcclLink(guard, mine[0], self._device, self._timeout, owned=True)
-
-    # -- calls ----
+        everywhere = [[dist.get_global_rank(self.group, r) for r in ranks] for ranks in sets]
+        link = self._tcp.split(sets)
+        group = own_group(everywhere, timedelta(seconds=link.wire.timeout))
+        return NcclLink(link, self.device, group)
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
-        self._guard.begin(call)
-        self._guard.compare(call, self.gather)
-        return True
+        return self._tcp.begin_call(call, wait=True)
 
-    def check(self) -> None:
-        self._guard.check(self.joined)
-
-    def check_peers(self) -> None:
-        self._guard.check_peers(self.joined)
-
-    def leave(self, broken: bool) -> None:
-        self._guard.leave(broken)
-
-    def status(self, text: str) -> None:
-        self._guard.status(text)
+    def sent(self) -> Mapping[int, Sent]:
+        return {}
 
     def close(self) -> None:
-        if self._owned:
-            self._owned = False
-            dist.destroy_process_group(self._group)
-            del self._group  # torch closes its connections once nobody holds it
+        self.link.close()
+        if not self._closed:
+            self._closed = True
+            dist.destroy_process_group(self.group)
+            del self.group  # torch closes its connections once nobody holds it
 
     @contextmanager
-    def _blaming(self) -> Iterator[None]:
+    def blaming(self) -> Iterator[None]:
         """A context for collectives: an error of torch's inside names the ranks to blame."""
         try:
             yield
         except RuntimeError as error:
-            self._guard.lost(error)
+            self._tcp.calls.lost(error)
         self.joined = time.perf_counter()
+
+
+def own_group(sets: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """The process group of the one of the ``sets`` of ranks that this rank belongs to."""
+    # torch has every rank make every group, its own or not
+    groups = [(ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in sets]
+    own: dist.ProcessGroup = next(group for ranks, group in groups if dist.get_rank() in ranks)
+    return own
+
+
+class _AsyncNccl:
+    """The collectives of ``link`` on its device's tensors, by torch's. They never pause."""
+
+    def __init__(self, link: NcclLink) -> None:
+        self._link = link
+        self.rank, self.size = link.rank, link.size
 
     def _run(
         self, collective: Callable[..., dist.Work | None], *tensors: Any, **options: Any
     ) -> None:
         """Run a collective of torch's over the group, and wait for it: on CUDA, the current stream
         does."""
-        with self._blaming():
-            work = collective(*tensors, group=self._group, async_op=True, **options)
+        with self._link.blaming():
+            work = collective(*tensors, group=self._link.group, async_op=True, **options)
             assert work is not None, "this process is a member of its own process group"
             work.wait()
 
-    # -- collectives ----
-
-    def mean(self, x: Tensor) -> None:
+    async def mean(self, x: Tensor) -> None:
         if self.size == 1:
             return
-        if self._only_on_device(x, self.mean):
-            return
-        if state_dtype(x.dtype) != x.dtype:
-            if x.numel() % self.size:
-                whole = x.to(state_dtype(x.dtype))
-                self.mean(whole)
-                x.copy_(whole)
-            else:
-                self.all_gather(self._sliced_mean(x.view(self.size, -1)), x)
-        elif x.is_cuda:
+        if state_dtype(x.dtype) == x.dtype:
             self._run(dist.all_reduce, x, op=dist.ReduceOp.AVG)
-        else:  # a buffer on the CPU, by gloo, whose older versions have no AVG
-            self._run(dist.all_reduce, x)
-            x.div_(self.size)
+        elif x.numel() % self.size:
+            whole = x.to(state_dtype(x.dtype))
+            await self.mean(whole)
+            x.copy_(whole)
+        else:
+            await self.all_gather(self._sliced_mean(x.view(self.size, -1)), x)
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
+    async def reduce_scatter(self, x: Tensor) -> Tensor:
         if state_dtype(x.dtype) != x.dtype:
             return self._sliced_mean(x.view(self.size, -1))
         own = x.new_empty(x.numel() // self.size)
@@ -147,56 +121,40 @@ class NcclLink(Quiet):
         self._run(reduce_scatter, own, x, op=dist.ReduceOp.AVG)
         return own
 
-    def _only_on_device(self, x: Tensor, run: Callable[[Tensor], None]) -> bool:
-        """Whether ``x`` is on the CPU and the group takes no CPU tensors: then ``run`` was called
-        on a copy on the device, and x has its result."""
-        if x.device.type != "cpu" or self._takes_cpu:
-            return False
-        copy = x.to(self._device)
-        run(copy)
-        x.copy_(copy)
-        return True
-
     def _sliced_mean(self, x: Tensor) -> Tensor:
         """The mean over the ranks of their rows of ``x`` for this rank, in at least float32."""
-        rows = self._scratch.take(x.numel(), x.dtype, x.device).view(x.shape)
+        rows = self._link.scratch.take(x.numel(), x.dtype, x.device).view(x.shape)
         self._run(dist.all_to_all_single, rows, x)
         return mean_in_rank_order(rows.unbind())
 
-    def all_gather(self, mine: Tensor, out: Tensor) -> None:
+    async def all_gather(self, mine: Tensor, out: Tensor) -> None:
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         self._run(all_gather, out, mine.to(out.dtype))
 
-    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+    async def all_to_all(self, x: Tensor, out: Tensor) -> None:
         self._run(dist.all_to_all_single, out, x)
 
-    def broadcast(self, x: Tensor, root: int = 0) -> None:
-        if self._only_on_device(x, partial(self.broadcast, root=root)):
-            return
-        self._run(dist.broadcast, x, dist.get_global_rank(self._group, root))
+    async def broadcast(self, x: Tensor, root: int = 0) -> None:
+        self._run(dist.broadcast, x, dist.get_global_rank(self._link.group, root))
 
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
-        room = self._scratch.take(x.numel() * len(source), x.dtype, x.device)
+    async def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
+        room = self._link.scratch.take(x.numel() * len(source), x.dtype, x.device)
         pieces = list(room.view(-1, x.numel()).unbind())
         assert len({*to}) == len(to) and len({*source}) == len(source), "one message each"
-        self._run_batch(dict(zip(source, pieces, strict=True)), dict.fromkeys(to, x))
-        return pieces
-
-    def _run_batch(self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> None:
-        """All messages at once, by rank: NCCL ends a receive before it begins a send that was not
-        grouped with it, and two ranks that exchange would each wait for the other."""
+        group = self._link.group
         ops = [
-            dist.P2POp(op, x, dist.get_global_rank(self._group, r), self._group)
-            for op, messages in ((dist.irecv, receives), (dist.isend, sends))
-            for r, x in messages.items()
+            dist.P2POp(dist.irecv, piece, dist.get_global_rank(group, r), group)
+            for r, piece in zip(source, pieces, strict=True)
         ]
-        with self._blaming():
+        ops += [dist.P2POp(dist.isend, x, dist.get_global_rank(group, r), group) for r in to]
+        # all at once: NCCL ends a receive before it begins a send that was not grouped with it, and
+        # two ranks that exchange would each wait for the other
+        with self._link.blaming():
             for work in dist.batch_isend_irecv(ops) if ops else []:
                 work.wait()
+        return pieces
 
-    def gather(self, x: Tensor) -> Tensor:
-        if not self._takes_cpu:
-            x = x.to(self._device)
+    async def gather(self, x: Tensor) -> Tensor:
         rows = [torch.empty_like(x) for _ in range(self.size)]
         self._run(dist.all_gather, rows, x)
         return torch.stack(rows)

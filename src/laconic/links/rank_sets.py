@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -110,16 +109,6 @@ def refused_by_all(link: Link | None, timeout: float, choice: Choice = "auto") -
         agreed_link(link, common_device(), timeout, choice, error_text(error))
 
 
-def inside_of(
-    world: Link, device: torch.device, timeout: float
-) -> Callable[[list[list[int]]], Link] | None:
-    """What makes the link inside a worker, for `sets_of`, where that is not ``world``'s own way:
-    accelerators of one host exchange faster by themselves."""
-    if world.queues or own_backend(device) is None:
-        return None
-    return partial(inner_link, device=device, timeout=timedelta(seconds=timeout))
-
-
 def layout_of(
     world: Link,
     nprocs_per_node: int | Literal["env"],
@@ -209,11 +198,13 @@ def sets_of(
     layout: list[list[int]],
     group_size: int | None,
     sharded: bool,
-    inside: Callable[[list[list[int]]], Link] | None = None,
+    device: torch.device,
+    timeout: float | None,
 ) -> dict[str, Link]:
     """The links of the named sets of ranks. The ranks of one worker are its ``replica`` if each has
     the whole model, and its ``shards`` if each has a part of it; the other set is this rank
-    alone. ``inside(layout)`` makes the link of the replica; None: as between workers."""
+    alone. ``timeout``: in seconds, of the link inside a replica, where that is not ``world``'s own
+    way: accelerators of one host exchange faster by themselves. None: as between workers."""
     problem, grouped = None, 0
     try:
         grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
@@ -236,8 +227,10 @@ def sets_of(
         sets["workers"] = world.split(crossing)
         if sharded:  # a few numbers, beside FSDP's own collectives
             sets["shards"] = world.split(layout)
+        elif timeout is None or world.queues or own_backend(device) is None:
+            sets["replica"] = world.split(layout)
         else:
-            sets["replica"] = (inside or world.split)(layout)
+            sets["replica"] = inner_link(layout, device, timedelta(seconds=timeout))
     if grouped:
         # of the world, so that every rank names the same sets, as torch's process groups need
         starts = range(0, len(layout), grouped)

@@ -40,19 +40,12 @@ ADVICE = (
 )
 
 
-def default_rendezvous() -> Rendezvous | None:
-    """At the store of torch's default process group; None if that has one rank, or no store
-    (MPI's)."""
-    store = dist.distributed_c10d._get_default_store()
-    return None if store is None or dist.get_world_size() == 1 else Rendezvous(store)
-
-
 def publish() -> None:
     """Publish the address of this process's beacon, so that the other ranks notice if it ends
     before there is a link. Does nothing without a process group of several ranks."""
-    found = default_rendezvous() if dist.is_initialized() else None
-    if found is not None:
-        found.publish()
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is not None and group.size() > 1:
+        Rendezvous.of(group).publish()
 
 
 class Entry(NamedTuple):
@@ -97,16 +90,22 @@ def _text(value: bytes) -> str:
 
 
 class Rendezvous:
-    """The ranks of torch's default process group, and its ``store``."""
+    """Rank ``rank`` of ``size`` that share torch's ``store``."""
 
-    def __init__(self, store: Store) -> None:
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._raw = store
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
         self._store = dist.PrefixStore("laconic", store)  # type: ignore[attr-defined]
-        self._secret = b""
+        self.secret = b""
+        """What all ranks know, and nobody else, once they have met."""
         self._problem: ValueError | LinkError | None = None
         """What is wrong with this rank's settings, raised in `exchange` by every rank."""
         self._unreachable = Unreachable()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Rendezvous:
+        """The rendezvous of the ranks of a process ``group``, at its store."""
+        store = dist.distributed_c10d._get_process_group_store(group)
+        return cls(store, group.rank(), group.size())
 
     def publish(self) -> Entry:
         """Put the settings of this rank, and the address of its beacon, into the store."""
@@ -117,10 +116,10 @@ class Rendezvous:
                 drawn = secrets.token_hex(SECRET_BYTES)
                 with self._failing():
                     found = self._store.compare_set("secret", "", drawn)
-                self._secret = bytes.fromhex(_text(found))
+                self.secret = bytes.fromhex(_text(found))
             else:
-                self._secret = job_secret.derive(shared, "rendezvous")
-            beacon = health.beacon().address_for(self._secret)
+                self.secret = job_secret.derive(shared, "rendezvous")
+            beacon = health.beacon().enroll(self.secret)
             entry = Entry(how=how, fingerprint=own, beacon=beacon)
         except (ValueError, LinkError) as error:
             self._problem = error
@@ -195,7 +194,7 @@ class Rendezvous:
             known = self._read(self._store, "beacon", missing)
             self._compare(here, {**come, **known})
         addresses = [entry.beacon for entry in known.values()]
-        answers = dict(zip(known, health.ask_all(addresses, self._secret, self._rank), strict=True))
+        answers = dict(zip(known, health.ask_all(addresses, self.secret, self._rank), strict=True))
         lost = self._unreachable.lost(answers, time.monotonic())
         lost += [r for r, answer in answers.items() if answer.missing == "gone"]
         return {r: answers[r].status for r in lost}
@@ -220,19 +219,12 @@ class Rendezvous:
         except LinkError:
             raise
         except RuntimeError as error:
-            reason = clean(str(error).splitlines()[0])
-            store = self._raw
-            while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-                store = store.underlying_store
-            if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
-                raise LinkError(
-                    f"torch's store fails while ranks wait for each other: {reason}"
-                ) from error
             # torchrun's agent holds the store in some setups, rank 0 in all others
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             keeper = "the launcher" if agent else "rank 0"
+            reason = clean(str(error).splitlines()[0])
             raise LinkError(
-                f"the connection to torch's store at {store.host}, port {store.port}, is lost: "
-                f"{keeper}, which keeps it, is gone. {ADVICE}. ({reason})",
+                f"the connection to torch's store is lost: {keeper}, which keeps it, is gone. "
+                f"{ADVICE}. ({reason})",
                 ranks=[] if agent else [0],
             ) from error

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ Compute = Callable[[list[Tensor]], Tensor]
 
 current_link: contextvars.ContextVar[Link | None] = contextvars.ContextVar("link", default=None)
 """The link of the simulated worker that runs in this thread."""
+TWISTER_BYTES = 624 * 4 + 4
+"""Of the memory of NumPy's Mersenne Twister: its words and the position in them."""
 
 
 @dataclass
@@ -43,6 +45,28 @@ class _Collective:
     digests: dict[int, int] = field(default_factory=dict)
     result: Tensor | None = None
     joined: float = 0.0
+
+
+class _NumpyState(NamedTuple):
+    """NumPy's global random ``state``, and the generator's ``memory`` where that is all of it."""
+
+    state: Any
+    memory: bytes | None
+
+    @classmethod
+    def now(cls, known: _NumpyState | None) -> _NumpyState:
+        """The state of now, perhaps the ``known`` one. To read or write it takes 45 us, as long as
+        a small step, and few programs draw from it. So a change is detected in the memory."""
+        random, memory = sys.modules["numpy"].random, None
+        if hasattr(random, "get_bit_generator"):  # NumPy 1.24 or newer
+            generator = random.get_bit_generator()
+            if type(generator).__name__ == "MT19937":
+                memory = ctypes.string_at(generator.ctypes.state_address, TWISTER_BYTES)
+        if known is not None and memory is not None and memory == known.memory:
+            return known
+        state = random.get_state()
+        keeps_gaussian = memory is not None and state[3]
+        return cls(state, None if keeps_gaussian else memory)
 
 
 class RandomState:
@@ -59,52 +83,14 @@ class RandomState:
         self.torch = torch.get_rng_state()
         self.python = random.getstate()
         if "numpy" in sys.modules:
-            if self.numpy is None or not self.numpy.is_unchanged():
-                self.numpy = _NumpyState()
-            RandomState.current = self.numpy
+            self.numpy = RandomState.current = _NumpyState.now(RandomState.current)
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
-        if self.numpy is not None and not self.numpy.equals(RandomState.current):
-            self.numpy.restore()
-        RandomState.current = self.numpy
-
-
-class _NumpyState:
-    """NumPy's global random state. To read or write it takes 45 us, as long as a small step, and
-    few programs draw from it. So a change is detected in the generator's memory, where that is
-    known to be all of the state."""
-
-    BYTES = 624 * 4 + 4
-    """Of the Mersenne Twister's memory: its words and the position in them."""
-
-    def __init__(self) -> None:
-        numpy = sys.modules["numpy"]
-        self._state = numpy.random.get_state()
-        self._memory = None
-        if hasattr(numpy.random, "get_bit_generator"):  # NumPy 1.24 or newer
-            generator = numpy.random.get_bit_generator()
-            name, _, _, keeps_gaussian, _ = self._state
-            if name == "MT19937" and not keeps_gaussian:
-                self._generator, self._address = generator, generator.ctypes.state_address
-                self._memory = ctypes.string_at(self._address, self.BYTES)
-
-    def is_unchanged(self) -> bool:
-        """Whether the global state is certain to be this one, if it was when it was seen last."""
-        if self._memory is None:
-            return False
-        same = sys.modules["numpy"].random.get_bit_generator() is self._generator
-        return same and ctypes.string_at(self._address, self.BYTES) == self._memory
-
-    def equals(self, other: _NumpyState | None) -> bool:
-        """Whether ``other`` is certain to be the same state."""
-        if other is None or self._memory is None or other._memory is None:
-            return False
-        return self._generator is other._generator and self._memory == other._memory
-
-    def restore(self) -> None:
-        sys.modules["numpy"].random.set_state(self._state)
+        if self.numpy is not None and self.numpy is not RandomState.current:
+            sys.modules["numpy"].random.set_state(self.numpy.state)
+            RandomState.current = self.numpy
 
 
 class Stage:

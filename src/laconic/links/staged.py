@@ -59,40 +59,47 @@ class HostMemory:
         return memory if memory.numel() >= size else self._kind.pinned(size)
 
 
-class StagedLink(Blocking, Around):
-    """Collectives on tensors of ``device`` over ``link``. Those on CPU tensors are made on ``link``
-    itself."""
+class OnDevice(Blocking, Around):
+    """A way of its own for collectives on tensors of ``device``. Those on others, and all else, go
+    over ``link``."""
 
     def __init__(self, link: Link, device: torch.device) -> None:
         super().__init__(link)
+        self.device = device
+
+    def either(self, own: AsyncLink, others: AsyncLink) -> AsyncLink:
+        """The collectives of ``own`` for tensors on the device, and of ``others`` elsewhere."""
+
+        def collective(name: str, x: Tensor, *args: Any, **options: Any) -> Job[Any]:
+            on = own if x.device.type == self.device.type else others
+            job: Job[Any] = getattr(on, name)(x, *args, **options)
+            return job
+
+        return awaiting(self.rank, self.size, lambda name: partial(collective, name))
+
+
+class StagedLink(OnDevice):
+    """Collectives on tensors of ``device`` over ``link``, by way of host memory."""
+
+    def __init__(self, link: Link, device: torch.device) -> None:
+        super().__init__(link, device)
         kind = accelerator(device)
         assert kind is not None, "CPU tensors need no staging"
-        self.device = device
         self._kind = kind
         self.memory = HostMemory(kind, device)
 
     @property
     def overlapping(self) -> AsyncLink | None:
         inner = self.link.overlapping
-        return None if inner is None else self._staged(inner)
+        return None if inner is None else self.either(_AsyncStaged(self, inner), inner)
 
     @property
     def awaited(self) -> AsyncLink:
-        return self._staged(one_by_one(self.link))
+        inner = one_by_one(self.link)
+        return self.either(_AsyncStaged(self, inner), inner)
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         return StagedLink(self.link.split(sets), self.device)
-
-    def _staged(self, inner: AsyncLink) -> AsyncLink:
-        """The collectives of ``inner``, by way of host memory for tensors on the device."""
-        staged = _AsyncStaged(self, inner)
-
-        def collective(name: str, x: Tensor, *args: Any, **options: Any) -> Job[Any]:
-            on = staged if x.device.type == self.device.type else inner
-            job: Job[Any] = getattr(on, name)(x, *args, **options)
-            return job
-
-        return awaiting(self.rank, self.size, lambda name: partial(collective, name))
 
     # -- copies ----
 

@@ -4,41 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
 from laconic.links.collectives import Collectives
 from laconic.links.link import FAR_SECONDS, AsyncLink
-from laconic.links.texts import ExchangeTexts, exchange_texts
+from laconic.links.rendezvous import Rendezvous
+from laconic.links.texts import exchange_texts
 from laconic.links.wire import Wire
 
 
-def takes_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether a process group of torch has a back end for CPU tensors."""
-    return "cpu" in str(dist.get_backend_config(group))
-
-
-def texts_over(group: dist.ProcessGroup, device: torch.device) -> ExchangeTexts:
-    """Exchanges texts over a process group of torch: on ``device`` if the group takes no CPU
-    tensors."""
-
-    def gather(x: Tensor) -> Tensor:
-        x = x if takes_cpu(group) else x.to(device)
-        rows = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(rows, x, group=group)
-        return torch.stack(rows)
-
-    return partial(exchange_texts, gather)
-
-
 class TcpLink(Collectives):
-    """Collectives on CPU tensors over connections of laconic's own. Made by `over` and `met`;
+    """Collectives on CPU tensors over connections of laconic's own. Made by `over`;
     ``guard`` and ``wire`` are those of the link, and connected."""
 
     threaded = True
@@ -51,19 +32,13 @@ class TcpLink(Collectives):
         """Whether a round trip takes at least `FAR_SECONDS`; the same on all ranks."""
 
     @classmethod
-    def over(cls, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> TcpLink:
-        """A link over the ranks of ``group``, which they need until this returns. Every rank must
-        call it."""
-        return cls.met(group.rank(), group.size(), texts_over(group, device), timeout)
-
-    @classmethod
-    def met(cls, rank: int, size: int, exchange: ExchangeTexts, timeout: timedelta) -> TcpLink:
-        """A link of ``size`` ranks, which ``exchange`` their addresses and a secret. Every rank
-        must call it."""
-        wire = Wire(rank, None, timeout.total_seconds(), range(size))
+    def over(cls, group: dist.ProcessGroup, timeout: timedelta) -> TcpLink:
+        """A link over the ranks of ``group``, which meet at its store. Every rank must call it."""
+        ranks, seconds = range(group.size()), timeout.total_seconds()
+        wire = Wire(group.rank(), None, seconds, ranks)
         try:
-            guard = CallGuard(rank, range(size), wire, timeout=wire.timeout)
-            return cls._connected(guard, wire, guard.meet(exchange, wire.address))
+            guard = CallGuard(group.rank(), ranks, wire, timeout=seconds)
+            return cls._connected(guard, wire, guard.meet(Rendezvous.of(group), wire.address))
         except BaseException:
             wire.close()
             raise
@@ -111,8 +86,8 @@ class TcpLink(Collectives):
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         self.calls.begin(call)
         self.begin_digest(call.digest)
-        if wait:  # else the first message shows whether all ranks are in it
-            self.calls.compare(call, self.gather)
+        if wait:  # else the call's own first message shows whether all ranks are in it
+            self.gather(torch.tensor([call.id]))
         return wait
 
     def check(self) -> None:

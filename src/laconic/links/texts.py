@@ -9,8 +9,6 @@ from torch import Tensor
 
 Gather = Callable[[Tensor], Tensor]
 """As `Link.gather`: every rank's tensor, stacked."""
-ExchangeTexts = Callable[[str], list[str]]
-"""Every rank's text, by rank. All ranks must call it."""
 
 
 def clean(text: str) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import os
 import ssl
-import time
 from typing import Any, NamedTuple, NoReturn
+
+from laconic.links import job_secret
 
 TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 KEY, CERTIFICATE = "GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY", "GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT"
@@ -20,7 +21,6 @@ CA_FILE = "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE"
 ON = "TCP_TLS"
 """The value of `TRANSPORT` with which TLS is on."""
 SWITCH = "LACONIC_TLS"
-_NOT_YET, _EXPIRED = 9, 10  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 
 class Contexts(NamedTuple):
@@ -88,9 +88,8 @@ def contexts() -> Contexts | None:
 
 @functools.cache
 def _contexts(files: Settings) -> Contexts:
-    _check(KEY, files.key, "PRIVATE KEY-----", "private key")
-    _check(CERTIFICATE, files.certificate, "-----BEGIN CERTIFICATE-----", "certificate")
-    _check(CA_FILE, files.ca_file, "-----BEGIN CERTIFICATE-----", "certificate")
+    for variable, path in zip((KEY, CERTIFICATE, CA_FILE), files, strict=True):
+        job_secret.read_file(variable, path)
     made = Contexts(
         _context(ssl.PROTOCOL_TLS_SERVER, files), _context(ssl.PROTOCOL_TLS_CLIENT, files)
     )
@@ -98,23 +97,16 @@ def _contexts(files: Settings) -> Contexts:
     try:
         _meet(made)
     except ssl.SSLCertVerificationError as error:
-        _refuse(error, made.client, files)
+        raise ValueError(
+            f"the CA {files.ca_file} ({CA_FILE}) does not accept the certificate "
+            f"{files.certificate} ({CERTIFICATE}): {error.verify_message}. Make new files with "
+            "`laconic keys`, or correct this host's clock"
+        ) from error
     except ssl.SSLError as error:
         raise ValueError(
             f"{files.certificate} ({CERTIFICATE}) cannot be used for TLS 1.3: {_reason(error)}"
         ) from error
     return made
-
-
-def _check(variable: str, path: str, marker: str, what: str) -> None:
-    try:
-        with open(path, encoding="latin-1") as file:
-            text = file.read()
-    except (OSError, ValueError) as error:  # ValueError: a null character
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"cannot read {path} ({variable}): {reason}") from error
-    if marker not in text:
-        raise ValueError(f"{path} ({variable}) contains no {what} in PEM format")
 
 
 def _context(protocol: int, files: Settings) -> ssl.SSLContext:
@@ -161,26 +153,6 @@ def _meet(made: Contexts) -> None:
             side.do_handshake()
         except ssl.SSLWantReadError:
             continue
-
-
-def _refuse(
-    error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files: Settings
-) -> NoReturn:
-    """Raise what is wrong with this process's own files."""
-    certificate = f"the certificate {files.certificate} ({CERTIFICATE})"
-    ca = f"{files.ca_file} ({CA_FILE})"
-    if error.verify_code in (_NOT_YET, _EXPIRED):
-        ends = [str(ca["notAfter"]) for ca in context.get_ca_certs()]
-        if any(ssl.cert_time_to_seconds(end) < time.time() for end in ends):
-            certificate = f"the CA's certificate {ca}"
-        state = "is not valid yet" if error.verify_code == _NOT_YET else "has expired"
-        raise ValueError(
-            f"{certificate} {state}: make new ones with `laconic keys`, or correct this host's "
-            "clock"
-        ) from error
-    raise ValueError(
-        f"{certificate} is not signed by the CA {ca}: {error.verify_message}"
-    ) from error
 
 
 def _reason(error: Exception) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Literal
 
 import torch
@@ -18,8 +17,8 @@ import torch.distributed as dist
 
 from laconic.device import accelerator
 from laconic.links.link import Link
-from laconic.links.nccl import NcclLink
-from laconic.links.rendezvous import default_rendezvous
+from laconic.links.nccl import NcclLink, own_group
+from laconic.links.rendezvous import Rendezvous
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 
@@ -55,10 +54,6 @@ def check_choice_of_link(choice: Choice, device: torch.device) -> None:
         raise ValueError(f"there is no link for tensors on {device}: move the model to a CPU")
 
 
-def _for_tensors_on(device: torch.device, link: TcpLink) -> Link:
-    return link if accelerator(device) is None else StagedLink(link, device)
-
-
 def TorchLink(  # noqa: N802  a user writes it like the classes of other links
     group: dist.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> Link:
@@ -66,7 +61,8 @@ def TorchLink(  # noqa: N802  a user writes it like the classes of other links
     connections. Every rank of the group must call it. ``timeout``: how long to wait for a rank that
     does not answer."""
     check_choice_of_link("tcp", device)
-    return _for_tensors_on(device, TcpLink.over(group, device, timeout))
+    link = TcpLink.over(group, timeout)
+    return link if accelerator(device) is None else StagedLink(link, device)
 
 
 def world_link(device: torch.device, timeout: timedelta, choice: Choice = "auto") -> Link:
@@ -74,20 +70,13 @@ def world_link(device: torch.device, timeout: timedelta, choice: Choice = "auto"
     check_choice_of_link(choice, device)
     backend, group = own_backend(device), dist.group.WORLD
     assert group is not None, "there is a process group"
-    found = default_rendezvous()
     place = _place(device) if backend is not None and choice == "auto" else ""
-    if found is None:
-        places = [place] * group.size()
-    else:  # raises what is wrong with any rank's settings on all of them
-        places = found.exchange(place, timeout.total_seconds())
+    # raises what is wrong with any rank's settings on all of them
+    places = Rendezvous.of(group).exchange(place, timeout.total_seconds())
     on_one_host = "" not in places and len({*places}) == group.size()
     if backend is not None and (choice == backend or on_one_host):
-        return OWN[backend](dist.new_group(timeout=timeout), device, timeout, owned=True)
-    if found is None:
-        return TorchLink(group, device, timeout)
-    exchange = partial(found.exchange, timeout=timeout.total_seconds())
-    link = TcpLink.met(group.rank(), group.size(), exchange, timeout)
-    return _for_tensors_on(device, link)
+        return OWN[backend](dist.new_group(timeout=timeout), device, timeout)
+    return TorchLink(group, device, timeout)
 
 
 def _place(device: torch.device) -> str:
@@ -104,9 +93,4 @@ def inner_link(layout: Sequence[Sequence[int]], device: torch.device, timeout: t
     ``layout``: the ranks of each worker. Every rank must call it."""
     backend = own_backend(device)
     assert backend is not None, "the process group has that back end"
-    mine: dist.ProcessGroup | None = None
-    for ranks in layout:  # torch has every rank make every group, its own or not
-        group = dist.new_group(list(ranks), timeout=timeout)
-        mine = group if dist.get_rank() in ranks else mine
-    assert mine is not None, "every rank belongs to a worker"
-    return OWN[backend](mine, device, timeout, owned=True)
+    return OWN[backend](own_group(layout, timeout), device, timeout)

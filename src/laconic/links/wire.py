@@ -63,14 +63,13 @@ class StalledError(LostError):
 
 
 class ChangedError(LinkError):
-    """A message from ``rank``, named ``name`` in errors, was changed in transit."""
+    """A message from the rank that is named ``name`` in errors was changed in transit."""
 
-    def __init__(self, rank: int, name: int) -> None:
+    def __init__(self, name: int) -> None:
         super().__init__(
             f"a message from rank {name} was changed in transit: its checksum is wrong. A network "
             "interface, a router or memory is faulty, or somebody alters packets"
         )
-        self.rank = rank
 
 
 class Transfer:
@@ -97,8 +96,7 @@ class Transfer:
         joins: bool = False,
         digest: int = 0,
     ) -> None:
-        if connections.forked:
-            raise LinkError("a forked process cannot use its parent's link: start it with spawn")
+        connections.check_fork()
         traffic = connections.traffic
         if traffic is not None and not (joins and traffic.failure is None):
             raise LinkError("an earlier message on the link was not completed: it is unusable")
@@ -197,7 +195,7 @@ class Transfer:
         rank, message = self._traffic.ranks[index], self._traffic.messages[index]
         name = self.names[rank]
         if outcome == frames.CHANGED:
-            return partial(ChangedError, rank, name)
+            return partial(ChangedError, name)
         if outcome == frames.OTHER:
             serial, call_id, size, _ = frames.FIELDS.unpack_from(message.got)
             return partial(OtherCallError, rank, name, (serial, call_id), size, message.size)
@@ -205,11 +203,12 @@ class Transfer:
         return partial(LostError, f"connection to rank {name}: {why}")
 
 
-def configure(connection: socket.socket) -> None:
-    """Set the options of a connection for messages."""
+def configure(connection: socket.socket) -> str:
+    """Set the options of a connection for messages; returns the congestion control that was chosen,
+    empty if it is the system's."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    congestion.choose(connection)
     watch(connection, reads_at_once=False)
+    return congestion.choose(connection)
 
 
 class Wire:
@@ -239,8 +238,7 @@ class Wire:
             raise
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
-        configure(connection)
-        self.connections.keep(rank, connection)
+        self.connections.keep(rank, connection, configure(connection))
 
     def closed(self) -> dict[int, bool]:
         """The ranks whose connections have ended, and whether by an error. Does not wait, and does

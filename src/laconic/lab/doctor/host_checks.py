@@ -27,7 +27,7 @@ from laconic.lab.emulation.cluster import (
     NamespacesUnavailable,
     Network,
 )
-from laconic.links import congestion, frames, job_secret, tls
+from laconic.links import frames, job_secret, tls
 from laconic.links.addresses import address_of, address_toward
 from laconic.version import __version__
 
@@ -187,7 +187,6 @@ def connections() -> list[Finding]:
     group = "connections"
     try:
         found, secret = tls.contexts(), job_secret.read()
-        congestion.chosen()
     except ValueError as error:
         return [Finding("problem", group, str(error), "correct the variable or the file")]
     if found is not None:

@@ -54,8 +54,7 @@ class Mesh:
         key = blake2b(self.view.pack().encode(), key=secret, digest_size=KEY_BYTES).digest()
 
         def keep(rank: int, connection: socket.socket) -> None:
-            configure(connection)
-            self.connections.keep(rank, connection)
+            self.connections.keep(rank, connection, configure(connection))
 
         addresses = [str(Address.parse(m.mesh)._replace(key=key.hex())) for m in self.view.members]
         at = self.place, self.names, key, secret, self.timeout, keep, CHECK_SECONDS
