@@ -39,8 +39,12 @@ class UntrustedError(CoordinatorError):
     of no use."""
 
 
-class OtherRunError(LinkError):
-    """A run that is older than this worker goes on with the coordinator: begin again."""
+class OtherProgramError(UntrustedError):
+    """The job at the coordinator is ``about`` something else than this worker."""
+
+    def __init__(self, about: str) -> None:
+        super().__init__("the job is about something else")
+        self.about = about
 
 
 class RemovedError(LinkError):
@@ -56,8 +60,8 @@ class Client:
     ) -> None:
         self.at = f"{host}:{port}"
         self.host, self.port = host, port
-        self.embedded = False
-        """Whether the coordinator was inside a worker."""
+        self.embedded = True
+        """Whether the coordinator was inside a worker, or is not known yet."""
         self._said = {
             "job": job,
             "member": member,
@@ -80,10 +84,9 @@ class Client:
             return salt
         return job_secret.derive(self._shared, "elastic run", self._job, salt)
 
-    def connect(self, view: View | None) -> str:
+    def connect(self, view: View | None) -> None:
         """Connect, and join. ``view``: the latest that this worker knows, once it follows a run.
-        Returns what the job is about if that is something else, else "". Raises `CoordinatorError`,
-        `OtherRunError` and `RemovedError`."""
+        Raises `CoordinatorError` and `RemovedError`."""
         self.close()
         self._text = b""
         stream = self._open()
@@ -99,13 +102,10 @@ class Client:
             raise
         match answer:
             case {"salt": str(salt), "number": int(number), "embedded": bool(embedded)}:
-                if self._salt and salt != self._salt:
-                    raise OtherRunError("another run has begun")
                 self._salt, self.number, self.embedded = salt, number, embedded
-                return ""
+                return
             case {"refused": str(), "about": str(about)} if about:
-                self.close()
-                return about
+                raise OtherProgramError(about)
             case {"refused": str(text), "removed": True}:
                 raise RemovedError(clean(text))
             case {"refused": str(text)}:
@@ -148,28 +148,12 @@ class Client:
                 f"{who} and this worker do not accept each other's certificates: the coordinator "
                 f"and all workers need certificates of one CA ({secured.reason(error)})"
             )
-        if self._contexts is not None and self._is_plain():
-            return UntrustedError(
-                f"{who} has no TLS, and this worker uses it: set the variables that `laconic keys` "
-                "prints there too"
-            )
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             return UntrustedError(
-                f"{who} does not speak TLS 1.3: set the same variables for it "
-                f"({secured.reason(error)})"
+                f"{who} does not use TLS as this worker does: set the variables that "
+                f"`laconic keys` prints there, too ({secured.reason(error)})"
             )
         return CoordinatorError(f"{who} has closed the connection ({clean(secured.reason(error))})")
-
-    def _is_plain(self) -> bool:
-        """Whether a coordinator without TLS listens there."""
-        out, wanted = next(self._exchange())
-        at = self.host, self.port
-        try:
-            with socket.create_connection(at, LOOK_SECONDS) as connection:
-                connection.sendall(out)
-                return len(connection.recv(wanted)) == wanted
-        except OSError:
-            return False
 
     def beat(self, beat: Beat) -> None:
         """Send ``beat``. Raises `CoordinatorError`."""
