@@ -89,17 +89,16 @@ class Client:
         Raises `CoordinatorError` and `RemovedError`."""
         self.close()
         self._text = b""
+        known = None if view is None else view.pack()
+        joins = {**self._said, "number": self.number, "salt": self._salt, "view": known}
         stream = self._open()
         try:
-            known = None if view is None else view.pack()
-            more = {"number": self.number, "salt": self._salt, "view": known}
-            stream.sendall(json.dumps({**self._said, **more}).encode() + b"\n")
-            self._stream = stream
-            answer = self.receive(CALL_SECONDS)
-        except BaseException:
+            stream.sendall(json.dumps(joins).encode() + b"\n")
+        except OSError as error:
             stream.close()
-            self._stream = None
-            raise
+            raise self._failed(error) from error
+        self._stream = stream
+        answer = self.receive(CALL_SECONDS)
         match answer:
             case {"salt": str(salt), "number": int(number), "embedded": bool(embedded)}:
                 self._salt, self.number, self.embedded = salt, number, embedded
@@ -123,13 +122,13 @@ class Client:
                 f"({clean(secured.reason(error))})"
             ) from error
         except (OSError, handshake.RefusedError) as error:
-            raise self._untrusted(error) from error
+            raise self._failed(error) from error
 
     def _exchange(self) -> handshake.Exchange:
         return handshake.call(self._secret, PURPOSE, KEY, 0, b"")
 
-    def _untrusted(self, error: Exception) -> CoordinatorError:
-        """What the failure of a handshake means."""
+    def _failed(self, error: Exception) -> CoordinatorError:
+        """What the failure of a connection, or of its handshake, means."""
         who = f"the coordinator at {self.at}"
         if isinstance(error, TimeoutError):
             return CoordinatorError(f"{who} does not answer")
@@ -138,7 +137,8 @@ class Client:
                 f"{who} has another secret in {job_secret.VARIABLE} than this worker, or is "
                 "another program: give both the same file, or none"
             )
-        if self._contexts is None and speaks_tls(self.host, self.port):
+        begins = self._stream is None
+        if begins and self._contexts is None and speaks_tls(self.host, self.port):
             return UntrustedError(
                 f"{who} uses TLS, and this worker does not: set the variables that `laconic keys` "
                 "prints"
@@ -148,12 +148,12 @@ class Client:
                 f"{who} and this worker do not accept each other's certificates: the coordinator "
                 f"and all workers need certificates of one CA ({secured.reason(error)})"
             )
-        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        if begins and isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             return UntrustedError(
                 f"{who} does not use TLS as this worker does: set the variables that "
                 f"`laconic keys` prints there, too ({secured.reason(error)})"
             )
-        return CoordinatorError(f"{who} has closed the connection ({clean(secured.reason(error))})")
+        return CoordinatorError(f"the connection to {who} is lost ({clean(secured.reason(error))})")
 
     def beat(self, beat: Beat) -> None:
         """Send ``beat``. Raises `CoordinatorError`."""
@@ -166,22 +166,22 @@ class Client:
 
     def _send(self, value: object) -> None:
         with self._sending:
-            stream = self._stream
-            if stream is None:
-                raise CoordinatorError(f"the connection to the coordinator at {self.at} is lost")
+            stream = self._connected()
             try:
                 stream.settimeout(CALL_SECONDS)
                 stream.sendall(json.dumps(value).encode() + b"\n")
             except OSError as error:
-                raise self._lost(error) from error
+                raise self._failed(error) from error
+
+    def _connected(self) -> secured.Stream:
+        if self._stream is None:
+            raise CoordinatorError(f"the connection to the coordinator at {self.at} is lost")
+        return self._stream
 
     def receive(self, seconds: float) -> Mapping[str, Any]:
         """The next message. Raises `CoordinatorError`, also if none comes within so many
         ``seconds``."""
-        stream = self._stream
-        if stream is None:
-            raise CoordinatorError(f"the connection to the coordinator at {self.at} is lost")
-        end = time.monotonic() + seconds
+        stream, end = self._connected(), time.monotonic() + seconds
         try:
             while b"\n" not in self._text:
                 stream.settimeout(max(end - time.monotonic(), 0.001))
@@ -197,17 +197,7 @@ class Client:
                 raise ValueError("no object")
             return value
         except (OSError, ValueError, RecursionError) as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: Exception) -> CoordinatorError:
-        if self._contexts is not None and secured.about_certificates(error):
-            return self._untrusted(error)
-        if isinstance(error, TimeoutError):
-            return CoordinatorError(f"the coordinator at {self.at} does not answer")
-        return CoordinatorError(
-            f"the connection to the coordinator at {self.at} is lost "
-            f"({clean(secured.reason(error))})"
-        )
+            raise self._failed(error) from error
 
     def close(self) -> None:
         """Close the connection. A thread that uses it raises `CoordinatorError`."""

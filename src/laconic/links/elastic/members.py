@@ -320,9 +320,11 @@ class Members:
         self.client.close()
 
     def _connect(self) -> None:
-        if self.founding and not self.entered_view:
-            self.latest = None  # that of the coordinator's run follows, perhaps another one
-        self.client.connect(None if self.founding else self.latest)
+        with self.changed:
+            if self.founding and not self.entered_view:
+                self.latest = None  # that of the coordinator's run follows, perhaps another one
+            known = None if self.founding else self.latest
+        self.client.connect(known)
         self.record.secret = self.secret
         if not self.founding:
             log.warning("the coordinator is back")

@@ -81,8 +81,10 @@ def _found(members: Members, need: Need) -> View:
     while True:
         view, lost, now = members.latest, members.coordinator_lost, time.monotonic()
         if view is not None and (members.entered_view or _answers(view, members.secret)):
-            members.founding = False
-            return view
+            with members.changed:
+                if members.latest is view:  # else there is a newer one, or another run
+                    members.founding = False
+                    return view
         if isinstance(lost, UntrustedError):
             raise lost
         if now >= end:
