@@ -163,7 +163,7 @@ class Newcomer:
         reception, wait = self._link.reception, self._link.members.wait
         try:
             if self._feed is None:
-                feed = reception.call_donor(next(self._donors), self._link.replay.awake)
+                feed = reception.call_donor(next(self._donors), self._link.replay.adopt)
                 snapshot = feed.pop(wait)
                 if not isinstance(snapshot, Snapshot):
                     raise RelayError("the donor violates the protocol")
@@ -230,7 +230,7 @@ class Newcomer:
         replay = self._link.replay
         replay.feed = None
         self._load_all(self._snapshot)  # the first step may have changed buffers
-        replay.feed, replay.wake = feed.record, feed.wake
+        replay.feed = feed.record
         while not isinstance(frame := self._next(feed), Start):
             if isinstance(frame, Snapshot):
                 feed.pop()

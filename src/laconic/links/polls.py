@@ -184,6 +184,12 @@ class Polls:
                 found.append((time, kind))
         return min(found, default=None)
 
+    def next_of_all(self, standings: Mapping[str, Standing]) -> tuple[float, int]:
+        """As `next_closing`, where every worker waits."""
+        found = self.next_closing(standings)
+        assert found is not None, "nobody is missing"
+        return found
+
     def overdue(self, standings: Mapping[str, Standing], limit: float) -> list[str]:
         """The workers that have computed for more than ``limit`` seconds, if another one has waited
         as long, and no round closes without them."""
@@ -348,90 +354,45 @@ class Polling:
         return Clock()
 
 
-class SimulatedPolls:
-    """What simulated workers share. A round closes only when every worker waits, because then all
-    arrival times are known. A worker that has not arrived takes part, without a contribution, when
-    it waits next. ``recorded``: the rounds of an earlier run, to be repeated: see `Stage`."""
-
-    def __init__(self, stage: Stage, ids: Sequence[str]) -> None:
-        self._stage, self._ids = stage, ids
-        self._recorded = None if stage.recorded is None else list(stage.recorded)
-        self._waiting: dict[str, tuple[Standing, Polls]] = {}
-        self._decided: dict[str, Decision] = {}
-        stage.when_idle.append(self._decide)
-        stage.explanations.append(self._explain)
-
-    def wait(self, me: str, own: Standing, polls: Polls) -> Decision:
-        """Wait, as the worker ``me``, for what is decided."""
-        stage = self._stage
-        if stage.failure is not None:
-            raise stage.error()
-        self._waiting[me] = own, polls
-        stage.runnable[int(me)] = False
-        stage.pass_turn(int(me))
-        stage.take_turn(int(me))
-        decision = self._decided.pop(me, None)
-        if decision is None:
-            raise stage.error()
-        return decision
-
-    def _decide(self) -> bool:
-        """Decide what is next, if all workers wait. Returns whether there is something."""
-        if len(self._waiting) < len(self._ids):
-            return False
-        standings = {id: self._waiting[id][0] for id in self._ids}
-        found = self._next(standings, self._waiting[self._ids[0]][1])
-        if found is None:
-            return False
-        until, decision = found
-        for id in self._ids:
-            if decision.kind == CALLS or id in decision.roster:
-                self._stage.clocks[int(id)] = until
-            self._stage.runnable[int(id)] = True
-        self._decided = dict.fromkeys(self._ids, decision)
-        self._waiting.clear()
-        return True
-
-    def _next(
-        self, standings: Mapping[str, Standing], polls: Polls
-    ) -> tuple[float, Decision] | None:
-        found = polls.next_closing(standings)
-        if self._recorded is None or (found is not None and found[1] == CALLS):
-            return None if found is None else (found[0], polls.close(standings, found[1], found[0]))
-        repeated = polls.repeat(standings, self._recorded[0]) if self._recorded else None
-        if repeated is not None:
-            self._recorded.pop(0)
-        return repeated
-
-    def _explain(self) -> str:
-        """Why no round closes, as text for errors; empty if nobody waits for one."""
-        ranks = [int(id) for id, (own, _) in self._waiting.items() if own.state == ARRIVED]
-        if not ranks:
-            return ""
-        text = f"ranks {sorted(ranks)} wait for a round with a quorum"
-        if self._recorded is None:
-            return text
-        following = f"has ranks {list(self._recorded[0].roster)}" if self._recorded else "is none"
-        return f"{text}, and the next round in closings= {following}"
-
-
 class SimulatedPolling(Polling):
-    """`Polling` of a simulated worker."""
+    """`Polling` of a simulated worker. It polls when it waits only, so in a poll of all, every time
+    of arrival is known, and what comes next is decided. A worker that has not arrived by then takes
+    part without a contribution, and polls again."""
 
-    def __init__(self, link: SimulatedLink) -> None:
-        super().__init__(link)
-        self._stage, self._me = link.stage, link.me
-        self.ids = [str(member) for member in link.members]
-        self.me = str(link.me)
+    link: SimulatedLink
 
     def poll(self, own: Standing, polls: Polls, *, admit: bool) -> Decision | None:
-        stage = self._stage
-        stage.polls = shared = stage.polls or SimulatedPolls(stage, self.ids)
-        assert isinstance(shared, SimulatedPolls), "the workers stay"
-        return shared.wait(self.me, own, polls)
+        stage = self.link.stage
+        standings = dict(zip(self.ids, said_in_poll(self.link, own), strict=True))
+        until, decision = self._next(standings, polls)
+        if decision.kind == CALLS or self.me in decision.roster:
+            stage.clocks[self.link.me] = until
+        return decision
+
+    def _next(self, standings: Mapping[str, Standing], polls: Polls) -> tuple[float, Decision]:
+        until, kind = polls.next_of_all(standings)
+        recorded = self.link.stage.recorded
+        if recorded is None or kind == CALLS:
+            return until, polls.close(standings, kind, until)
+        closing = next(recorded[self.link.me], None)
+        found = None if closing is None else polls.repeat(standings, closing)
+        if found is None:
+            ranks = [rank for rank, s in enumerate(standings.values()) if s.state == ARRIVED]
+            following = "is none" if closing is None else f"has ranks {list(closing.roster)}"
+            raise LinkError(
+                f"ranks {ranks} wait for a round with a quorum, and the next one in closings= "
+                f"{following}"
+            )
+        return found
 
     def clock(self, step: int) -> VirtualClock:
-        return VirtualClock(self._stage, self._me, step)
+        return VirtualClock(self.link.stage, self.link.me, step)
+
+
+def said_in_poll(link: SimulatedLink, own: Standing) -> list[Standing]:
+    """What all simulated workers of ``link`` say in a poll, by rank, once all of them wait."""
+    link.stage.polled = True
+    return [*map(Standing.of, link.join(str(POLL), own.row(), torch.stack).tolist())]
 
 
 def polling_over(link: Link) -> Polling:

@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -110,14 +110,10 @@ class Stage:
         self.step_seconds = [1.0] * workers if step_seconds is None else list(step_seconds)
         """The virtual seconds of each worker's steps, for rounds that close with a quorum."""
         self.clocks = [0.0] * workers
-        self.recorded: Sequence[Any] | None = None
-        """The rounds of an earlier run (`laconic.Closing`), to be repeated."""
-        self.polls: object = None
-        """What the workers share where rounds have a quorum: see `laconic.links.polls`."""
-        self.explanations: list[Callable[[], str]] = []
-        """Each returns what workers wait for besides collectives, as text for errors."""
-        self.when_idle: list[Callable[[], bool]] = []
-        """Called when every worker waits. Each returns whether a worker can go on now."""
+        self.recorded: Sequence[Iterator[Any]] | None = None
+        """For each worker, the rounds of an earlier run (`laconic.Closing`) that it repeats."""
+        self.polled = False
+        """Whether there was a round with a quorum."""
 
     def take_turn(self, rank: int) -> None:
         self.turns[rank].acquire()
@@ -129,17 +125,13 @@ class Stage:
         size = len(self.runnable)
         order = [(rank + i) % size for i in range(1, size + 1)]
         able = [r for r in order if self.runnable[r]]
-        if not able and any(wake() for wake in list(self.when_idle)):
-            able = [r for r in order if self.runnable[r]]
         if not able and len(self.left) < size:
             waiting = [c for c in self.collectives.values() if c.result is None]
             stuck = "; ".join(f"ranks {sorted(c.received)} in {c.call}" for c in waiting)
             ended = ""
             if self.left:
                 ended = f"; ranks {sorted(self.left)} have ended. {SAME_CALLS}"
-            late = "; ".join(why for explain in self.explanations if (why := explain()))
-            reasons = "; ".join(part for part in (stuck, late) if part) + ended
-            self.fail(f"the workers wait for each other in vain: {reasons}", self.left)
+            self.fail(f"the workers wait for each other in vain: {stuck}{ended}", self.left)
             able = [r for r in order if self.runnable[r]]
         if able:
             self.turns[able[0]].release()  # wakes only that one
@@ -219,24 +211,18 @@ class SimulatedLink(Quiet):
         self.rank = members.index(me)
         self.size = len(members)
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The numbers of the workers of its set."""
-        return tuple(self._members)
-
-    def _join(
-        self, call: str, x: Tensor, compute: Compute, shape: torch.Size | None = None
-    ) -> Tensor:
-        """``shape``: what must be the same on all ranks, if not the shape of ``x``."""
+    def join(self, call: str, x: Tensor, compute: Compute) -> Tensor:
+        """Contribute ``x`` to ``call``. Returns ``compute`` of what all ranks contribute, in rank
+        order."""
         self._count += 1
-        call = f"{call}{list(shape or x.shape)}"
+        call = f"{call}{list(x.shape)}"
         at = self.me, self._members, self._count, call, x, compute, self._digest
         result, self.joined, self._digests = self.stage.join(*at)
         return result
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         self.begin_digest(call.digest)
-        self._join(f"{call} ", torch.zeros(0), lambda everyone: everyone[0])
+        self.join(f"{call} ", torch.zeros(0), lambda everyone: everyone[0])
         return wait
 
     def begin_digest(self, digest: int) -> None:
@@ -247,27 +233,27 @@ class SimulatedLink(Quiet):
         return self._digests
 
     def mean(self, x: Tensor) -> None:
-        x.copy_(self._join("mean", x, mean_in_rank_order))
+        x.copy_(self.join("mean", x, mean_in_rank_order))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        mean = self._join("reduce_scatter", x, mean_in_rank_order)
+        mean = self.join("reduce_scatter", x, mean_in_rank_order)
         return mean.view(self.size, -1)[self.rank].clone()
 
     def all_gather(self, mine: Tensor, out: Tensor) -> None:
-        out.copy_(self._join("all_gather", mine.to(out.dtype), torch.cat))
+        out.copy_(self.join("all_gather", mine.to(out.dtype), torch.cat))
 
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
-        out.copy_(self._join("all_to_all", x, torch.stack)[:, self.rank])
+        out.copy_(self.join("all_to_all", x, torch.stack)[:, self.rank])
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
-        x.copy_(self._join("broadcast", x, lambda everyone: everyone[root].clone()))
+        x.copy_(self.join("broadcast", x, lambda everyone: everyone[root].clone()))
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
-        everyone = self._join("swap", x, torch.stack)
+        everyone = self.join("swap", x, torch.stack)
         return [everyone[r].clone() for r in source]
 
     def gather(self, x: Tensor) -> Tensor:
-        return self._join("gather", x, torch.stack).clone()
+        return self.join("gather", x, torch.stack).clone()
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         mine = next(ranks for ranks in sets if self.rank in ranks)

@@ -76,7 +76,8 @@ def simulate(
             "faults=, a laconic.Trace has the rounds that have closed"
         )
     stage = Stage(count, _seconds(step_seconds, count))
-    stage.recorded = closings
+    if closings is not None:
+        stage.recorded = [iter(closings) for _ in range(count)]
     cast = None if faults is None else Cast(faults, stage)
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
@@ -114,7 +115,7 @@ def simulate(
     before.restore()
     if errors:
         raise errors[0]
-    if not stage.when_idle:
+    if not stage.polled:
         _check_unused({"step_seconds": step_seconds, "closings": closings})
     for call in calls:
         call()

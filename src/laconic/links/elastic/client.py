@@ -39,8 +39,12 @@ class UntrustedError(CoordinatorError):
     of no use."""
 
 
-class OtherRunError(LinkError):
-    """A run that is older than this worker goes on with the coordinator: begin again."""
+class OtherProgramError(UntrustedError):
+    """The job at the coordinator is ``about`` something else than this worker."""
+
+    def __init__(self, about: str) -> None:
+        super().__init__("the job is about something else")
+        self.about = about
 
 
 class RemovedError(LinkError):
@@ -56,8 +60,8 @@ class Client:
     ) -> None:
         self.at = f"{host}:{port}"
         self.host, self.port = host, port
-        self.embedded = False
-        """Whether the coordinator was inside a worker."""
+        self.embedded = True
+        """Whether the coordinator was inside a worker, or is not known yet."""
         self._said = {
             "job": job,
             "member": member,
@@ -80,32 +84,27 @@ class Client:
             return salt
         return job_secret.derive(self._shared, "elastic run", self._job, salt)
 
-    def connect(self, view: View | None) -> str:
+    def connect(self, view: View | None) -> None:
         """Connect, and join. ``view``: the latest that this worker knows, once it follows a run.
-        Returns what the job is about if that is something else, else "". Raises `CoordinatorError`,
-        `OtherRunError` and `RemovedError`."""
+        Raises `CoordinatorError` and `RemovedError`."""
         self.close()
         self._text = b""
+        known = None if view is None else view.pack()
+        joins = {**self._said, "number": self.number, "salt": self._salt, "view": known}
         stream = self._open()
         try:
-            known = None if view is None else view.pack()
-            more = {"number": self.number, "salt": self._salt, "view": known}
-            stream.sendall(json.dumps({**self._said, **more}).encode() + b"\n")
-            self._stream = stream
-            answer = self.receive(CALL_SECONDS)
-        except BaseException:
+            stream.sendall(json.dumps(joins).encode() + b"\n")
+        except OSError as error:
             stream.close()
-            self._stream = None
-            raise
+            raise self._failed(error) from error
+        self._stream = stream
+        answer = self.receive(CALL_SECONDS)
         match answer:
             case {"salt": str(salt), "number": int(number), "embedded": bool(embedded)}:
-                if self._salt and salt != self._salt:
-                    raise OtherRunError("another run has begun")
                 self._salt, self.number, self.embedded = salt, number, embedded
-                return ""
+                return
             case {"refused": str(), "about": str(about)} if about:
-                self.close()
-                return about
+                raise OtherProgramError(about)
             case {"refused": str(text), "removed": True}:
                 raise RemovedError(clean(text))
             case {"refused": str(text)}:
@@ -123,13 +122,13 @@ class Client:
                 f"({clean(secured.reason(error))})"
             ) from error
         except (OSError, handshake.RefusedError) as error:
-            raise self._untrusted(error) from error
+            raise self._failed(error) from error
 
     def _exchange(self) -> handshake.Exchange:
         return handshake.call(self._secret, PURPOSE, KEY, 0, b"")
 
-    def _untrusted(self, error: Exception) -> CoordinatorError:
-        """What the failure of a handshake means."""
+    def _failed(self, error: Exception) -> CoordinatorError:
+        """What the failure of a connection, or of its handshake, means."""
         who = f"the coordinator at {self.at}"
         if isinstance(error, TimeoutError):
             return CoordinatorError(f"{who} does not answer")
@@ -138,7 +137,8 @@ class Client:
                 f"{who} has another secret in {job_secret.VARIABLE} than this worker, or is "
                 "another program: give both the same file, or none"
             )
-        if self._contexts is None and speaks_tls(self.host, self.port):
+        begins = self._stream is None
+        if begins and self._contexts is None and speaks_tls(self.host, self.port):
             return UntrustedError(
                 f"{who} uses TLS, and this worker does not: set the variables that `laconic keys` "
                 "prints"
@@ -148,28 +148,12 @@ class Client:
                 f"{who} and this worker do not accept each other's certificates: the coordinator "
                 f"and all workers need certificates of one CA ({secured.reason(error)})"
             )
-        if self._contexts is not None and self._is_plain():
+        if begins and isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             return UntrustedError(
-                f"{who} has no TLS, and this worker uses it: set the variables that `laconic keys` "
-                "prints there too"
+                f"{who} does not use TLS as this worker does: set the variables that "
+                f"`laconic keys` prints there, too ({secured.reason(error)})"
             )
-        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-            return UntrustedError(
-                f"{who} does not speak TLS 1.3: set the same variables for it "
-                f"({secured.reason(error)})"
-            )
-        return CoordinatorError(f"{who} has closed the connection ({clean(secured.reason(error))})")
-
-    def _is_plain(self) -> bool:
-        """Whether a coordinator without TLS listens there."""
-        out, wanted = next(self._exchange())
-        at = self.host, self.port
-        try:
-            with socket.create_connection(at, LOOK_SECONDS) as connection:
-                connection.sendall(out)
-                return len(connection.recv(wanted)) == wanted
-        except OSError:
-            return False
+        return CoordinatorError(f"the connection to {who} is lost ({clean(secured.reason(error))})")
 
     def beat(self, beat: Beat) -> None:
         """Send ``beat``. Raises `CoordinatorError`."""
@@ -182,22 +166,22 @@ class Client:
 
     def _send(self, value: object) -> None:
         with self._sending:
-            stream = self._stream
-            if stream is None:
-                raise CoordinatorError(f"the connection to the coordinator at {self.at} is lost")
+            stream = self._connected()
             try:
                 stream.settimeout(CALL_SECONDS)
                 stream.sendall(json.dumps(value).encode() + b"\n")
             except OSError as error:
-                raise self._lost(error) from error
+                raise self._failed(error) from error
+
+    def _connected(self) -> secured.Stream:
+        if self._stream is None:
+            raise CoordinatorError(f"the connection to the coordinator at {self.at} is lost")
+        return self._stream
 
     def receive(self, seconds: float) -> Mapping[str, Any]:
         """The next message. Raises `CoordinatorError`, also if none comes within so many
         ``seconds``."""
-        stream = self._stream
-        if stream is None:
-            raise CoordinatorError(f"the connection to the coordinator at {self.at} is lost")
-        end = time.monotonic() + seconds
+        stream, end = self._connected(), time.monotonic() + seconds
         try:
             while b"\n" not in self._text:
                 stream.settimeout(max(end - time.monotonic(), 0.001))
@@ -213,17 +197,7 @@ class Client:
                 raise ValueError("no object")
             return value
         except (OSError, ValueError, RecursionError) as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: Exception) -> CoordinatorError:
-        if self._contexts is not None and secured.about_certificates(error):
-            return self._untrusted(error)
-        if isinstance(error, TimeoutError):
-            return CoordinatorError(f"the coordinator at {self.at} does not answer")
-        return CoordinatorError(
-            f"the connection to the coordinator at {self.at} is lost "
-            f"({clean(secured.reason(error))})"
-        )
+            raise self._failed(error) from error
 
     def close(self) -> None:
         """Close the connection. A thread that uses it raises `CoordinatorError`."""

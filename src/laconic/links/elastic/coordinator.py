@@ -39,8 +39,9 @@ PORT = 29400
 """The coordinator's port where none is given."""
 PURPOSE = b"member"
 KEY = bytes(handshake.KEY_BYTES)
-REFUSAL = b"\xff" * 4
-"""The length of no text: that a caller does not know the secret, and need not try again."""
+REFUSAL = b"\xff" * 5
+"""The length of no text, and no record of TLS: a caller does not know the secret, or uses TLS, and
+need not try again."""
 HELLO_SECONDS = 5.0
 """How long a caller may take in all to prove who it is."""
 TICK = 0.1

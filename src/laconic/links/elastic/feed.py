@@ -7,49 +7,28 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from laconic.errors import LinkError
 from laconic.links.calls import Call
-from laconic.links.elastic.relay import MOST_WAITING, READY, STATE, RelayError, size_of
+from laconic.links.elastic.relay import MOST_WAITING, READY, STATE, RelayError, Stream, size_of
 from laconic.links.elastic.relay_frames import Frame, Record, Refusal, Snapshot, Start, StepSettings
 
-CHECK_SECONDS = 0.1
-
-
-class Frames(Protocol):
-    """A connection to a donor, as `laconic.links.elastic.relay.Stream`. ``moved``: when bytes came
-    last (`time.monotonic`)."""
-
-    moved: float
-
-    def receive(self) -> Frame:
-        """Wait for the next frame; raises `RelayError`."""
-
-    def say(self, word: bytes) -> None:
-        """Tell the donor `READY` or `STATE`."""
-
-    def close(self) -> None:
-        """End the connection."""
+CHECK_SECONDS = 0.02
+"""How often who waits for a frame looks around. Meanwhile the members of a view may wait for it."""
 
 
 class Feed:
     """The frames of one donor, read by a thread, and taken by the engine in their order.
-    ``donor``: its id. The thread that waits for a frame calls ``awake()`` after `wake`, and now and
-    then ``check()``, which raises `RelayError` if the donor is lost."""
+    ``donor``: its id. The thread that waits for a frame calls ``check()`` now and then, which
+    raises `RelayError` if the donor is lost."""
 
-    def __init__(
-        self,
-        stream: Frames,
-        donor: str,
-        awake: Callable[[], None],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._stream, self.donor, self._awake, self._check = stream, donor, awake, check
+    def __init__(self, stream: Stream, donor: str, check: Callable[[], None]) -> None:
+        self._stream, self.donor, self._check = stream, donor, check
         self.first_step = 0
         """After which step the donor has begun to send its state."""
         self._frames: deque[Frame | RelayError] = deque()
-        self._changed, self._woken = threading.Condition(), False
+        self._changed = threading.Condition()
         self._seen: list[Frame] = []
         self.settings: dict[int, list[dict[str, Any]]] = {}
         self._patience = math.inf
@@ -78,29 +57,19 @@ class Feed:
             self._frames.append(frame)
             self._changed.notify()
 
-    def wake(self) -> None:
-        """Let the thread that waits look around."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify()
-
     def _next(self) -> Frame | RelayError:
         while True:
             with self._changed:
-                if not self._frames and not self._woken:
+                if not self._frames:
                     self._changed.wait(CHECK_SECONDS)
                 if self._frames and isinstance(self._frames[0], RelayError):
                     return self._frames[0]  # nothing follows
                 if self._frames:
                     self._waiting -= size_of(vars(self._frames[0]))
                     return self._frames.popleft()
-                woken, self._woken = self._woken, False
-            if woken:
-                self._awake()
-            elif time.monotonic() - self._stream.moved >= self._patience:
+            if time.monotonic() - self._stream.moved >= self._patience:
                 raise RelayError("it takes no steps: it has finished, or waits for others")
-            else:
-                self._check()
+            self._check()
 
     @property
     def waiting(self) -> int:

@@ -177,7 +177,6 @@ class ElasticLink(Undivided, Quiet):
     def _view_decided(self, view: View) -> None:
         """Called in another thread."""
         self.rendezvous.interrupt(view.epoch)
-        self.replay.wake()
         self.wake(self._adopt_idle)
 
     def _adopt_idle(self) -> None:
@@ -255,9 +254,9 @@ class ElasticLink(Undivided, Quiet):
         self.rendezvous.interrupt()
 
     def end(self, until: float) -> None:
-        """End all threads but the communication thread, and wait for that until the time
-        ``until``."""
-        self.members.end(until)
+        """End all threads but the communication thread, and wait until the time ``until`` for the
+        end of those that may be inside torch."""
+        self.members.close()
         self.reception.end(until)
         for relay in self.relays:
             relay.end(until)

@@ -24,7 +24,6 @@ from laconic.links.elastic.client import (
     RETRY_SECONDS,
     Client,
     CoordinatorError,
-    OtherRunError,
     RemovedError,
 )
 from laconic.links.elastic.embedded import serve
@@ -51,9 +50,9 @@ NEWCOMER_SECONDS = 2.0
 
 
 class Members:
-    """The members of one run, as the worker ``me``, which does ``units``, knows them: it has joined
-    by ``client``.
+    """The members of one run, as the worker ``me``, which does ``units``, knows them by ``client``.
     ``wait``: seconds to wait for enough workers; ``limit``: the longest silence in seconds.
+    ``beacon``: answers the other members; they hear ``note()`` of this worker once it is gone.
 
     ``on_view`` is called, in the thread that hears, when a view was decided.
 
@@ -71,25 +70,29 @@ class Members:
     ============================  ===================================================
     """
 
-    def __init__(self, client: Client, me: Member, units: Units, wait: float, limit: float) -> None:
-        self.client, self.me, self._units = client, me, units
+    def __init__(
+        self,
+        client: Client,
+        me: Member,
+        beacon: health.Beacon,
+        units: Units,
+        note: Callable[[], str],
+        wait: float,
+        limit: float,
+    ) -> None:
+        self.client, self.me, self._units, self._note = client, me, units, note
         self.wait, self.limit = wait, limit
-        self.secret, self.number = client.secret, client.number
         self.on_view: Callable[[View], None] = lambda view: None
         self.moved: Callable[[str], int] = lambda id: 0
         """How many bytes have come from a member."""
-        self.note: Callable[[], str] = str
-        """What the others hear of this worker once it is gone."""
         self.signs = Signs(limit)
         self.waiting_since: float | None = None
         """Since when (`time.monotonic`) this worker is in a call, and `position` in the calls."""
         self.position = CallPosition()
-        self.record = LinkRecord()
+        self.record = beacon.links[health.key_of(me.beacon)]
         """What the other members hear when they ask."""
-        self.status: Callable[[str], None] = lambda text: None
-        """Sets what they are told that this process is doing."""
-        self.silence: Callable[[], None] = lambda: None
-        """Ends the answers to them."""
+        self.status, self.silence = beacon.set, beacon.close
+        """Set what they are told that this process is doing; end the answers to them."""
         self.ended = False
         """Whether this worker needs no further view, unless a call begins."""
         self.latest: View | None = None
@@ -108,22 +111,28 @@ class Members:
         self._short: tuple[int, int, float] | None = None
         """How many workers are left, how many are needed, and since when (`time.monotonic`), where
         too few are left."""
-        self.coordinator_lost = ""
+        self.coordinator_lost: CoordinatorError | None = CoordinatorError(
+            f"the coordinator at {client.at} does not answer"
+        )
         """Why the coordinator cannot be reached, if so."""
-        self.other_run = False
-        """Whether the coordinator has begun with another run before this worker's had."""
         self._reconnects = 0
         """How many of the latest views had no other members than the view before."""
         self._wake_beat = threading.Event()
         self.closed = False
-        self._threads = [
-            threading.Thread(target=partial(self._run, work), daemon=True, name=name)
-            for work, name in ((self._beat, "laconic-heartbeat"), (self._hear, "laconic-members"))
-        ]
-        for thread in self._threads:
-            thread.start()
+        for work, name in ((self._beat, "laconic-heartbeat"), (self._hear, "laconic-members")):
+            threading.Thread(target=partial(self._run, work), daemon=True, name=name).start()
 
     # -- what is known ----
+
+    @property
+    def secret(self) -> bytes:
+        """What the workers of the run share."""
+        return self.client.secret
+
+    @property
+    def number(self) -> int:
+        """This worker's number, from 1."""
+        return self.client.number
 
     @property
     def view(self) -> View:
@@ -154,12 +163,6 @@ class Members:
         if first:
             self.client.over("has left" if self._leaving else "has ended")
             self.client.close()
-
-    def end(self, until: float) -> None:
-        """End the threads, and wait for that until the time ``until``."""
-        self.close()
-        for thread in self._threads:
-            thread.join(max(until - time.monotonic(), 0))
 
     # -- for the link ----
 
@@ -276,7 +279,7 @@ class Members:
             ended=self.ended and self.waiting_since is None,
             leaving=self._leaving,
             again=view.epoch if again and view is not None else 0,
-            note=self.note(),
+            note=self._note(),
             ready=self._due_newcomers(),
             reports=reports,
         )
@@ -304,33 +307,42 @@ class Members:
     # -- what the coordinator says ----
 
     def _hear(self) -> None:
-        while not self.closed and not self._removed and not self.other_run:
+        while not self.closed and not self._removed:
             try:
-                if self.coordinator_lost:
-                    if self.client.connect(None if self.founding else self.latest):
-                        raise CoordinatorError(f"{self.client.at} now has another program's run")
-                    if not self.founding:
-                        log.warning("the coordinator is back")
-                    self.coordinator_lost = ""
-                    self._wake_beat.set()
+                if self.coordinator_lost is not None:
+                    self._connect()
                 self._take(self.client.receive(CALL_SECONDS))
             except RemovedError as error:
                 self._remove(str(error))
-            except OtherRunError:
-                with self.changed:
-                    self.other_run = True
-                    self.changed.notify_all()
             except CoordinatorError as error:
-                if self.closed:
-                    break
-                if str(error) != self.coordinator_lost and not self.founding:
-                    log.warning("%s; training goes on with the workers of now", error)
-                self.coordinator_lost = str(error)
-                self.client.close()
-                if not (self.client.embedded and serve(self.client.host, self.client.port)):
-                    time.sleep(RETRY_SECONDS)
+                self._lose(error)
         self.client.over("has ended")  # it may have connected again meanwhile
         self.client.close()
+
+    def _connect(self) -> None:
+        with self.changed:
+            if self.founding and not self.entered_view:
+                self.latest = None  # that of the coordinator's run follows, perhaps another one
+            known = None if self.founding else self.latest
+        self.client.connect(known)
+        self.record.secret = self.secret
+        if not self.founding:
+            log.warning("the coordinator is back")
+        self.coordinator_lost = None
+        self._wake_beat.set()
+
+    def _lose(self, error: CoordinatorError) -> None:
+        """The coordinator cannot be reached: serve its address, or wait before the next call."""
+        if self.closed:
+            return
+        if str(error) != str(self.coordinator_lost) and not self.founding:
+            log.warning("%s; training goes on with the workers of now", error)
+        with self.changed:
+            self.coordinator_lost = error
+            self.changed.notify_all()
+        self.client.close()
+        if not (self.client.embedded and serve(self.client.host, self.client.port)):
+            time.sleep(RETRY_SECONDS)
 
     def _take(self, said: Any) -> None:
         """A message of the coordinator's."""
@@ -347,8 +359,6 @@ class Members:
             case {"come": int(come), "short": [int(left), int(least)]}:
                 self.come = come
                 self._fall_short(left, least)
-            case {"again": True} if self.founding:
-                raise OtherRunError("another run has begun")
             case {"again": True}:
                 raise CoordinatorError("the coordinator has another run of this name")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from laconic.errors import LinkError
 from laconic.links.calls import CallPosition
 from laconic.links.elastic.link import ElasticLink
-from laconic.links.elastic.simulated import SimulatedElasticLink
+from laconic.links.elastic.simulated import EndedError, SimulatedElasticLink
 from laconic.links.health import shown
 from laconic.links.polls import (
     CALLS,
@@ -20,7 +20,9 @@ from laconic.links.polls import (
     Polls,
     Standing,
     VirtualClock,
+    said_in_poll,
 )
+from laconic.links.simulated import SimulatedLink
 
 T = TypeVar("T")
 
@@ -88,121 +90,72 @@ class ElasticPolling(Polling):
             link.units.note({"round": decision.as_json(), "serial": link.units.serial - 1})
 
 
-class _Waiting(NamedTuple):
-    """What a worker says in the poll of the unit ``serial``: ``own``. The rest is the same on all
-    workers: see `Polling.poll`."""
-
-    own: Standing
-    serial: int
-    active: Sequence[str]
-    polls: Polls
-    admit: bool
-
-
-class ElasticPolls:
-    """As `laconic.links.polls.SimulatedPolls`, where workers come and go."""
-
-    def __init__(self, link: SimulatedElasticLink) -> None:
-        self._cast = link.cast
-        self._waiting: dict[int, _Waiting] = {}
-        self._serial, self._decided = 0, Decision(CALLS)
-        """The latest decision, and in which unit."""
-        self._begun: set[int] = set()
-        """The newcomers that take part, or did so."""
-        self._cast.stage.when_idle.append(self._decide)
-
-    def wait(self, me: int, waiting: _Waiting) -> Decision:
-        """Wait, as worker ``me``, for what is decided."""
-        stage = self._cast.stage
-        if self._serial < waiting.serial:  # else a newcomer begins with it
-            self._waiting[me] = waiting
-            stage.runnable[me] = False
-            stage.pass_turn(me)
-            stage.take_turn(me)
-        if self._serial != waiting.serial:
-            raise stage.error()
-        return self._decided
-
-    def _decide(self) -> bool:
-        """Decide what is next, if all workers wait. Returns whether there is something."""
-        cast, waiting = self._cast, self._waiting
-        if not waiting:
-            return False
-        one = next(iter(waiting.values()))
-        present = self._left([int(id) for id in one.active], one.serial)
-        if any(worker not in waiting for worker in present):
-            return False
-        found = self._next({str(worker): waiting[worker] for worker in present})
-        if found is None and present:
-            return False
-        time, self._decided = found or (0.0, Decision(CALLS))  # where none is left, all end
-        self._serial = one.serial
-        joining = self._joining(one.serial, present) if one.admit else []
-        self._begun.update(joining)
-        if not cast.plan.recorded:
-            cast.present_now = [*present, *joining]
-        calls, roster = self._decided.kind == CALLS, self._decided.roster
-        for worker in [w for w in present if calls or str(w) in roster] + joining:
-            cast.stage.clocks[worker] = time
-        for worker in waiting:
-            cast.stage.runnable[worker] = True
-        waiting.clear()
-        return True
-
-    def _left(self, active: Sequence[int], serial: int) -> list[int]:
-        """Those of the ``active`` workers that take part in the unit ``serial``."""
-        plan, waiting, gone = self._cast.plan, self._waiting, self._cast.stage.left
-        active = [worker for worker in active if worker not in gone]
-        if plan.recorded:
-            return [w for w in active if w in plan.present(serial, POLL)]
-        return [w for w in active if w not in waiting or not plan.killed(w, waiting[w].own.step)]
-
-    def _joining(self, serial: int, present: Sequence[int]) -> list[int]:
-        """The newcomers that begin with the unit ``serial``, to which a donor sends its state."""
-        plan, fed = self._cast.plan, [w for w in self._cast.feeds if w not in self._begun]
-        if plan.recorded:
-            return [w for w in fed if w in plan.present(serial, POLL)]
-        return [w for w in fed if self._cast.donors[w] in present]
-
-    def _next(self, waiting: Mapping[str, _Waiting]) -> tuple[float, Decision] | None:
-        """When these workers' next round closes, or call begins, and what is decided then."""
-        if not waiting:
-            return None
-        one, plan = next(iter(waiting.values())), self._cast.plan
-        said = {id: each.own for id, each in waiting.items()}
-        decided = plan.decided(one.serial)
-        if decided is not None:
-            return max(-own.waited for own in said.values()), decided
-        found = one.polls.next_closing(said)
-        if found is None or (plan.recorded and found[1] != CALLS):
-            return None
-        return found[0], one.polls.close(said, found[1], found[0])
-
-
 class SimulatedElasticPolling(ElasticPolling):
-    """`ElasticPolling` where all decisions are those of `ElasticPolls`."""
+    """`ElasticPolling` of a simulated worker, which polls when it waits only: see
+    `laconic.links.polls.SimulatedPolling`."""
 
-    def __init__(self, link: SimulatedElasticLink) -> None:
-        super().__init__(link)
-        self._simulated = link
+    link: SimulatedElasticLink
 
     def decide(self, own: Standing, polls: Polls, admit: bool) -> Decision:
-        link, units = self._simulated, self.link.units
-        stage = link.cast.stage
-        stage.polls = shared = stage.polls or ElasticPolls(link)
-        assert isinstance(shared, ElasticPolls), "workers come and go"
-        at = units.serial, list(units.active), polls, admit
-        decision = shared.wait(int(units.me), _Waiting(own, *at))
+        link, units, cast = self.link, self.link.units, self.link.cast
+        if units.active:  # else a newcomer begins with what the others have decided
+            present = self._present()
+            said = said_in_poll(SimulatedLink(cast.stage, int(self.me), present), own)
+            if cast.polled_in != units.serial:
+                standings = {str(w): each for w, each in zip(present, said, strict=True)}
+                self._decide(standings, polls, admit)
         link.rendezvous.adopt()  # raises if this worker has ended meanwhile
         units.attempt(units.active)
         link.rendezvous.take_part(units.active)
         link.deal([int(id) for id in units.active], units.serial)
         if admit:
             link.admit(POLL)
-        return decision
+        return cast.decision
+
+    def _present(self) -> list[int]:
+        """The workers that poll."""
+        cast, units = self.link.cast, self.link.units
+        active = [int(id) for id in units.active]
+        if not cast.plan.recorded:
+            return active
+        present = cast.plan.present(units.serial, POLL)
+        if int(self.me) not in present:
+            raise EndedError
+        return [worker for worker in active if worker in present]
+
+    def _decide(self, said: Mapping[str, Standing], polls: Polls, admit: bool) -> None:
+        """The first worker that knows what all have said decides who takes part, and in what."""
+        cast, serial = self.link.cast, self.link.units.serial
+        plan = cast.plan
+        left = {id: s for id, s in said.items() if not plan.killed(int(id), s.step)}
+        joining = [w for w in cast.feeds if w not in cast.begun] if admit else []
+        if plan.recorded:
+            joining = [w for w in joining if w in plan.present(serial, POLL)]
+        else:
+            joining = [w for w in joining if str(cast.donors[w]) in left]
+            cast.present_now = [*map(int, left), *joining]
+        cast.begun.update(joining)
+        cast.polled_in = serial
+        if not left:  # all end
+            return
+        until, cast.decision = self._next(left, polls)
+        contribute = left if cast.decision.kind == CALLS else cast.decision.roster
+        for worker in [*map(int, contribute), *joining]:
+            cast.stage.clocks[worker] = until
+
+    def _next(self, said: Mapping[str, Standing], polls: Polls) -> tuple[float, Decision]:
+        """When these workers' next round closes, or call begins, and what is decided then."""
+        plan = self.link.cast.plan
+        decided = plan.decided(self.link.units.serial)
+        if decided is not None:
+            return max(-own.waited for own in said.values()), decided
+        until, kind = polls.next_of_all(said)
+        if plan.recorded and kind != CALLS:
+            raise LinkError("a round with a quorum closes that is not in the trace")
+        return until, polls.close(said, kind, until)
 
     def clock(self, step: int) -> Clock:
-        return VirtualClock(self._simulated.cast.stage, int(self.link.units.me), step)
+        return VirtualClock(self.link.cast.stage, int(self.link.units.me), step)
 
 
 def polling_over_elastic(link: ElasticLink) -> Polling:

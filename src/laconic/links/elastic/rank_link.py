@@ -261,14 +261,14 @@ class RankLink(Undivided, Around):
 
     # -- collectives ----
 
-    def _rows(self, what: str, x: Tensor, rows: int, results: int, *about: Any) -> list[Tensor]:
-        """Make a collective of ``rows`` of ``x``, which brings so many ``results``."""
+    def _rows(self, what: str, x: Tensor, rows: int, results: int, *about: Any) -> Tensor:
+        """Make a collective of ``rows`` of ``x``, which brings so many ``results``, as rows."""
         x = x.reshape(rows, x.numel() // max(rows, 1)).contiguous()
         found = self._next(what, str(x.dtype).removeprefix("torch."), rows, results, *about, x=x)
         assert found is not None, "this rank is not done"
         return found
 
-    def _next(self, what: str, *about: Any, x: Tensor | None = None) -> list[Tensor] | None:
+    def _next(self, what: str, *about: Any, x: Tensor | None = None) -> Tensor | None:
         """Take part in the next collective of the ranks: this one in ``what``, with its rows ``x``.
         Returns the rows that it brings; or None where all ranks are done."""
         inside, me = self.inside, self.inside.rank
@@ -285,7 +285,7 @@ class RankLink(Undivided, Around):
             inside.exchange({0: pieces[me].view(-1)}, {})
             self._answer()
             inside.exchange({}, {0: out.view(-1)})
-            return [*out.unbind()]
+            return out
         inside.exchange({}, {r: p.view(-1) for r, p in enumerate(pieces) if r})
         whole, brought = torch.cat(pieces, 1), list[Tensor]()
 
@@ -296,7 +296,7 @@ class RankLink(Undivided, Around):
         together = brought[0].view(results, whole.shape[1])
         parts = [p.contiguous() for p in torch.split(together, columns, 1)]
         inside.exchange({r: p.view(-1) for r, p in enumerate(parts) if r}, {})
-        return [*parts[0].unbind()]
+        return parts[0]
 
     def _outer(self, what: str, x: Tensor, *about: Any) -> Tensor:
         """Make the collective ``what`` with all ranks' messages ``x``, on rank 0."""
@@ -316,30 +316,23 @@ class RankLink(Undivided, Around):
         return out
 
     def mean(self, x: Tensor) -> None:
-        (mean,) = self._rows("mean", x, 1, 1)
-        x.copy_(mean.view(x.shape))
+        x.copy_(self._rows("mean", x, 1, 1).view(x.shape))
 
     def all_gather(self, mine: Tensor, out: Tensor) -> None:
-        n = self.size
-        rows = self._rows("all_gather", mine.to(out.dtype), 1, n)
-        for row, into in zip(rows, out.view(n, -1), strict=True):
-            into.copy_(row)
+        out.copy_(self._rows("all_gather", mine.to(out.dtype), 1, self.size).view(out.shape))
 
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
         n = self.size
-        rows = self._rows("all_to_all", x, n, n)
-        for row, into in zip(rows, out.view(n, -1), strict=True):
-            into.copy_(row)
+        out.copy_(self._rows("all_to_all", x, n, n).view(out.shape))
 
     def gather(self, x: Tensor) -> Tensor:
         if self._thread != threading.get_ident():  # before there is a communication thread
             return self.unit(partial(self.gather, x))
         n = self.size
-        return torch.stack(self._rows("gather", x, 1, n)).view(n, *x.shape)
+        return self._rows("gather", x, 1, n).view(n, *x.shape)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
-        (sent,) = self._rows("broadcast", x, 1, 1, root)
-        x.copy_(sent.view(x.shape))
+        x.copy_(self._rows("broadcast", x, 1, 1, root).view(x.shape))
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor | None]:
         if self.replaying:

@@ -51,19 +51,21 @@ class Reception:
             found.append(self._waiting.get())
         return found
 
-    def call_donor(self, number: int, awake: Callable[[], None]) -> Feed:
-        """Ask a worker of the run for its state; ``number`` counts the attempts. ``awake``: see
-        `Feed`. Raises `laconic.links.elastic.relay.RelayError`."""
+    def call_donor(self, number: int, adopt: Callable[[], None]) -> Feed:
+        """Ask a worker of the run for its state; ``number`` counts the attempts. Whoever waits for
+        its frames calls ``adopt()`` now and then. Raises
+        `laconic.links.elastic.relay.RelayError`."""
         members = self._members
         latest = members.view.members
         donor = latest[(int(members.me.id, 16) + number) % len(latest)]  # newcomers spread
 
         def check() -> None:
+            adopt()
             if members.view.place(donor.id) is None:
                 raise RelayError(f"the run goes on without {donor.name}")
 
         stream = call_donor(donor, members.secret, members.me)
-        self._feed = Feed(stream, donor.id, awake, check)
+        self._feed = Feed(stream, donor.id, check)
         return self._feed
 
     def close(self) -> None:

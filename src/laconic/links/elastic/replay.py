@@ -17,14 +17,13 @@ T = TypeVar("T")
 
 class Replay:
     """A link of one worker, until there is a donor. With a donor, ``feed(call)`` gives what its
-    collectives have brought in the next unit of ``call``. Whoever waits for that calls `awake`
-    after `wake` was called."""
+    collectives have brought in the next unit of ``call``. Whoever waits for that calls `adopt`
+    now and then."""
 
     rank = 0
 
     def __init__(self, adopt: Callable[[], None]) -> None:
         self._adopt = adopt
-        self.wake: Callable[[], None] = lambda: None
         self.feed: Callable[[Call], Record] | None = None
         self._call = Call(0, "setting up")
         self._outputs: list[Tensor] | None = None
@@ -43,9 +42,9 @@ class Replay:
         finally:
             self._thread = None
 
-    def awake(self) -> None:
-        """A view was decided. Its members, who complete what this worker waits for, wait for this
-        worker to connect. Where the communication thread is not the one that waits, it does so by
+    def adopt(self) -> None:
+        """Connect, if a view was decided. Its members, who complete what this worker waits for,
+        wait for that. Where the communication thread is not the one that waits, it does so by
         itself."""
         if self._thread == threading.get_ident():
             self._adopt()

@@ -20,6 +20,7 @@ from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Frame, Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.units import Units
+from laconic.links.polls import CALLS, Decision
 from laconic.links.simulated import SimulatedLink, Stage
 
 current_part: contextvars.ContextVar[tuple[Cast, int] | None] = contextvars.ContextVar(
@@ -48,6 +49,11 @@ class Cast:
     """In which unit, and whether to those that begin with it."""
     present_now: list[int] | None = None
     """Where rounds have a quorum: who takes part, in a plan in steps, since the latest poll."""
+    polled_in: int = 0
+    """In which unit that was, and the ``decision`` of it; ``begun``: the newcomers that take part,
+    or did so."""
+    decision: Decision = field(default_factory=lambda: Decision(CALLS))
+    begun: set[int] = field(default_factory=set)
 
     def present(self, serial: int, call: Call) -> list[int]:
         """Those that take part in the unit ``serial`` of ``call``."""
@@ -188,12 +194,13 @@ class _Reception:
         self._cast.donors.update(dict.fromkeys(called, self._me))
         return [_Relay(self._cast, w) for w in called if w not in self._cast.feeds]
 
-    def call_donor(self, number: int, awake: Callable[[], None]) -> Feed:
+    def call_donor(self, number: int, adopt: Callable[[], None]) -> Feed:
         """See `Reception.call_donor`."""
         frames = self._cast.feeds.get(self._me, [])
         if number or not frames:
             raise EndedError  # the run has ended before this worker could take part
-        return Feed(_Stream(frames), str(self._cast.donors[self._me]), awake)
+        stream: Any = _Stream(frames)
+        return Feed(stream, str(self._cast.donors[self._me]), adopt)
 
     def close(self) -> None:
         """Do nothing."""

@@ -12,16 +12,8 @@ from typing import Any
 
 from laconic.errors import LinkError
 from laconic.links.addresses import Address, listen, own_address
-from laconic.links.elastic.client import (
-    RETRY_SECONDS,
-    SAY_SECONDS,
-    Client,
-    CoordinatorError,
-    OtherRunError,
-    UntrustedError,
-)
+from laconic.links.elastic.client import SAY_SECONDS, Client, OtherProgramError, UntrustedError
 from laconic.links.elastic.coordinator import parse_address
-from laconic.links.elastic.embedded import serve
 from laconic.links.elastic.leases import Need
 from laconic.links.elastic.link import ElasticLink, end_at_exit
 from laconic.links.elastic.members import BEAT, Members
@@ -30,7 +22,7 @@ from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View, new_id
 from laconic.links.handshake import KEY_BYTES
-from laconic.links.health import Beacon, ask_all, key_of
+from laconic.links.health import Beacon, ask_all
 from laconic.links.texts import clean
 
 log = logging.getLogger("laconic")
@@ -55,64 +47,56 @@ def start(
     newcomer to a run under way is not connected yet. Raises ``ValueError`` where the others are
     about something else."""
     host, port = parse_address(address)
+    with ExitStack() as on_error:
+        own = own_address(host)
+        beacon = Beacon(own)
+        on_error.callback(beacon.close)
+        (mesh, at_mesh), (service, at_service) = _listen(on_error, own), _listen(on_error, own)
+        member = Member(new_id(), at_mesh, at_service, beacon.enroll())
+        client = Client(host, port, job, member, json.dumps(about), need)
+        units = Units(member.id)
+        members = Members(client, member, beacon, units, reports.note, wait, limit)
+        on_error.callback(members.close)
+        reports.heard = members.signs.notes
+        units.note = reports.record = recording(member.id)
+        rendezvous = Rendezvous(members, mesh, units, reports)
+        link = ElasticLink(members, units, rendezvous, Reception(members, service, units), reports)
+        on_error.callback(link.close)
+        try:
+            view = _found(members, need)
+        except OtherProgramError as error:
+            raise _different(error.about, about, job, client.at) from None
+        if members.entered_view:
+            link.begin(view.ids)
+        end_at_exit(link)
+        on_error.pop_all()
+    return link
+
+
+def _found(members: Members, need: Need) -> View:
+    """Wait for the first view of a run; or for the present view of a run under way, until one of
+    its workers answers. Raises `LinkError`."""
+    begun = time.monotonic()
+    end, say = begun + members.wait, begun + SAY_SECONDS
     while True:
-        with ExitStack() as on_error:
-            own = own_address(host)
-            beacon = Beacon(own)
-            on_error.callback(beacon.close)
-            health = beacon.enroll()
-            (mesh, at_mesh), (service, at_service) = _listen(on_error, own), _listen(on_error, own)
-            member = Member(new_id(), at_mesh, at_service, health)
-            client = Client(host, port, job, member, json.dumps(about), need)
-            said = _join(client, wait)
-            if said:
-                raise _different(said, about, job, client.at)
-            units = Units(member.id)
-            members = Members(client, member, units, wait, limit)
-            on_error.callback(members.close)
-            members.record = beacon.links[key_of(health)]
-            members.record.secret = members.secret
-            members.note, reports.heard = reports.note, members.signs.notes
-            members.status, members.silence = beacon.set, beacon.close
-            units.note = reports.record = recording(member.id)
-            rendezvous = Rendezvous(members, mesh, units, reports)
-            reception = Reception(members, service, units)
-            link = ElasticLink(members, units, rendezvous, reception, reports)
-            on_error.callback(link.close)
-            try:
-                view, under_way = _found(members, need)
-            except OtherRunError:
-                continue
-            if not under_way:
-                link.begin(view.ids)
-            end_at_exit(link)
-            on_error.pop_all()
-        return link
-
-
-def _found(members: Members, need: Need) -> tuple[View, bool]:
-    """Wait for the first view of a run. Returns it; or the present view of a run under way, and
-    True, once one of its workers answers. Raises `OtherRunError` if the coordinator has begun with
-    another run meanwhile."""
-    now = time.monotonic()
-    end, say, at = now + members.wait, now + SAY_SECONDS, members.client.at
-    while not members.other_run:
-        view, now = members.latest, time.monotonic()
+        view, lost, now = members.latest, members.coordinator_lost, time.monotonic()
         if view is not None and (members.entered_view or _answers(view, members.secret)):
-            members.founding = False
-            return view, not members.entered_view
+            with members.changed:
+                if members.latest is view:  # else there is a newer one, or another run
+                    members.founding = False
+                    return view
+        if isinstance(lost, UntrustedError):
+            raise lost
         if now >= end:
-            raise _not_found(members, need)
+            raise lost or _not_found(members, need)
         if now >= say:
-            log.warning(
-                "%d of %d workers have come to the coordinator at %s; waiting for more, up to "
-                "%.0f s", members.come, need.expected or need.start, at, end - now,
-            )  # fmt: skip
-            say = end
+            come = f"{members.come} of {need.expected or need.start} workers have come to the "
+            why = lost or f"{come}coordinator at {members.client.at}"
+            log.warning("%s; waiting for more, up to %.0f s", why, end - now)
+            say = now + (now - begun)
         with members.changed:
-            if members.latest is view and not members.other_run:
+            if members.latest is view and members.coordinator_lost is lost:
                 members.changed.wait(max(min(end, say) - now, 0.0) if view is None else BEAT)
-    raise OtherRunError("another run has begun")
 
 
 def _answers(view: View, secret: bytes) -> bool:
@@ -122,9 +106,7 @@ def _answers(view: View, secret: bytes) -> bool:
 
 
 def _not_found(members: Members, need: Need) -> LinkError:
-    at, lost = members.client.at, members.coordinator_lost
-    if lost:
-        return CoordinatorError(lost)
+    at = members.client.at
     if members.latest is not None:
         return LinkError(
             f"the workers of the run at {at} cannot be reached from here: are their addresses "
@@ -134,28 +116,6 @@ def _not_found(members: Members, need: Need) -> LinkError:
         f"{members.come} of {need.start} workers have come to the coordinator at {at} within "
         f"{members.wait:g} s: start more workers, or lower workers= or min_workers="
     )
-
-
-def _join(client: Client, wait: float) -> str:
-    """Join the job as soon as its coordinator answers, or serve its address, if that is this
-    host's. Returns what else the job is about, if so."""
-    now = time.monotonic()
-    until, say = now + wait, now + SAY_SECONDS
-    while True:
-        try:
-            return client.connect(None)
-        except UntrustedError:
-            raise
-        except CoordinatorError as error:
-            if serve(client.host, client.port):
-                continue
-            now = time.monotonic()
-            if now >= until:
-                raise
-            if now >= say:
-                log.warning("%s; trying again for %.0f s", error, until - now)
-                say = until
-        time.sleep(RETRY_SECONDS)
 
 
 def _different(said: str, about: dict[str, str], job: str, address: str) -> Exception:
