@@ -24,7 +24,7 @@ from laconic.algorithms.update import Slot, State
 from laconic.engine.channel import ByGroup, Channel
 from laconic.engine.comparison import digest
 from laconic.engine.gradient_rounds import GradientRunner
-from laconic.engine.messages import Difference, InFlightBucket, InFlightRound
+from laconic.engine.messages import InFlightBucket, InFlightRound
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Sets
 from laconic.links.comm_thread import Pending
@@ -127,7 +127,7 @@ def channel_states(runner: Runner) -> Saved:
 
 
 def _flight_state(running: ParameterRunner, flight: InFlightRound) -> Saved:
-    apart, sent = flight.apart.wait(), set[int]()
+    sent = set[int]()
     buckets = []
     for channel, y, pending in flight.buckets:
         arrival = pending.wait()
@@ -145,7 +145,6 @@ def _flight_state(running: ParameterRunner, flight: InFlightRound) -> Saved:
         "due": flight.due,
         "names": [[k for k, t in group.items() if id(t) in sent] for group in flight.copies],
         "buckets": buckets,
-        "apart": None if apart is None else tuple(apart),
     }
 
 
@@ -193,9 +192,7 @@ def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFli
         present = None if n is None else (n, running.present[1])
         arrived = Arrival(own["received"].to(device, copy=True), own["weight"], present=present)
         buckets.append(InFlightBucket(channel, y, Pending.of(arrived)))
-    apart = None if saved["apart"] is None else Difference(*saved["apart"])
-    flight = saved["due"], executed, Pending.of(buckets), copies
-    return InFlightRound(*flight, apart=Pending.of(apart))
+    return InFlightRound(saved["due"], executed, Pending.of(buckets), copies)
 
 
 def loaded_states(
