@@ -7,6 +7,7 @@ rank has its `local` shard.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -144,6 +145,18 @@ def plain(value: Any) -> Any:
     return value
 
 
+def packed(state: Any) -> Tensor:
+    """``state``, plain data with tensors, as bytes: a copy in host memory, for another rank."""
+    buffer = io.BytesIO()
+    torch.save(plain(state), buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def unpacked(data: Tensor) -> Any:
+    """What was `packed`, in host memory. Runs no code of the sender's."""
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether each rank has a shard of ``tensor`` (a DTensor, which FSDP makes of parameters)."""
     if type(tensor) in (Tensor, nn.Parameter):
@@ -194,19 +207,6 @@ def on_mesh_of(value: Any, like: Tensor) -> Any:
     if type(value) in (list, tuple):
         return type(value)(on_mesh_of(item, like) for item in value)
     return value
-
-
-def as_shard(value: Any, like: Tensor) -> Any:
-    """``value`` as a DTensor, if ``like`` is one and ``value`` is a rank's part of such a one."""
-    if not (is_sharded(like) and isinstance(value, Tensor) and value.dim()):
-        return value
-    if value.shape != local(like).shape:
-        return value
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(like, DTensor)
-    at = value.to(like.device), like.device_mesh, like.placements
-    return DTensor.from_local(*at, shape=like.shape, stride=like.stride())
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
