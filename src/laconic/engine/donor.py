@@ -216,8 +216,8 @@ class Donor:
 
 
 def leave_out_residuals(sync: Mapping[str, Any]) -> None:
-    """Leave out the residuals in the state ``sync``, with which a newcomer does not begin, and what
-    it starts from."""
+    """Take out of the state ``sync`` what a newcomer begins without: residuals, and, with a quorum,
+    the results from which this worker has started."""
     for saved in (*sync["rounds"], *sync["gradients"]):
         for carried in saved["carried"]:
             for name in RESIDUALS:

@@ -36,8 +36,8 @@ from laconic.tensors import local, overwrite
 LoadModel = Callable[[int | None], None]
 """Loads the model that a rank has saved into this one's; of None, the one to go on with."""
 Check = Callable[[str | None, Sequence[int]], None]
-"""Raises if a state cannot be loaded: because of a problem, None if there is none, which the other
-ranks must learn of, or of how many rounds with a quorum this worker has seen close, by kind."""
+"""Called with the problem that a load has on this rank, None if there is none, and the number of
+rounds with a quorum that this worker has seen close, by kind. Raises if the load is not to be."""
 
 
 def _stateful(run: RecipeRun) -> list[GradientRunner]:
