@@ -79,10 +79,12 @@ validate-model: $(READY)  ## the cost model against emulated networks; 40 minute
 
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard src/laconic/*/*.c src/laconic/*/*/*.c)
 
+# pip would compile on one processor.
 define environment
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[$(1)]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[$(1)]'
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 	touch $@
 endef
 

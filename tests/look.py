@@ -24,7 +24,7 @@ QUIET = (
     "--hide-scrollbars", "--virtual-time-budget=2000", "--enable-logging=stderr", "--v=0",
 )  # fmt: skip
 SITE = Path(__file__).parents[1] / "build" / "site"
-PAGES = ("index", "quickstart", "choose", "spot", "algorithms/streaming_diloco", "api/attach")
+PAGES = ("index", "quickstart", "choose", "algorithms/slowmo", "elastic", "race", "demo", "cli")
 
 
 def chromium(*options: str) -> str:

@@ -112,7 +112,7 @@ def cluster(setting: Setting, at: Sequence[tuple[int, float]] = ()) -> Cluster:
             f"host{host}",
             1,
             setting.rates.get(host, setting.rate) * PAYLOAD,
-            step=STEP * setting.slow.get(host, 1.0),
+            step_time=STEP * setting.slow.get(host, 1.0),
             download=DOWNLOAD,
         )
         for host in range(HOSTS)
@@ -121,7 +121,7 @@ def cluster(setting: Setting, at: Sequence[tuple[int, float]] = ()) -> Cluster:
     return Cluster(
         PARAMETERS,
         sites,
-        step=STEP,
+        step_time=STEP,
         spread=setting.spread,
         latency=setting.latency,
         failures=failures,

@@ -94,9 +94,14 @@ def layer_by_layer(model: Model, period: int, rate: float) -> float:
 def planned(model: Model, period: int, rate: float) -> float:
     """Return the compute utilization that laconic's planner expects of its own rounds."""
     recipe: Recipe = la.diloco(period) if period else la.ddp()
-    sites = uniform(WORKERS, WORKERS, rate=rate * 1e9, latency=0.0)
+    sites = uniform(WORKERS, WORKERS, bandwidth=rate * 1e9, latency=0.0)
     cluster = Cluster(
-        model.parameters, sites, step=model.step, dtype="bfloat16", spread=0.0, backward=2 / 3
+        model.parameters,
+        sites,
+        step_time=model.step,
+        dtype="bfloat16",
+        spread=0.0,
+        backward_share=2 / 3,
     )
     return model.step / predict(recipe, cluster.facts()).seconds
 

@@ -18,7 +18,7 @@ MOST_SECONDS, MOST_BYTES = 60.0, 4e9
 def cluster(workers: int) -> Cluster:
     """A failing cluster on 8 sites: a worker fails every 60 days."""
     failures = Failures(mtbf=60 * 86400.0)
-    sites = uniform(workers, 8, rate=10e9, latency=0.08, uplink=100e9)
+    sites = uniform(workers, 8, bandwidth=10e9, latency=0.08, uplink=100e9)
     return Cluster(10**8, sites, latency=0.08, failures=failures)
 
 
@@ -40,7 +40,7 @@ def timings() -> Iterator[str]:
             known = cluster(workers)
             if recipe is None:
                 made = la.diloco(100, quorum=9 * workers // 10, grace=2.0)
-                known = Cluster(known.parameters, known.sites, latency=known.latency)
+                known = Cluster(known.params, known.sites, latency=known.latency)
             else:
                 made = recipe
             begin = time.process_time()

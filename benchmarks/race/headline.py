@@ -73,7 +73,7 @@ def picture(found: dict[tuple[Network, str], Curve], theme: str) -> Figure:
     from matplotlib.figure import Figure
 
     colors = THEMES[theme]
-    figure = Figure(figsize=(9.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
     figure.patch.set_alpha(0)
     axes = figure.subplots()
     ends = sorted((curve[-1][1], one) for one, curve in found.items())
@@ -97,8 +97,7 @@ def picture(found: dict[tuple[Network, str], Curve], theme: str) -> Figure:
     last, loss = full[-1]
     soon = reached(own, loss)
     axes.annotate("", (soon, loss), (last, loss), arrowprops={"arrowstyle": "->", "color": GRAY})
-    text = f"same loss after {soon:.0f} s"
-    axes.text(soon + 3, loss + 0.02, text, color=colors["text"], fontsize=10)
+    axes.text(soon + 3, loss + 0.02, f"after {soon:.0f} s", color=colors["text"], fontsize=10)
     axes.set_title("4 hosts, 100 Mbit/s each", loc="left", fontweight="bold", color=colors["text"])
     axes.set_ylim(LEAST, MOST)
     axes.set_xlim(0, last)

@@ -26,7 +26,7 @@ from laconic.cli import main
 from laconic.policy.predict import LATER
 
 Capture = pytest.CaptureFixture[str]
-CALM = Cluster(8_000_000, uniform(4, 1, rate=80e6, latency=0.0), step=0.5, spread=0.0)
+CALM = Cluster(8_000_000, uniform(4, 1, bandwidth=80e6, latency=0.0), step_time=0.5, spread=0.0)
 """An all-reduce of 8 million numbers takes 4.8 s."""
 
 
@@ -45,8 +45,8 @@ def per_step(recipe: Recipe, cluster: Cluster, steps: int, first: int = LATER) -
 
 def failing(workers: int = 8, **known: Any) -> Cluster:
     """A cluster whose rounds take no time."""
-    sites = uniform(workers, 1, rate=1e15, latency=0.0)
-    return Cluster(1000, sites, step=1.0, spread=0.0, failures=Failures(**known))
+    sites = uniform(workers, 1, bandwidth=1e15, latency=0.0)
+    return Cluster(1000, sites, step_time=1.0, spread=0.0, failures=Failures(**known))
 
 
 CERTAIN = [
@@ -59,7 +59,7 @@ def test_without_chance_a_plan_is_the_prediction() -> None:
     for text in CERTAIN:
         recipe = of(text)
         for rate, latency in ((80e6, 0.0), (4e9, 0.03)):
-            cluster = replace(CALM, sites=uniform(4, 1, rate=rate, latency=latency))
+            cluster = replace(CALM, sites=uniform(4, 1, bandwidth=rate, latency=latency))
             expected = predict(recipe, cluster.facts())
             short, long = (simulate_plan(recipe, cluster, n, first=LATER) for n in (24, 48))
             assert (long.seconds - short.seconds) / 24 == pytest.approx(expected.seconds), text
@@ -85,8 +85,8 @@ def test_a_shared_uplink_is_the_bottleneck() -> None:
 def test_a_late_worker_finds_what_the_others_have_sent() -> None:
     """Three workers have sent their slices when the fourth comes. It receives their means part by
     part while it sends its own slices, and computes on while the mean of its slice leaves."""
-    sites = (Site("late", 1, 80e6, step=1.0), Site("others", 3, 80e6))
-    cluster = Cluster(80_000, sites, step=0.5, spread=0.0)
+    sites = (Site("late", 1, 80e6, step_time=1.0), Site("others", 3, 80e6))
+    cluster = Cluster(80_000, sites, step_time=0.5, spread=0.0)
     whole = 8 * 1.5 * 320_000 / 80e6
     found = simulate_plan(la.local_sgd(1), cluster, 10)
     # ten steps and halves of what it sends, of which the last ends when all have its mean
@@ -99,7 +99,7 @@ def test_a_late_worker_finds_what_the_others_have_sent() -> None:
 def test_bytes_between_sites_take_time_and_cost_money() -> None:
     """Each worker sends 7/4 of 4 MB in a mean, also with a quorum; 4/7 of it to the other site."""
     sites = tuple(Site(name, 4, 1e9, uplink=8e6) for name in "ab")
-    cluster = Cluster(1_000_000, sites, step=1.0, spread=0.0)
+    cluster = Cluster(1_000_000, sites, step_time=1.0, spread=0.0)
     recipe = la.diloco(10, quorum=8)
     found = per_step(recipe, cluster, 100, 0) * 10
     assert found == pytest.approx(10 + 4 * 32e6 / 8e6)
@@ -108,7 +108,7 @@ def test_bytes_between_sites_take_time_and_cost_money() -> None:
     assert sent.bytes * 8 == pytest.approx(10 * 2 * 7 * 4e6)
     assert sent.crossed == pytest.approx(10 * 2 * 4 * 4e6)
     one, two = (
-        replace(CALM, gigabyte=2.0, sites=uniform(4, n, rate=1e9, latency=0, price=3600.0))
+        replace(CALM, egress=2.0, sites=uniform(4, n, bandwidth=1e9, latency=0, price=3600.0))
         for n in (1, 2)
     )
     assert simulate_plan(la.local_sgd(1), one, 4).crossed == 0
@@ -125,7 +125,9 @@ def test_the_slowest_of_n_steps_is_the_order_statistic() -> None:
     largest = torch.special.ndtr(x) ** 100
     mean = torch.trapezoid(sigma * torch.exp(sigma * x) * (1 - largest), x)
     expected = math.exp(-(sigma**2) / 2) * (math.exp(-2 * sigma) + float(mean))
-    known = replace(CALM, sites=uniform(100, 1, rate=1e15, latency=0.0), step=1.0, spread=0.1)
+    known = replace(
+        CALM, sites=uniform(100, 1, bandwidth=1e15, latency=0.0), step_time=1.0, spread=0.1
+    )
     found = simulate_plan(la.ddp(), known, 600).seconds / 600
     assert found == pytest.approx(expected, rel=0.01)
 
@@ -196,7 +198,7 @@ def test_rounds_close_as_the_rules_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def closes(text: str, second: float = 1.0, network: float = 0.0) -> list[tuple[Any, ...]]:
         steps = (1.0, second, 2.5)
-        sites = tuple(Site(f"site{k}", 1, 1e9, step=step) for k, step in enumerate(steps))
+        sites = tuple(Site(f"site{k}", 1, 1e9, step_time=step) for k, step in enumerate(steps))
         run = Quorum(Rounds(of(text), Cluster(1000, sites, spread=0.0)), torch.Generator())
         run.kinds[0].price, close, found = Price(network=network), run.close, []
 
@@ -235,16 +237,16 @@ def test_the_example_is_a_cluster_and_so_is_json(tmp_path: Path, capsys: Capture
     assert main(["plan", "--example"]) == 0
     cluster = fields.read(written(tmp_path / "cluster.yaml", capsys.readouterr().out))
     assert [site.name for site in cluster.sites] == ["paris", "oslo", "ohio"]
-    assert cluster.workers == 8 and cluster.parameters == 10**9 and cluster.latency == 0.08
-    assert cluster.sites[2].step == 1.2 and cluster.sites[0].uplink == 500e6
-    assert cluster.failures.mtbf == 30 * 86400 and cluster.gigabyte == 0.05
+    assert cluster.workers == 8 and cluster.params == 10**9 and cluster.latency == 0.08
+    assert cluster.sites[2].step_time == 1.2 and cluster.sites[0].uplink == 500e6
+    assert cluster.failures.mtbf == 30 * 86400 and cluster.egress == 0.05
     facts = cluster.facts()
     assert facts.one_way == 0.04 and facts.compute == 1.2 and len(facts.shared) == 3
     failures = {"mtbf": "10d", "policy": "static", "checkpoint": 100}
-    sites = [{"name": "a", "workers": 2, "rate": "1gbit"}]
-    values = {"parameters": "8m", "step": 0.5, "sites": sites, "failures": failures}
+    sites = [{"name": "a", "workers": 2, "bandwidth": "1gbit"}]
+    values = {"params": "8m", "step_time": 0.5, "sites": sites, "failures": failures}
     cluster = fields.read(written(tmp_path / "cluster.json", json.dumps(values)))
-    assert cluster.step == 0.5 and cluster.sites == (Site("a", 2, 1e9),)
+    assert cluster.step_time == 0.5 and cluster.sites == (Site("a", 2, 1e9),)
     assert cluster.failures == Failures(mtbf=864000.0, policy="static", checkpoint=100)
 
 
@@ -267,10 +269,10 @@ def test_the_answer_comes_first(capsys: Capture) -> None:
 
 
 def test_what_limits_a_run_is_named() -> None:
-    near = Cluster(1000, uniform(4, 1, rate=1e9, latency=0.0), spread=0.0)
-    far = replace(near, sites=uniform(4, 2, rate=1e9, latency=0.5), latency=0.5)
+    near = Cluster(1000, uniform(4, 1, bandwidth=1e9, latency=0.0), spread=0.0)
+    far = replace(near, sites=uniform(4, 2, bandwidth=1e9, latency=0.5), latency=0.5)
     failing = replace(near, failures=Failures(mtbf=500.0))
-    shared = uniform(4, 2, rate=1e10, latency=0.0, uplink=1e8)
+    shared = uniform(4, 2, bandwidth=1e10, latency=0.0, uplink=1e8)
     narrow = Cluster(10_000_000, shared, spread=0.0)
     limits = {
         "computing": near,

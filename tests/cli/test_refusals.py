@@ -27,9 +27,9 @@ FILES: dict[str, str | bytes] = {
     "odd.py": "def mine(n=1):\n    return n\n",
     # clusters
     "rate.yaml": CLUSTER.replace("500mbit ", "500mbut "),
-    "field.yaml": CLUSTER.replace("    rate: 1gbit", "    rat: 1gbit", 1),
+    "field.yaml": CLUSTER.replace("    bandwidth: 1gbit", "    bandwith: 1gbit", 1),
     "syntax.yaml": CLUSTER.replace("sites:", "sites: ["),
-    "bytes.yaml": b"step: 1\xff",
+    "bytes.yaml": b"step_time: 1\xff",
 }
 BASE = {
     "COMPARE": "compare --workload digits",
@@ -76,7 +76,7 @@ plan --workers 8 : plan also needs --bandwidth, --params, or --cluster FILE
 plan --example --workers 8 : --example prints a file, and nothing else
 plan --example ddp() : --example prints a file, and nothing else
 plan --cluster rate.yaml : rate.yaml: sites[0].uplink: not a rate
-plan --cluster field.yaml : unknown field sites[0].rat (did you mean 'rate'?)
+plan --cluster field.yaml : unknown field sites[0].bandwith (did you mean 'bandwidth'?)
 plan --cluster syntax.yaml : syntax.yaml, line
 plan --cluster bytes.yaml : is not a text file in UTF-8
 doctor --master h:1 --rank 0 : belong together

@@ -95,6 +95,9 @@ VERDICTS: dict[str, tuple[Result, list[str]]] = {
         ["slowmo(ddp(), 8) reached 3.00."],
     ),
     "neither has one": (result(DDP, row("easgd(4)", LAST)), ["ddp() reached 2.45."]),
+    "one of the winners has none": (
+        result(DDP, row("easgd(4)", LAST), row("diloco(4)", LAST)), ["ddp() reached 2.45."],
+    ),
     "worse than at the beginning": (
         result(row("ddp()", (0, 0, 5.5), (75, 30, 5.6)), row("easgd(4)", (0, 0, 5.5), LAST)),
         ["ddp() reached 5.60."],
@@ -129,6 +132,7 @@ def test_the_verdict(name: str) -> None:
     race, phrases = VERDICTS[name]
     said = report.verdict(race)
     assert all(phrase in said for phrase in phrases), said
+    assert ("Part of that" in said) == ("Part of that" in " ".join(phrases)), said
 
 
 def test_runs_of_one_recipe_have_a_mean_curve_and_a_band() -> None:

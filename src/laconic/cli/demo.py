@@ -22,10 +22,10 @@ Four hosts that send 100 Mbit/s each are emulated on this machine. On them the s
 trained in {ways} ways, for {seconds:g} s each: a small transformer that learns Python code, byte
 by byte, from 4 kB for each host. All begin with the same weights, get the same data, and use the
 same optimizer (AdamW). They differ only in how the hosts agree. Measured is the loss on code that
-is not trained on: lower is better. With start and validation, they take {minutes:.0f} minutes.
+is not trained on: lower is better. With start and validation, they take {minutes:.1f} minutes.
 """
-OVERHEAD_SECONDS = 12.0
-"""What each row takes besides training, on two cores."""
+OVERHEAD_SECONDS, VALIDATIONS = 14.0, 6
+"""What each row takes besides training, on two cores, and how often it is validated."""
 
 
 def add(parser: Any) -> None:
@@ -35,20 +35,20 @@ def add(parser: Any) -> None:
         "picture and three sentences what each way costs and gains."
     )
     parser.epilog = "laconic compare does the same with your own recipes, networks and models."
-    declare(parser, "--seconds --out", seconds="15", out="laconic-demo")
+    declare(parser, "--seconds --out", seconds="12", out="laconic-demo")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if all recipes finished."""
     import rich  # noqa: F401
 
-    from laconic.lab.demo.outcome import EXPLAINED, FREE, RECIPES
+    from laconic.lab.demo.outcome import EXPLAINED, RECIPES
     from laconic.lab.emulation.jobs import terminate_as_exit
     from laconic.lab.race import report, runner
     from laconic.lab.race.workloads import FEW
 
     settings = runner.Settings(
-        recipes=tuple(RECIPES), free=(FREE,), workload=FEW, seconds=arguments.seconds
+        recipes=tuple(RECIPES), workload=FEW, seconds=arguments.seconds, validations=VALIDATIONS
     )
     settings.check()
     minutes = len(EXPLAINED) * (arguments.seconds + OVERHEAD_SECONDS) / 60

@@ -68,9 +68,9 @@ VOCABULARY = """
 --hang HOST@TIME[..TIME]  stop a host's program, and continue it at the end; repeatable
 --cut HOST[-HOST]@TIME..TIME  lose all packets between two hosts, or of one host; repeatable
 
---address HOST:PORT  address to listen at
---master HOST:PORT  rank 0's host and a free port on it
---rank N  number of this host, from 0
+--address ADDRESS  address to listen at, such as 10.0.0.1:29400
+--master ADDRESS  address of rank 0's host with a free port, such as 10.0.0.1:29500
+--rank N  rank of this host, from 0
 --timeout TIME  how long to wait for the other hosts
 
 --all  also print a table of all recipes, and how they compare
@@ -108,7 +108,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """Return the host and the port of an address."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"not HOST:PORT, such as 10.0.0.1:29500: {text!r}")
+        raise ValueError(f"not an address with a port, such as 10.0.0.1:29500: {text!r}")
     return host.strip("[]"), int(port)
 
 
@@ -119,7 +119,7 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "--data": lambda text: str(Path(text).resolve()),
     "--rules": str,
     "COUNT": parse_count,
-    "HOST:PORT": parse_address,
+    "ADDRESS": parse_address,
     "RATE": parse_bandwidth,
     "SECONDS": parse_duration,
     "SHARE": parse_share,

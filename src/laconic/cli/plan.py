@@ -15,13 +15,6 @@ NEEDED = {
     **dict.fromkeys(("--uplink", "--egress"), "--sites 2"),
 }
 """What options have no effect without."""
-FIELDS = {
-    "--bandwidth": "rate",
-    "--params": "parameters",
-    "--step-time": "step",
-    "--egress": "gigabyte",
-}
-"""Fields of a cluster with another name than that of their option."""
 STEPS = 10_000
 """Default length of the run."""
 EXAMPLE = (
@@ -44,8 +37,8 @@ CLUSTER = (
 def add(parser: Any) -> None:
     """Add the description and the options of the command."""
     parser.description = (
-        "Simulate a training run on a described cluster: how long it takes, what the time goes to, "
-        "what it sends and costs, and what limits it."
+        "Simulate a training run on a described cluster: how long it takes, what the time\n"
+        "goes to, what it sends and costs, and what limits it."
     )
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -111,14 +104,14 @@ def _described(arguments: argparse.Namespace) -> Cluster:
             "--loss has no effect without --latency, such as --latency 20ms: a packet that is lost "
             "arrives round trips later"
         )
-    fields = {FIELDS.get(name, attribute(name)): value for name, value in known.items()}
+    fields = {attribute(name): value for name, value in known.items()}
 
     def take(*names: str) -> dict[str, Any]:
         return {name: fields.pop(name) for name in names if name in fields}
 
     try:
         workers, sites = fields.pop("workers"), fields.pop("sites", 1)
-        site = take("rate", "uplink", "download", "price")
+        site = take("bandwidth", "uplink", "download", "price")
         fails = take("mtbf", "repair", "checkpoint")
         return Cluster(
             sites=uniform(workers, sites, latency=fields.get("latency", 0.0), **site),
@@ -127,7 +120,7 @@ def _described(arguments: argparse.Namespace) -> Cluster:
         )
     except ValueError as error:  # begins with the name of a field
         name, _, rest = str(error).partition(" ")
-        options = {FIELDS.get(option, attribute(option)): option for option in CLUSTER.split()}
+        options = {attribute(option): option for option in CLUSTER.split()}
         if name not in options:
             raise
         raise ValueError(f"{options[name]} {rest}") from None

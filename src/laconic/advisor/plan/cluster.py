@@ -32,25 +32,25 @@ MOST_LOSS = 0.1
 class Site:
     """A place with ``workers`` that see the same network.
 
-    ``rate``: bit/s at which each worker sends. ``download``: bit/s at which it receives; None: as
-    it sends. ``uplink``: bit/s that all its workers share toward other sites; None: no limit.
-    ``latency``: a round trip between its workers. ``step``: seconds of a step of its workers; None:
-    the cluster's. ``price``: of a worker per hour.
+    ``bandwidth``: bit/s at which each worker sends. ``download``: bit/s at which it receives; None:
+    as it sends. ``uplink``: bit/s that all its workers share toward other sites; None: no limit.
+    ``latency``: a round trip between its workers. ``step_time``: seconds of a step of its workers;
+    None: the cluster's. ``price``: of a worker per hour.
     """
 
     name: str
     workers: int
-    rate: float
+    bandwidth: float
     uplink: float | None = None
     latency: float = 0.0
-    step: float | None = None
+    step_time: float | None = None
     price: float = 0.0
     download: float | None = None
 
     def __post_init__(self) -> None:
         check_int("workers", self.workers, 1)
-        check_float("rate", self.rate, 0.0, strict=True)
-        for name in ("uplink", "download", "step"):
+        check_float("bandwidth", self.bandwidth, 0.0, strict=True)
+        for name in ("uplink", "download", "step_time"):
             if getattr(self, name) is not None:
                 check_float(name, getattr(self, name), 0.0, strict=True)
         check_float("latency", self.latency, 0.0)
@@ -59,7 +59,7 @@ class Site:
     @property
     def receives(self) -> float:
         """The bit/s at which each worker receives."""
-        return self.rate if self.download is None else self.download
+        return self.bandwidth if self.download is None else self.download
 
 
 @dataclass(frozen=True)
@@ -111,35 +111,35 @@ class Failures:
 class Cluster:
     """Workers that train a model together.
 
-    ``parameters`` of ``dtype``. ``step``: mean seconds of a step without communication; ``spread``:
-    the standard deviation of a worker's step times, as a share of that (lognormal). ``backward``:
-    the share of a step in which gradients become available. ``latency``: a round trip between
-    workers of different sites. ``jitter``: it takes up to so many seconds more or less, and each
-    message half of that, uniformly. ``loss``: share of the packets that are lost, at most 10%.
-    ``gigabyte``: price of 10**9 bytes that leave a site."""
+    ``params`` of ``dtype``. ``step_time``: mean seconds of a step without communication;
+    ``spread``: the standard deviation of a worker's step times, as a share of that (lognormal).
+    ``backward_share``: the share of a step in which gradients become available. ``latency``: a
+    round trip between workers of different sites. ``jitter``: it takes up to so many seconds more
+    or less, and each message half of that, uniformly. ``loss``: share of the packets that are lost,
+    at most 10%. ``egress``: price of 10**9 bytes that leave a site."""
 
-    parameters: int
+    params: int
     sites: tuple[Site, ...]
-    step: float = 1.0
+    step_time: float = 1.0
     dtype: str = "float32"
     spread: float = SPREAD
-    backward: float = BACKWARD
+    backward_share: float = BACKWARD
     latency: float = 0.0
     jitter: float = 0.0
     loss: float = 0.0
-    gigabyte: float = 0.0
+    egress: float = 0.0
     failures: Failures = field(default_factory=Failures)
 
     def __post_init__(self) -> None:
-        check_int("parameters", self.parameters, 1)
+        check_int("params", self.params, 1)
         if not self.sites:
             raise ValueError("sites must have at least one site")
         names = [site.name for site in self.sites]
         if len({*names}) < len(names):
             raise ValueError(f"sites must have different names, not {', '.join(names)}")
-        check_float("step", self.step, 0.0, strict=True)
-        check_float("backward", self.backward, 0.0, most=1.0)
-        for name in ("spread", "latency", "jitter", "gigabyte"):
+        check_float("step_time", self.step_time, 0.0, strict=True)
+        check_float("backward_share", self.backward_share, 0.0, most=1.0)
+        for name in ("spread", "latency", "jitter", "egress"):
             check_float(name, getattr(self, name), 0.0)
         if check_float("loss", self.loss, 0.0) > MOST_LOSS:
             raise ValueError(
@@ -173,7 +173,7 @@ class Cluster:
         return _by_worker(self._own_steps(), self.everybody)
 
     def _own_steps(self) -> list[float]:
-        return [self.step if site.step is None else site.step for site in self.sites]
+        return [self.step_time if site.step_time is None else site.step_time for site in self.sites]
 
     def facts(self, present: Sequence[int] | None = None) -> Facts:
         """Return what the cost model needs, with ``present`` workers on each site (None: all)."""
@@ -191,17 +191,17 @@ class Cluster:
         ]
         steps = self._own_steps()
         known = facts_from(
-            params=self.parameters,
+            params=self.params,
             step_time=max(steps[s] for s in here),
-            bandwidth=min(min(site.rate, site.receives) for site in sites),
+            bandwidth=min(min(site.bandwidth, site.receives) for site in sites),
             one_way=max(latencies, default=0.0) / 2,
             workers=max(n, 2),
-            backward_share=self.backward,
+            backward_share=self.backward_share,
             dtype=self.dtype,
             loss=self.loss,
         )
-        unlike = len({rate for site in sites for rate in (site.rate, site.receives)}) > 1
-        rates = _by_worker([site.rate for site in self.sites], counts)
+        unlike = len({rate for site in sites for rate in (site.bandwidth, site.receives)}) > 1
+        rates = _by_worker([site.bandwidth for site in self.sites], counts)
         receives = _by_worker([site.receives for site in self.sites], counts)
         computes = _by_worker(steps, counts)
         return replace(
@@ -223,7 +223,7 @@ def uniform(
     workers: int,
     sites: int,
     *,
-    rate: float,
+    bandwidth: float,
     latency: float,
     uplink: float | None = None,
     download: float | None = None,
@@ -237,6 +237,6 @@ def uniform(
     inside = latency if sites == 1 else 0.0
     counts = [workers // sites + (k < workers % sites) for k in range(sites)]
     return tuple(
-        Site(f"site{k}", count, rate, uplink, inside, price=price, download=download)
+        Site(f"site{k}", count, bandwidth, uplink, inside, price=price, download=download)
         for k, count in enumerate(counts, 1)
     )

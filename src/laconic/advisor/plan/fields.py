@@ -32,12 +32,14 @@ def _price(text: str) -> float:
 
 PARSERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("name", "dtype", "policy"), str),
-    **dict.fromkeys(("parameters", "workers", "checkpoint", "min_workers"), parse_count),
-    **dict.fromkeys(("rate", "uplink", "download"), parse_rate),
-    **dict.fromkeys(("step", "latency", "jitter", "mtbf", "repair", "restart"), parse_duration),
+    **dict.fromkeys(("params", "workers", "checkpoint", "min_workers"), parse_count),
+    **dict.fromkeys(("bandwidth", "uplink", "download"), parse_rate),
+    **dict.fromkeys(
+        ("step_time", "latency", "jitter", "mtbf", "repair", "restart"), parse_duration
+    ),
     **dict.fromkeys(("detection", "save"), parse_duration),
-    **dict.fromkeys(("spread", "backward", "loss"), parse_share),
-    **dict.fromkeys(("price", "worker_hour", "gigabyte"), _price),
+    **dict.fromkeys(("spread", "backward_share", "loss"), parse_share),
+    **dict.fromkeys(("price", "egress"), _price),
 }
 """How each field is read, in whatever part of the file it is."""
 
@@ -54,7 +56,6 @@ def read(path: Path) -> Cluster:
 def of(values: Any, name: str = "cluster") -> Cluster:
     """Return the cluster that ``values`` describe, as from JSON. ``name`` is for errors."""
     top = dict(_mapping(values, name, ""))
-    prices = _parsed(top.pop("prices", {}), name, "prices.", ["worker_hour", "gigabyte"])
     about = top.pop("failures", {})
     failures = _made(Failures, about, name, "failures.")
     if about and "mtbf" not in about:
@@ -65,9 +66,8 @@ def of(values: Any, name: str = "cluster") -> Cluster:
     sites = top.pop("sites", None)
     if not isinstance(sites, list):
         raise ValueError(f"{name}: sites must be a list of sites, each with fields")
-    hour = prices.pop("worker_hour", 0.0)
-    known = [_made(Site, site, name, f"sites[{k}].", price=hour) for k, site in enumerate(sites)]
-    return _made(Cluster, top, name, "", sites=tuple(known), failures=failures, **prices)
+    known = [_made(Site, site, name, f"sites[{k}].") for k, site in enumerate(sites)]
+    return _made(Cluster, top, name, "", sites=tuple(known), failures=failures)
 
 
 def _mapping(values: Any, name: str, where: str) -> Mapping[str, Any]:

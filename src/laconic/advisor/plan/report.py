@@ -266,9 +266,9 @@ def limit(planned: Planned, cluster: Cluster) -> str:
 
 def bottleneck(cluster: Cluster) -> str:
     """Return the name of the resource that is busy for longest in a collective."""
-    n, slowest = cluster.workers, min(cluster.sites, key=lambda s: min(s.rate, s.receives))
-    rate = min(slowest.rate, slowest.receives)
-    alike = len({min(site.rate, site.receives) for site in cluster.sites}) == 1
+    n, slowest = cluster.workers, min(cluster.sites, key=lambda s: min(s.bandwidth, s.receives))
+    rate = min(slowest.bandwidth, slowest.receives)
+    alike = len({min(site.bandwidth, site.receives) for site in cluster.sites}) == 1
     where = "each worker's interface" if alike else f"the workers' interfaces in {slowest.name}"
     found = [(rate, f"{where}, {format_rate(rate)}")]
     for site in cluster.sites:

@@ -81,13 +81,13 @@ def assumptions(plan: Plan) -> Iterator[str]:
     """Yield lines about what the plan is based on."""
     c = plan.cluster
     sites = ", ".join(
-        f"{s.name} {s.workers} x {format_rate(s.rate)}"
+        f"{s.name} {s.workers} x {format_rate(s.bandwidth)}"
         + (f" (download {format_rate(s.download)})" if s.download is not None else "")
         + (f" (uplink {format_rate(s.uplink)})" if s.uplink is not None else "")
         for s in c.sites
     )
     yield (
-        f"{c.parameters:,} parameters in {c.dtype}; a step computes for {format_seconds(c.step)}, "
+        f"{c.params:,} parameters in {c.dtype}; a step computes for {format_seconds(c.step_time)}, "
         f"spread {c.spread:.0%}; {sites}; {format_seconds(c.latency)} round trip between sites"
     )
     fails = c.failures

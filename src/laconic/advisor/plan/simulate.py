@@ -104,7 +104,7 @@ def simulate_plan(
         bytes=log.sent / n,
         crossed=log.crossed,
         memory=memory(rounds.all, cluster.facts()),
-        money=hours + log.crossed / 1e9 * cluster.gigabyte,
+        money=hours + log.crossed / 1e9 * cluster.egress,
         failures=log.failures,
         joins=log.joins,
         restarts=log.restarts,

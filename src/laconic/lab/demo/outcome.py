@@ -7,30 +7,21 @@ sentence contradicts the table.
 from __future__ import annotations
 
 from laconic.lab.race.comparison import losses, seconds_to_ddp
-from laconic.lab.race.result import FREE_NETWORK, NO_COMMUNICATION, SECONDS, Result, Row, number
+from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, Result, Row, number
 from laconic.lab.race.verdict import chosen, has_outer_step, listed
 from laconic.lab.race.wording import bandwidth, loss_format
 from laconic.units import three_digits
 
-DDP, AUTO = "ddp()", "auto()"
-FREE = 'outer_step(ddp(), 4, outer="muon")'
-FREE_ROW = FREE + FREE_NETWORK
+DDP, LOCAL, AUTO = "ddp()", "local_sgd(24)", "auto()"
 
 RECIPES = {
     DDP: "the hosts average their gradients in every step, as with torch's DDP",
-    "local_sgd(24)": "each host trains alone for 24 steps; then they average their models",
+    LOCAL: "each host trains alone for 24 steps; then they average their models",
     "slowmo(local_sgd(24), period=24)": "the same, and a step with momentum each time",
-    'streaming_diloco(16, outer="muon")': "a quarter of the model travels at a time, in 4 bits, "
-    "while the hosts train on",
     AUTO: "measures the network and a step, and then chooses a recipe itself",
 }
 """What is raced, and how its hosts communicate."""
-EXPLAINED = {
-    NO_COMMUNICATION: "each host trains alone, all the time",
-    **RECIPES,
-    FREE_ROW: "an optimizer like that of auto(), without a network: the best to hope for",
-}
-
+EXPLAINED = {NO_COMMUNICATION: "each host trains alone, all the time", **RECIPES}
 
 COLUMNS = ("loss_at_equal_time", "seconds_to_ddp", "steps", "waiting")
 """Those of the table of a race that the demo shows."""
@@ -42,8 +33,7 @@ SLOWER = 1.5
 
 
 def sentences(result: Result) -> list[str]:
-    """Return what the race shows: about DDP, about `auto` and its optimizer without a network, and
-    about hosts that never communicate.
+    """Return what the race shows: about DDP, about `auto`, and about hosts that never communicate.
 
     The last sentence names the rows that did not finish.
     """
@@ -104,7 +94,7 @@ def _about_auto(result: Result) -> str:
     found, show = losses(result, SECONDS), loss_format(result)
     if AUTO not in found:
         return f"{AUTO} did not finish."
-    free, mine = found.pop(FREE_ROW, None), show(found[AUTO])
+    mine = show(found[AUTO])
     others = {n: show(loss) for n, loss in found.items() if n not in (AUTO, NO_COMMUNICATION)}
     ahead = [f"{name} ({loss})" for name, loss in others.items() if float(loss) < float(mine)]
     level = [name for name, loss in others.items() if loss == mine]
@@ -119,20 +109,24 @@ def _about_auto(result: Result) -> str:
             text += f"did not reach the loss of {DDP}, "
         else:
             times = _row(result, DDP).seconds / seconds if seconds else 0.0
-            part = "; part of that may be due to its outer step, a second optimizer"
-            part = part if has_outer_step(row) else ""
+            part = _about_outer_step(result, LOCAL in found) if has_outer_step(row) else ""
             faster = f" ({times:.1f} times as fast{part})" if times > 1.05 else ""
             text += f"had that loss after {seconds:.1f} s{faster}, "
-    hope = "" if free is None else f"; without a network, {FREE} ended at {show(free)}"
     gains = found[AUTO] < found.get(DDP, 0.0)
     advice = f" Begin with {AUTO} in your own program." if gains else ""
-    return f"{text}and ended at {mine}, {place}{hope}.{advice}"
+    return f"{text}and ended at {mine}, {place}.{advice}"
+
+
+def _about_outer_step(result: Result, local: bool) -> str:
+    """Return that there is one, and how long a recipe without one took."""
+    seconds = seconds_to_ddp(result, _row(result, LOCAL)) if local else None
+    plain = "" if seconds is None else f"; {LOCAL}, which has none, took {seconds:.1f} s"
+    return f", with an outer step, a second optimizer{plain}"
 
 
 def _about_alone(result: Result) -> str:
     found, show = losses(result, SECONDS), loss_format(result)
     alone = found.pop(NO_COMMUNICATION, None)
-    found.pop(FREE_ROW, None)
     if alone is None:
         return "Hosts that never communicate did not finish"
     ahead = [name for name, loss in found.items() if float(show(loss)) < float(show(alone))]

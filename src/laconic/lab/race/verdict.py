@@ -117,7 +117,7 @@ def _lead(result: Result, axis: Axis, order: list[tuple[Group, Summary]]) -> str
                 f", which {names} had after {three_digits(soon.mean)} s, {times:.1f} times as fast"
             )
         second = [group.name for group, _ in ahead if has_outer_step(group.first)]
-        if second and not has_outer_step(rival.first):
+        if len(second) == len(ahead) and not has_outer_step(rival.first):
             steps = f"the outer step of {listed(second)}, a second optimizer"
             text += f". Part of that may be due to {steps}"
     return f"{text}."
