@@ -42,7 +42,6 @@ from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check
 from laconic.links import Link, job_secret, rendezvous, slurm, tls
 from laconic.links.agreement import on_all_ranks
 from laconic.links.attempts import open_store
-from laconic.links.elastic.inside import Inside
 from laconic.links.rank_sets import agreed_link, inside_of, layout_of, refused_by_all, sets_of
 from laconic.links.simulated import single_link
 from laconic.links.staged import StagedLink
@@ -194,31 +193,26 @@ def attach(
         check_offload(rounds, offload and not isinstance(recipe, Auto))  # which may choose others
         records = check_metrics(metrics)
         attached.check_free_link(given)
-    joined = number = elastic_link = None
+    joined = None
     if elastic is not None:
         joined = elastic_runs.join(elastic, recipe, rounds, params, buffers, seed, timeout, ranks)
-        number, elastic_link = joined.number, joined.link
     with ExitStack() as on_error:
         at = joined, given, choice, timeout
         sets = _meet(model, params, *at, nprocs_per_node, mesh, group_size, on_error)
+        number = None if joined is None else joined.number
         records = agree_on_metrics(records, sets["world"], number)
         arrange = partial(_arrange, sets, params, buffers, joined is not None)
         at_work = scaler if scaler is not None and scaler.is_enabled() else None
-        inside = Inside() if joined is None else joined.inside
-        options: dict[str, Any] = {"elastic": elastic_link, "inside": inside, "offload": offload}
-        settings = Settings(buffers, arrange, seed, at_work, **options)
+        settings = Settings(buffers, arrange, seed, at_work, offload=offload)
+        if joined is not None:
+            settings = replace(settings, elastic=joined.link, inside=joined.inside)
         driver = _build(model, optimizer, recipe, sets, settings)
         on_error.pop_all()  # the synchronizer keeps the links open
     if joined is not None:
         joined.take_part(driver)
-    sync = Synchronizer(driver)
+    sync = _register(driver, optimizer, scaler)
     if records is not None:
         sync.record(records, number)
-    attached.claim(optimizer, sync)
-    if scaler is not None:
-        attached.watch(scaler)
-    if joined is None and sync.workers > 1:
-        watch(driver.ending)
     return sync
 
 
@@ -317,3 +311,16 @@ def _build(
         with on_all_ranks(sets["world"].gather):
             settings.arrange(recipe)
     return Driver(model, optimizer, recipe, sets, settings)
+
+
+def _register(
+    driver: Driver, optimizer: Optimizer, scaler: torch.amp.GradScaler | None
+) -> Synchronizer:
+    """Make the synchronizer, which follows the optimizer, the scaler, and the program's end."""
+    sync = Synchronizer(driver)
+    attached.claim(optimizer, sync)
+    if scaler is not None:
+        attached.watch(scaler)
+    if driver.session.elastic is None and sync.workers > 1:
+        watch(driver.ending)
+    return sync

@@ -59,7 +59,8 @@ class Tensors:
         """Replace every tensor in ``flat``, which is as long as x, by ``function`` of it.
 
         ``where``: of which shapes; others stay. Where FSDP has sharded the model, each tensor is
-        brought together on one of the worker's ranks for that, so every rank must make the call.
+        brought together for that on the worker's ranks, one of which calls ``function``, so every
+        rank must make the call.
         """
         if not self.shapes:
             raise ValueError(

@@ -15,16 +15,18 @@ Values that may differ are not compared: x between rounds, the state of gossip, 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from laconic.engine.comparison import digest
-from laconic.engine.messages import Difference
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
+from laconic.links.comm_thread import Pending
 from laconic.links.link import Link
 
 PART, PARTS = 2**14, 256
@@ -47,6 +49,15 @@ def parts_of(tensors: Sequence[Tensor], first: int, count: int = 1) -> Iterator[
             start -= size
 
 
+class Compared(NamedTuple):
+    """What a comparison of ``what`` over ``link`` finds, to be reported after step ``due``."""
+
+    due: int
+    what: str
+    link: Link
+    found: Pending[tuple[int, list[int]] | None]
+
+
 class DriftCheck:
     """Compares the values of the workers of ``session``. ``found``: the number of steps in which
     they differed."""
@@ -55,13 +66,13 @@ class DriftCheck:
         self._session = session
         self._sent = False
         """Whether digests of x were sent with gradients since the last check."""
+        self._compared: list[Compared] = []
+        """Not reported yet. A round with a delay is compared when its messages are complete."""
         self.found = 0
         self._found_in = -1
         """The last step in which they differed."""
 
-    # -- recipes that average gradients ----
-
-    def digest(self) -> int:
+    def digest_of_x(self) -> int:
         """The digest that the gradients of the next step carry. 0 if their messages cannot carry
         any, or not every rank hears from all others."""
         session = self._session
@@ -72,24 +83,6 @@ class DriftCheck:
         return digest(parts_of(session.params(), session.step))
 
     @torch.no_grad()
-    def after_step(self) -> None:
-        """Check whether the workers differed before this step. All ranks see the same digests, so
-        all of them do the same."""
-        if not self._sent:
-            return
-        session = self._session
-        self._sent, found = False, Difference.of(session.workers.digests())
-        if found is None:
-            return
-        what = (
-            f"the workers' parameters have drifted apart: at step {session.step} ranks "
-            f"{found.others} differ from rank {found.root}, though all took the same steps"
-        )
-        self._report(found, what, session.world)
-
-    # -- parameter rounds ----
-
-    @torch.no_grad()
     def digest_of(self, running: ParameterRunner) -> int:
         """The digest that the messages of the next round carry. 0 if rounds are still in flight,
         because they change the state."""
@@ -98,41 +91,40 @@ class DriftCheck:
         state = self._equal_state(running)
         return digest(parts_of(state, OF_ROUND * running.executed, OF_ROUND)) if state else 0
 
-    @torch.no_grad()
     def after_start(self, running: ParameterRunner, step: int) -> None:
-        """After the round after ``step`` has started, check whether the workers differed before it.
-        All of them see the same digests. A delayed round is checked when it is complete, and
-        reported when it is folded (`report_round`)."""
+        """Compare the digests of the round that has started after ``step``. All workers see the
+        same digests."""
         if not self._possible(running) or not running.communicates:
             return
-        compare = partial(_difference, running.link)
-        if running.round.delay:
-            running.in_flight[-1].apart = self._session.comm.submit(compare, running.label(step))
-        else:
-            self.report_round(running, compare())
+        delay, link, label = running.round.delay, running.link, running.label(step)
+        what = f"the outer state that {running.round.name} over {running.round.over!r} makes equal"
+        compare = partial(_difference, link)
+        found = self._session.comm.submit(compare, label) if delay else Pending.of(compare())
+        self._compared.append(Compared(step + delay, what, link, found))
 
-    def report_round(self, running: ParameterRunner, found: Difference | None) -> None:
-        """Report what a check of a round has found."""
-        if found is None:
-            return
-        what = (
-            f"the workers have drifted apart: at step {self._session.step} ranks {found.others} of "
-            f"the {running.round.over} differ from rank {found.root} in what should be equal on "
-            f"all of them after each {running.round.name}: outer state"
-        )
-        self._report(found, what, running.link)
+    def after_step(self) -> None:
+        """Report which workers differed before this step."""
+        session, compared = self._session, self._compared
+        if self._sent:
+            what, found = (
+                "the parameters, though all took the same steps",
+                _difference(session.workers),
+            )
+            compared.append(Compared(session.step, what, session.world, Pending.of(found)))
+        self._sent, self._compared = False, [c for c in compared if c.due > session.step]
+        for each in compared:
+            if each.due <= session.step and (differing := each.found.wait()) is not None:
+                self._report(each, *differing)
 
     def _possible(self, running: ParameterRunner) -> bool:
         """Whether all workers receive the same result, and every worker sees all digests."""
         return running.exchange.agrees and self._session.device.type == "cpu"
 
-    def _workers(self, running: ParameterRunner) -> int:
-        """The number of workers. In an elastic run, nothing here depends on it."""
-        return 1 if self._session.elastic is not None else running.link.size
-
     def _equal_state(self, running: ParameterRunner) -> list[Tensor]:
-        """The state that is the same on all workers, and that each of them keeps."""
-        every_worker_owns = running.exchange.owners(self._workers(running)) is None
+        """The state that is the same on all workers, and that each of them keeps. In an elastic
+        run, nothing here depends on their number."""
+        workers = 1 if self._session.elastic is not None else running.link.size
+        every_worker_owns = running.exchange.owners(workers) is None
         slots = ("everywhere", "owner") if every_worker_owns else ("everywhere",)
         update, exchange = running.round.update, running.exchange
         return [
@@ -143,23 +135,31 @@ class DriftCheck:
             if kept.slots.get(k, "owner") in slots and t.dim()
         ]
 
-    def _report(self, found: Difference, what: str, link: Link) -> None:
-        """Count the difference, and warn about the first one. ``what``: the warning's text."""
+    def _report(self, compared: Compared, root: int, others: list[int]) -> None:
+        """Count the difference, and warn about the first one."""
         session = self._session
         if session.elastic is not None and session.elastic.replaying:
             return  # this newcomer did not take part
         if self._found_in != session.step:
             self.found, self._found_in = self.found + 1, session.step
-        if self.found == 1 and link.rank == 0:
+        if self.found == 1 and compared.link.rank == 0:
             warnings.warn(
-                f"{what}. Their optimizers' settings differ, such as the learning rate, their "
-                "processors round differently, memory is faulty, or the training program does "
-                "something else on some ranks. sync.consensus() and sync.finish() average what "
-                "differs",
+                f"the workers have drifted apart: at step {session.step} ranks {others} differ "
+                f"from rank {root} in {compared.what}. Their optimizers' settings differ, such as "
+                "the learning rate, their processors round differently, memory is faulty, or the "
+                "training program does something else on some ranks. sync.consensus() and "
+                "sync.finish() average what differs",
                 stacklevel=2,
             )
-        session.recorder.event("drift", ranks=found.others)
+        session.recorder.event("drift", ranks=others)
 
 
-def _difference(link: Link) -> Difference | None:
-    return Difference.of(link.digests())
+def _difference(link: Link) -> tuple[int, list[int]] | None:
+    """The first rank of the largest group of ranks with equal digests, and the ranks that differ
+    from it; None if there are none. A rank with 0 has nothing to compare."""
+    digests = link.digests()
+    counts = Counter(value for value in digests if value)
+    if len(counts) < 2:
+        return None
+    ((most, _),) = counts.most_common(1)
+    return digests.index(most), [r for r, d in enumerate(digests) if d not in (0, most)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from laconic.engine.joint_optimizer import (
     JointOptimizer,
     StepHooks,
     listen,
-    warn_of_unseen_steps,
 )
 from laconic.engine.loading import LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
@@ -73,8 +72,6 @@ class Driver:
         self.events = Events()
         self._closure = False
         """Whether a closure computes this step's gradients."""
-        self._end_watch: Callable[[], None] = lambda: None
-        """Ends the watch for steps of other optimizers."""
         if optimizer is not None:
             session.bind(optimizer)
         self.ending = Ending()
@@ -113,16 +110,16 @@ class Driver:
     def follow(self, optimizer: Optimizer) -> None:
         """Let ``optimizer``, which moves the same parameters, replace the bound one."""
         self.session.optimizer = optimizer
-        for handle in self._handles:
-            handle.remove()
         self._listen(optimizer)
 
     def _listen(self, optimizer: Optimizer) -> None:
+        self._ignore()
         after = self._after_step if self.hooked else lambda *_: None
-        self._handles = listen(optimizer, self._before_optimizer, after)
-        if self.hooked:
-            self._end_watch()
-            self._end_watch = warn_of_unseen_steps(optimizer)
+        self._handles = listen(optimizer, self._before_optimizer, after, watch=self.hooked)
+
+    def _ignore(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
     # -- one step ----
 
@@ -135,7 +132,6 @@ class Driver:
     def begin_step(self, closure: bool) -> None:
         """Prepare a step of the optimizer. With a ``closure`` its gradients are still to come."""
         session = self.session
-        self._end_watch()
         refuse_capture(session.device, "optimizer.step()")
         session.refuse_in_consensus("optimizer.step()")
         session.check_complete()
@@ -240,10 +236,7 @@ class Driver:
     def detach(self) -> None:
         """See `Synchronizer.detach`."""
         self.ending.missing = False  # the user keeps this worker's own model
-        self._end_watch()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._ignore()
         self.run.detach()
         self.run.close()
         if self.session.elastic is not None:

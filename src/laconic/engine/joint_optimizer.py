@@ -85,12 +85,12 @@ class JointOptimizer(Optimizer):
             hook(self, (self,), {})
 
 
-def listen(optimizer: Optimizer, before: Hook, after: Hook) -> list[StepHooks]:
+def listen(optimizer: Optimizer, before: Hook, after: Hook, *, watch: bool) -> list[StepHooks]:
     """Call ``before`` before each of its members steps, since gradients may come between, and
-    ``after`` after the last of them has stepped."""
+    ``after`` after the last of them has stepped. ``watch``: see `StepHooks`."""
     if isinstance(optimizer, JointOptimizer):
         before, after = partial(optimizer.before, before), partial(optimizer.after, after)
-    return [StepHooks(each, before, after) for each in members(optimizer)]
+    return [StepHooks(each, before, after, watch) for each in members(optimizer)]
 
 
 def class_names(optimizers: Sequence[Optimizer]) -> str:
@@ -128,6 +128,8 @@ def as_one(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
 Hook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 """The code of torch's wrapper around each class's ``step``, which calls the hooks."""
+ABSTRACT_STEP = getattr(Optimizer.step, "__wrapped__", Optimizer.step)
+"""`Optimizer.step`, which raises, without the wrapper that an instance may have put on it."""
 MOVES = 3
 """After how many steps of other optimizers there is a warning."""
 
@@ -155,13 +157,14 @@ class Events:
 
 
 class StepHooks(RemovableHandle):
-    """Calls ``before`` and ``after`` around each step of ``optimizer``.
+    """Calls ``before`` and ``after`` around each step of ``optimizer``. With ``watch``, warns if
+    that never steps, and others move its parameters.
 
     A `step` that calls the parent class's is one step, although torch calls hooks in both: it wraps
     the ``step`` of every class that was instantiated.
     """
 
-    def __init__(self, optimizer: Optimizer, before: Hook, after: Hook) -> None:
+    def __init__(self, optimizer: Optimizer, before: Hook, after: Hook, watch: bool) -> None:
         optimizer._patch_step_function()  # a wrapper class may have skipped Optimizer.__init__
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if type(hooks := getattr(optimizer, name)) is dict:  # it has no weak references
@@ -171,12 +174,15 @@ class StepHooks(RemovableHandle):
         """How many of torch's wrappers were at work when this step began; None outside a step.
         Wrappers above it may raise, and the step go on. A newcomer takes steps inside ``before``.
         """
-        self._handles = (
+        self._handles = [
             optimizer.register_step_pre_hook(not_compiled(self._enter)),
             optimizer.register_step_post_hook(not_compiled(self._leave)),
-        )
+        ]
+        self._watch = [_warn_of_unseen_steps(optimizer)] if watch else []
 
     def _enter(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        while self._watch:
+            self._watch.pop().remove()
         at_work = _wrappers_at_work(optimizer)
         if self._base is not None and at_work > self._base:
             if any(callable(each) for each in (*args[1:], options.get("closure"))):
@@ -193,7 +199,7 @@ class StepHooks(RemovableHandle):
 
     def remove(self) -> None:
         """Call them no more."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._watch):
             handle.remove()
 
 
@@ -207,11 +213,11 @@ def _wrappers_at_work(optimizer: Optimizer) -> int:
     return count
 
 
-def warn_of_unseen_steps(attached: Optimizer) -> Callable[[], None]:
-    """Warn if other optimizers move the parameters of ``attached``, and it never steps. Returns a
-    function that ends this, to be called with the first step."""
+def _warn_of_unseen_steps(attached: Optimizer) -> RemovableHandle:
+    """Warn if other optimizers move the parameters of ``attached``, until the handle is removed,
+    with its first step."""
     own = {id(p) for group in attached.param_groups for p in group["params"]}
-    name, alive, moves = class_names(members(attached)), ref(attached), 0
+    name, alive, moves = type(attached).__name__, ref(attached), 0
 
     def on_step(optimizer: Optimizer, *_: Any) -> None:
         nonlocal moves
@@ -226,7 +232,7 @@ def warn_of_unseen_steps(attached: Optimizer) -> Callable[[], None]:
                 stacklevel=2,
             )
 
-    return register_optimizer_step_post_hook(not_compiled(on_step)).remove
+    return register_optimizer_step_post_hook(not_compiled(on_step))
 
 
 def check_steps(optimizer: Optimizer) -> None:
@@ -242,14 +248,8 @@ def check_steps(optimizer: Optimizer) -> None:
             "attach the optimizer inside it, or have it call super().__init__(...)"
         )
     step = type(optimizer).step
-    if getattr(step, "__wrapped__", step) is _abstract_step():
+    if getattr(step, "__wrapped__", step) is ABSTRACT_STEP:
         raise ValueError(
             f"{type(optimizer).__name__} has no step() of its own, after which laconic could "
             "communicate: attach the optimizer inside it, whose step() it calls"
         )
-
-
-def _abstract_step() -> Any:
-    """`Optimizer.step`, which raises, without the wrapper that an instance may have put on it."""
-    step = Optimizer.step
-    return getattr(step, "__wrapped__", step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,9 +19,9 @@ from laconic.buckets import Bucket
 from laconic.engine.channel import ByGroup, Channel, is_owned
 from laconic.engine.session import Session
 from laconic.errors import NotFiniteError
-from laconic.links.comm_thread import CommThread, Pending
+from laconic.links.comm_thread import Pending
 from laconic.links.link import AsyncLink, Job, Link
-from laconic.tensors import is_sharded, state_dtype
+from laconic.tensors import as_shard, is_sharded, local, state_dtype
 
 
 def owned_names(update: Update, state: State) -> list[str]:
@@ -66,8 +65,7 @@ class Messenger:
         clock = Clock(step, lr, executed, delay, *present, seed=seed)
         if update.scope == "tensors":
             sharded = any(is_sharded(s.tensor) for s in bucket.segments)
-            at = self._session.links["shards"], self._session.comm
-            tensors = ShardedTensors(bucket, *at) if sharded else Tensors(bucket.shapes)
+            tensors = ShardedTensors(bucket) if sharded else Tensors(bucket.shapes)
             clock = replace(clock, tensors=tensors)
         out_degree = self._round.exchange.out_degree
         if out_degree is not None:
@@ -158,24 +156,6 @@ class Messenger:
         return owned
 
 
-class Difference(NamedTuple):
-    """The ranks ``others`` differ from the rank ``root``, the first of the largest group."""
-
-    root: int
-    others: list[int]
-
-    @classmethod
-    def of(cls, digests: Sequence[int]) -> Difference | None:
-        """The difference between the ranks' ``digests``; None if there is none. A rank with 0 has
-        nothing to compare."""
-        counts = Counter(value for value in digests if value)
-        if len(counts) < 2:
-            return None
-        ((most, _),) = counts.most_common(1)
-        others = [r for r, value in enumerate(digests) if value not in (0, most)]
-        return cls(digests.index(most), others)
-
-
 class InFlightBucket(NamedTuple):
     """One bucket's message in flight. ``sent``: y, where the update needs it."""
 
@@ -188,7 +168,7 @@ class InFlightBucket(NamedTuple):
 class InFlightRound:
     """One round in flight, to be folded after step ``due``. ``executed``: how many were
     started before it. ``copies``: what was sent of tensors that come and go.
-    ``checked``: raises if a message was not finite. ``apart``: how workers differed before it.
+    ``checked``: raises if a message was not finite.
     """
 
     due: int
@@ -196,7 +176,6 @@ class InFlightRound:
     sent: Pending[list[InFlightBucket]] | Pending[Iterator[InFlightBucket]]
     copies: ByGroup = ()
     checked: Pending[None] = field(default_factory=lambda: Pending.of(None))
-    apart: Pending[Difference | None] = field(default_factory=lambda: Pending.of(None))
 
     @property
     def buckets(self) -> Iterable[InFlightBucket]:
@@ -207,17 +186,16 @@ class InFlightRound:
 
 
 class ShardedTensors(Tensors):
-    """Those of ``bucket``, of which every rank of ``inside`` has a shard.
+    """Those of ``bucket``, of which every rank of this worker has a shard.
 
-    `map` sends each chosen tensor's shards to one rank, which computes, and returns the results:
-    twice (r-1)/r of the tensors' bytes for each of r ranks. The ranks share the tensors by size.
+    `map` brings each chosen tensor together on all ranks of the worker. They share the tensors by
+    size: one of them computes, and sends the others their shards of the result.
     """
 
-    def __init__(self, bucket: Bucket, inside: Link, comm: CommThread) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         super().__init__([s.tensor.shape for s in bucket.segments])
-        self._axes = [s.tensor.placements[0].dim for s in bucket.segments]  # type: ignore[attr-defined]
+        self._params = [s.tensor for s in bucket.segments]
         self._sizes = bucket.sizes
-        self._inside, self._comm = inside, comm
 
     def map(
         self,
@@ -225,48 +203,19 @@ class ShardedTensors(Tensors):
         function: Callable[[Tensor], Tensor],
         where: Callable[[torch.Size], bool] = lambda shape: True,
     ) -> None:
-        self._comm.call(partial(self._map, flat, function, where), "matrices of a worker")
+        from torch.distributed.tensor import distribute_tensor  # slow to import, seldom needed
 
-    def _map(
-        self,
-        flat: Tensor,
-        function: Callable[[Tensor], Tensor],
-        where: Callable[[torch.Size], bool],
-    ) -> None:
-        ranks, own = self._inside.size, self._inside.rank
         pieces = torch.split(flat[: sum(self._sizes)], self._sizes)
-        chosen = [k for k, shape in enumerate(self.shapes) if where(shape)]
-        if not chosen:
-            return
-        ends = [0] * ranks  # of the row for each rank
-        places: dict[int, tuple[int, int]] = {}  # the rank that computes, and where its row begins
-        for k in sorted(chosen, key=lambda k: -self.shapes[k].numel()):
-            rank = ends.index(min(ends))
-            places[k] = rank, ends[rank]
-            ends[rank] += self._shard(k, 0).numel()  # the first shard is the largest
-        rows, came = (flat.new_zeros(ranks, max(ends)) for _ in range(2))
-        for k, (rank, start) in places.items():
-            rows[rank, start : start + self._sizes[k]] = pieces[k]
-        self._inside.all_to_all(rows, came)
-        for k, (rank, start) in places.items():
-            if rank == own:
-                shapes = [self._shard(k, r) for r in range(ranks)]
-                shards = [
-                    row[start : start + shape.numel()].view(shape)
-                    for row, shape in zip(came, shapes, strict=True)
-                ]
-                axis = self._axes[k]
-                result = function(torch.cat(shards, axis))
-                parts = torch.split(result, [shape[axis] for shape in shapes], axis)
-                for shard, part in zip(shards, parts, strict=True):
-                    shard.copy_(part)
-        self._inside.all_to_all(came, rows)
-        for k, (rank, start) in places.items():
-            pieces[k].copy_(rows[rank, start : start + self._sizes[k]])
-
-    def _shard(self, k: int, rank: int) -> torch.Size:
-        """The shape of the shard of tensor ``k`` on a rank, as FSDP cuts it."""
-        shape, axis = list(self.shapes[k]), self._axes[k]
-        each = -(-shape[axis] // self._inside.size)
-        shape[axis] = min(max(shape[axis] - rank * each, 0), each)
-        return torch.Size(shape)
+        chosen = [
+            (p, piece) for p, piece in zip(self._params, pieces, strict=True) if where(p.shape)
+        ]
+        chosen.sort(key=lambda each: -each[0].numel())
+        shards = [as_shard(piece.view(local(p).shape), p) for p, piece in chosen]
+        wholes = [shard.full_tensor() for shard in shards]
+        for k, (shard, whole) in enumerate(zip(shards, wholes, strict=True)):
+            if shard.device_mesh.get_local_rank() == k % shard.device_mesh.size():
+                whole.copy_(function(whole))
+        for k, (shard, whole) in enumerate(zip(shards, wholes, strict=True)):
+            at = shard.device_mesh, shard.placements
+            result = distribute_tensor(whole, *at, src_data_rank=k % shard.device_mesh.size())
+            shard.to_local().copy_(result.to_local())

@@ -210,16 +210,11 @@ class ParameterRunner:
 
     # -- folding ----
 
-    def fold_due(
-        self, step: int, *, early: bool = False, write: bool = True
-    ) -> list[InFlightRound]:
+    def fold_due(self, step: int, *, early: bool = False, write: bool = True) -> None:
         """Fold what is due after ``step``; ``early``: everything in flight. Without ``write`` x
-        stays. Returns what was folded."""
-        folded = []
+        stays."""
         while self.in_flight and (early or self.in_flight[0].due <= step):
-            folded.append(self.in_flight.pop(0))
-            self._fold(folded[-1], step, write)
-        return folded
+            self._fold(self.in_flight.pop(0), step, write)
 
     def _fold(self, flight: InFlightRound, step: int, write: bool) -> None:
         """Fold what ``flight`` brings."""

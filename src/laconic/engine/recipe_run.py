@@ -82,7 +82,7 @@ class RecipeRun:
             session.note_first_gradients()
         label = f"{r.name} of step {step}"
         session.status(label)
-        digest = 0 if self.differ else self.drift.digest()
+        digest = 0 if self.differ else self.drift.digest_of_x()
         self._announce(session.links[r.over], GRADIENTS, step, digest)
         return label
 
@@ -244,8 +244,7 @@ class RecipeRun:
         if self.quorum is not None:
             return self.quorum.communicate(step)
         for running in self.rounds:
-            for flight in running.fold_due(step):
-                self.drift.report_round(running, flight.apart.wait())
+            running.fold_due(step)
             if running.round.when(step):
                 self._prepare(running)
                 running.start(step)

@@ -127,8 +127,7 @@ def channel_states(runner: Runner) -> Saved:
 
 
 def _flight_state(running: ParameterRunner, flight: InFlightRound) -> Saved:
-    sent = set[int]()
-    buckets = []
+    sent, buckets = set[int](), []
     for channel, y, pending in flight.buckets:
         arrival = pending.wait()
         sent.update(id(s.tensor) for s in channel.bucket.segments)
