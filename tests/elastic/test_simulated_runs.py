@@ -15,6 +15,10 @@ import torch
 from torch import nn
 
 import laconic
+from laconic.engine import newcomers
+from laconic.links.elastic import simulated
+from laconic.links.elastic.feed import Feed
+from laconic.links.elastic.relay_frames import Start
 from laconic.policy import chooser
 from laconic.policy.chooser import Chooser
 from laconic.policy.probe import Probed
@@ -193,6 +197,30 @@ def test_a_newcomer_repeats_steps_with_their_settings(caplog: pytest.LogCaptureF
         found = laconic.simulate(program("laconic.ddp()"), faults=plan)
     only(left(found), "before")
     assert "caught up" in caplog.text and "gave another result" not in caplog.text
+
+
+@pytest.mark.fault("a newcomer that had repeated steps could not load another state")
+def test_a_newcomer_whose_donor_is_lost_asks_another_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here it has repeated steps of the first one."""
+    ask, monkey = simulated._Reception.call_donor, monkeypatch
+    monkey.setattr(newcomers, "NEAR_SECONDS", -1.0)  # it is never ready before the last frame
+    monkey.setattr(Feed, "idle", lambda self: False)
+    monkey.setattr(newcomers, "RETRY_SECONDS", 0.0)
+
+    def call_donor(self: Any, number: int, awake: Callable[[], None]) -> Feed:
+        if number:
+            return ask(self, 0, awake)
+        frames = self._cast.feeds[self._me]
+        lost = next(k for k, frame in enumerate(frames) if isinstance(frame, Start))
+        return Feed(simulated._Stream(frames[:lost]), "lost", awake)
+
+    monkey.setattr(simulated._Reception, "call_donor", call_donor)
+    with caplog.at_level(logging.INFO):
+        found = laconic.simulate(program("laconic.ddp()"), faults=laconic.Faults(2, join=(7,)))
+    only(left(found), "before")
+    assert len(left(found)) == 3 and "a donor was lost" in caplog.text
 
 
 @pytest.mark.fault("a worker that joined at the end of a run did not get its result")

@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from laconic.engine.channel import Channel
+from laconic.engine import loading
 from laconic.engine.driver import Driver
-from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.reports import Reports
 from laconic.engine.saved_state import Stateful, checksum
 from laconic.engine.session import Policy, Session
@@ -23,7 +22,7 @@ from laconic.links.elastic.link import ElasticLink, Settings
 from laconic.links.elastic.rank_link import RankLink
 from laconic.links.elastic.relay import Relay, numbers_of
 from laconic.links.elastic.relay_frames import Snapshot, StepSettings
-from laconic.tensors import local, plain
+from laconic.tensors import packed
 
 log = logging.getLogger("laconic")
 
@@ -32,7 +31,7 @@ RESIDUALS = "residual", "lag"
 out nothing."""
 LEFT = 128 + signal.SIGTERM
 """The exit code of a worker that has left on SIGTERM: for supervisors it has not finished."""
-_Settings = tuple[list[dict[str, Any]], dict[str, Any]]
+_Settings = tuple[list[dict[str, Any]], Tensor]
 """The numbers in the optimizer's parameter groups, and the state of the user's objects."""
 
 
@@ -124,11 +123,11 @@ class Donor:
         for relay in list(self._link.relays):
             relay.put(StepSettings(step, self._settings[step][0]))
 
-    def _read_others(self) -> dict[str, Any] | None:
+    def _read_others(self) -> Tensor | None:
         """The state of the user's objects. If it cannot be read, this worker's training goes on,
         and newcomers are refused."""
         try:
-            return self._copy_others()
+            return packed({name: each.state_dict() for name, each in self._others.items()})
         except Exception:  # anything, of the user's objects
             log.exception("the state of others= cannot be read, so no worker can join")
             for relay in self._link.relays:
@@ -138,9 +137,6 @@ class Donor:
                 )
             return None
 
-    def _copy_others(self) -> dict[str, Any]:
-        return {name: plain_copy(each.state_dict()) for name, each in self._others.items()}
-
     def _settings_for(self, call: Call) -> tuple[Settings, Callable[[], Snapshot] | None]:
         """See `ElasticLink.settings`. In the communication thread. In front of a gradient round the
         step has not begun, and nothing changes the state. All workers have the same then, and a
@@ -148,19 +144,14 @@ class Donor:
         were averaged."""
         session, run = self._driver.session, self._driver.run
         if run.quorum is not None:  # a newcomer goes on from the step after which it was sent x
-            return (0, [], {}), None
+            return (0, [], None), None
         if call.name != GRADIENTS:
             return (0, *self._settings[steps_before(call)]), None
 
         def state() -> Snapshot:
-            values = {
-                "model": session.model.state_dict(),
-                "optimizer": session.bound.state_dict(),
-                "outer": [dict(channel.state) for channel in silent_channels(run)],
-            }
-            return Snapshot(session.step, [plain_copy(values)])
+            return Snapshot(session.step, [self._state(loading.state_dict(run))])
 
-        settings = numbers_of(session.bound.param_groups), self._copy_others()
+        settings = numbers_of(session.bound.param_groups), self._read_others()
         return (digest_of(session), *settings), state
 
     def _after_step(self) -> None:
@@ -212,46 +203,28 @@ class Donor:
                 relay.put(snapshot)
 
     def _snapshot(self) -> Snapshot:
-        """The state of all ranks, on rank 0."""
-        return Snapshot(self._driver.session.step, self._inside.collect(self._state()))
+        """The state of all ranks, on rank 0, as between two steps."""
+        own = self._state(self._driver.state_dict(), self._read_others())
+        return Snapshot(self._driver.session.step, self._inside.collect(own))
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, sync: dict[str, Any], others: Tensor | None = None) -> Tensor:
+        """The state of this rank, with that of the synchronizer and the user's objects."""
         session = self._driver.session
-        session.comm.drain()
-        state: dict[str, Any] = plain_copy(
-            {
-                "model": session.model.state_dict(),
-                "optimizer": session.bound.state_dict(),
-                "sync": self._driver.state_dict(),
-                "others": self._read_others() or {},
-            }
-        )
-        leave_out_residuals(state["sync"])
-        return state
+        leave_out_residuals(sync)
+        state = {"model": session.model.state_dict(), "optimizer": session.bound.state_dict()}
+        return packed({**state, "sync": sync, "others": others})
 
 
 def leave_out_residuals(sync: Mapping[str, Any]) -> None:
-    """Put zeros in place of the residuals in the state ``sync``, which take no memory, nor bytes in
-    a message: a newcomer begins with zeros. Leave out what it starts from in the same way."""
+    """Take out of the state ``sync`` what a newcomer begins without: residuals, and, with a quorum,
+    the results from which this worker has started."""
     for saved in (*sync["rounds"], *sync["gradients"]):
         for carried in saved["carried"]:
             for name in RESIDUALS:
-                if name in carried:
-                    carried[name] = carried[name].new_zeros(()).expand_as(carried[name])
+                carried.pop(name, None)
     if sync["quorum"] is not None:  # it starts from the anchor
         given = sync["quorum"]
         given["bases"] = [[None] * len(each) for each in given["bases"]]
-
-
-def plain_copy(state: Any) -> Any:
-    """A copy of ``state`` as it is sent to another worker, in host memory."""
-    if isinstance(state, Tensor):
-        return local(state).to("cpu", copy=True)
-    if isinstance(state, Mapping):
-        return {key: plain_copy(item) for key, item in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [plain_copy(item) for item in state]
-    return plain(state)
 
 
 def digest_of(session: Session) -> int:
@@ -265,9 +238,3 @@ def digest_of(session: Session) -> int:
 def steps_before(call: Call) -> int:
     """How many steps were complete before the step that ``call`` belongs to."""
     return call.step if call.name == GRADIENTS else call.step - 1
-
-
-def silent_channels(run: RecipeRun) -> list[Channel]:
-    """Those of rounds that send nothing: a newcomer computes their state from its own x."""
-    silent = [running for running in run.rounds if not running.exchange.communicates]
-    return [channel for running in silent for channel in running.channels]

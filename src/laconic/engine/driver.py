@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from laconic.engine.joint_optimizer import (
     StepHooks,
     listen,
 )
-from laconic.engine.loading import Loading, LoadModel
+from laconic.engine.loading import LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session, Sets, Settings
@@ -257,36 +258,34 @@ class Driver:
     def state_dict(self) -> dict[str, Any]:
         """See `Synchronizer.state_dict`."""
         self.session.check_complete()
+        if self.run.quorum is not None:
+            self.run.quorum.settle(failed=True)
+        self.session.comm.drain()
         saved = loading.state_dict(self.run)
         self.ending.missing = False
         return saved
 
-    @torch.no_grad()
     def load_on_all(self, parts: Sequence[Saved], load_model: LoadModel | None = None) -> None:
-        """Load ``parts`` on every rank, or raise on every rank; see `Loading.prepare`. With
+        """Load ``parts`` on every rank, or raise on every rank; see `loading.load`. With
         ``load_model`` the run goes on from the consensus of other ranks: what `finish` averages is
         replaced by it, and the rest is what ``load_model(None)`` loads."""
         session = self.session
         session.call("load_state_dict()", 0)  # the ranks' present steps may differ
-        loaded = Loading.prepare(self.run, parts, load_model)
-        loaded.agree(session)
-        self._take(loaded)
+        self._load(parts, partial(loading.check_all, session), load_model)
         if self.run.quorum is not None:
             session.gather(torch.zeros(1))  # no worker arrives before all have loaded
 
-    @torch.no_grad()
     def load_here(self, state: Saved) -> str | None:
         """As `load_state_dict`, without communication. Returns what is wrong, if anything is; then
         nothing has changed."""
-        loaded = Loading.prepare(self.run, [state])
-        if loaded.problem is None:
-            self._take(loaded)
-        else:
-            loaded.cancel()
-        return loaded.problem
+        try:
+            self._load([state], loading.check_here)
+        except ValueError as error:
+            return str(error)
+        return None
 
-    def _take(self, loaded: Loading) -> None:
-        self.run = loaded.run
-        loaded.complete(self.session)
-        self.session.in_step = loaded.in_step
+    def _load(
+        self, parts: Sequence[Saved], check: loading.Check, load_model: LoadModel | None = None
+    ) -> None:
+        self.run = loading.load(self.run, parts, check, load_model)
         self.ending.missing = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, describe, recipe_text
 from laconic.device import accelerator
 from laconic.elastic import COORDINATOR_VARIABLE, Elastic
-from laconic.engine.donor import Donor, PolicyState, plain_copy
+from laconic.engine.donor import Donor, PolicyState
 from laconic.engine.driver import Driver
 from laconic.engine.newcomers import Newcomer
 from laconic.engine.reports import Reports
@@ -40,7 +39,7 @@ from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 from laconic.links.torch_link import world_link
 from laconic.sampler import ElasticSampler
-from laconic.tensors import is_sharded
+from laconic.tensors import is_sharded, packed, unpacked
 from laconic.version import __version__
 
 if TYPE_CHECKING:
@@ -203,10 +202,7 @@ def check(elastic: Elastic, recipe: Recipe | Auto, ranks: int) -> None:
 def _check_state(name: str, state: Any) -> None:
     """Raise ``ValueError`` for a ``state`` that cannot be sent to another worker."""
     try:
-        data = io.BytesIO()
-        torch.save(plain_copy(state), data)
-        data.seek(0)
-        torch.load(data, weights_only=True)
+        unpacked(packed(state))
     except (AttributeError, RuntimeError, TypeError, pickle.PickleError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(

@@ -14,7 +14,6 @@ flight. What a worker then continues with depends on the state's slot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -36,6 +35,9 @@ from laconic.tensors import local, overwrite
 
 LoadModel = Callable[[int | None], None]
 """Loads the model that a rank has saved into this one's; of None, the one to go on with."""
+Check = Callable[[str | None, Sequence[int]], None]
+"""Called with the problem that a load has on this rank, None if there is none, and the number of
+rounds with a quorum that this worker has seen close, by kind. Raises if the load is not to be."""
 
 
 def _stateful(run: RecipeRun) -> list[GradientRunner]:
@@ -70,11 +72,8 @@ def _gradient_state(gradients: GradientRunner) -> Saved:
 
 @torch.no_grad()
 def state_dict(run: RecipeRun) -> dict[str, Any]:
-    """See `Synchronizer.state_dict`."""
+    """See `Synchronizer.state_dict`. All that is in flight has arrived."""
     policy = run.session.policy
-    if run.quorum is not None:
-        run.quorum.settle(failed=True)
-    run.session.comm.drain()
     with run.quiet():
         return {
             **header(run),
@@ -89,119 +88,99 @@ def state_dict(run: RecipeRun) -> dict[str, Any]:
         }
 
 
-@dataclass
-class Loading:
-    """One load on one rank. Until `complete` nothing has changed that `cancel` does not restore.
+@torch.no_grad()
+def load(
+    run: RecipeRun, parts: Sequence[Saved], check: Check, load_model: LoadModel | None = None
+) -> RecipeRun:
+    """Load the state of this rank, the only one of ``parts``, or, with ``load_model``, those of
+    other ranks, which have this rank's shard of the model. Returns what to go on with in place of
+    ``run``. If ``check`` raises, nothing has changed."""
+    session, problem, seen = run.session, None, list[int]()
+    put, undo = list[Callable[[], None]](), list[Callable[[], None]]()
+    try:
+        run = _prepared(run, parts, load_model, put, undo)
+        seen = [] if run.quorum is None else parts[0]["quorum"]["rounds"]
+    except ValueError as error:
+        problem = str(error)
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        kind = type(error).__name__
+        problem = f"this is not what sync.state_dict() returned: {kind}: {error}"
+    try:
+        check(problem, seen)
+    except BaseException:
+        for each in undo:
+            each()
+        raise
+    for each in put:
+        each()
+    session.restart(int(parts[0]["step"]), in_step=bool(parts[0]["in_step"]))
+    if isinstance(session.optimizer, JointOptimizer):
+        session.optimizer.reset()
+    return run
 
-    ``problem``: what is wrong, None if nothing is; it is not raised, since the other ranks must
-    learn of it. ``rounds``: how many rounds with a quorum this worker has seen close, by kind.
-    ``run``, ``step``, ``in_step``: what to go on with.
-    """
 
-    run: RecipeRun
-    problem: str | None = None
-    rounds: Sequence[int] = ()
-    step: int = 0
-    in_step: bool = False
-    _load: list[Callable[[], None]] = field(default_factory=list)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+def check_here(problem: str | None, seen: Sequence[int]) -> None:
+    """The `Check` of a rank that loads without the others."""
+    if problem is not None:
+        raise ValueError(problem)
 
-    @classmethod
-    def prepare(
-        cls, run: RecipeRun, parts: Sequence[Saved], load_model: LoadModel | None = None
-    ) -> Loading:
-        """Read the state of this rank, the only one of ``parts``, or, with ``load_model``, those
-        of other ranks, which have this rank's shard of the model."""
-        loading = cls(run)
-        try:
-            loading._read(parts, load_model)
-        except ValueError as error:
-            loading.problem = str(error)
-        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            kind = type(error).__name__
-            loading.problem = f"this is not what sync.state_dict() returned: {kind}: {error}"
-        return loading
 
-    def _read(self, parts: Sequence[Saved], load_model: LoadModel | None) -> None:
-        session, first = self.run.session, parts[0]
-        saved_state.check(first, header(self.run), own=load_model is None)
-        if load_model is not None and self.run.quorum is not None:
+def check_all(session: Session, problem: str | None, seen: Sequence[int]) -> None:
+    """The `Check` of all ranks. They must go on from the same rounds with a quorum, too."""
+    agree(session.gather, problem)
+    if seen:
+        everyone = session.gather(torch.tensor(seen))
+        if bool((everyone != everyone[0]).any()):
             raise ValueError(
-                "rounds with a quorum are resumed by the same ranks, each from its own state: to "
-                "go on with others, call sync.finish(), save the model, and attach again"
+                "the workers continue from different rounds: load states that all ranks saved in "
+                "one call of laconic.save, or while no rank was in optimizer.step()"
             )
-        if first["joined"]:  # else no optimizer was bound
-            self._undo.append(session.join_at(list(chain(*first["joined"]))))
-        self.run.refresh()
-        if session.policy is not None:
-            self._undo.append(session.policy.undo())
-            session.policy.load_state_dict(first["auto"])
-            before = self.run
-            self.run = RecipeRun(session, session.policy.recipe, before.drift)
-            self._undo.append(successor(before, self.run))
-        held = list(chain(*session.held()))
-        joined = [[held[k] for k in batch] for batch in first["joined"]] or self.run.joined
-        workers = None
-        if load_model is not None:
-            parts = _at_rest(self.run, parts, joined, load_model)
-            workers = [_worker(part) for part in parts]
-        self._put(parts, joined, workers)
 
-    def _put(
-        self,
-        saved: Sequence[Saved],
-        joined: list[list[Tensor]],
-        workers: Sequence[int] | None,
-    ) -> None:
-        """Prepare what `complete` puts in place, from the ``saved`` states; see
-        `saved_state.loaded`."""
-        run, first = self.run, saved[0]
-        for index, running in enumerate(run.rounds):
-            states = [part["rounds"][index] for part in saved]
-            new = saved_state.loaded(running, states, joined, workers)
-            self._load.append(partial(running.become, new))
-        self._load.append(partial(setattr, run, "joined", joined))
-        for index, gradients in enumerate(_stateful(run)):
-            states = [part["gradients"][index] for part in saved]
-            for state, values in saved_state.loaded_states(gradients, states, workers):
-                self._load.append(partial(state.update, values))
-            self._load.append(partial(setattr, gradients.set, "scale", float(states[0]["scale"])))
-        if workers is None:
-            self._load.append(partial(run.scores.load_state_dict, first["scores"]))
-        self.step, self.in_step = int(first["step"]), bool(first["in_step"])
-        if run.quorum is not None:
-            self._load.append(partial(run.quorum.load, first["quorum"], self.step))
-            self.rounds = first["quorum"]["rounds"]
 
-    def agree(self, session: Session) -> None:
-        """Raise ``ValueError`` on every rank, with nothing changed, if any rank has a problem or
-        they go on from different rounds with a quorum."""
-        try:
-            agree(session.gather, self.problem)
-            if self.rounds:
-                seen = session.gather(torch.tensor(self.rounds))
-                if bool((seen != seen[0]).any()):
-                    raise ValueError(
-                        "the workers continue from different rounds: load states that all ranks "
-                        "saved in one call of laconic.save, or while no rank was in "
-                        "optimizer.step()"
-                    )
-        except BaseException:
-            self.cancel()
-            raise
-
-    def cancel(self) -> None:
-        """Restore what `prepare` has changed."""
-        for undo in self._undo:
-            undo()
-
-    def complete(self, session: Session) -> None:
-        """Put the loaded state in place."""
-        for load in self._load:
-            load()
-        session.restart(self.step)
-        if isinstance(session.optimizer, JointOptimizer):
-            session.optimizer.reset()
+def _prepared(
+    run: RecipeRun,
+    saved: Sequence[Saved],
+    load_model: LoadModel | None,
+    put: list[Callable[[], None]],
+    undo: list[Callable[[], None]],
+) -> RecipeRun:
+    """Prepare what ``put`` puts in place, see `saved_state.loaded`, for the run that is returned.
+    ``undo`` restores what this changes."""
+    session, first = run.session, saved[0]
+    saved_state.check(first, header(run), own=load_model is None)
+    if load_model is not None and run.quorum is not None:
+        raise ValueError(
+            "rounds with a quorum are resumed by the same ranks, each from its own state: to go on "
+            "with others, call sync.finish(), save the model, and attach again"
+        )
+    if first["joined"]:  # else no optimizer was bound
+        undo.append(session.join_at(list(chain(*first["joined"]))))
+    run.refresh()
+    if session.policy is not None:
+        undo.append(session.policy.undo())
+        session.policy.load_state_dict(first["auto"])
+        before, run = run, RecipeRun(session, session.policy.recipe, run.drift)
+        undo.append(successor(before, run))
+    held = list(chain(*session.held()))
+    joined = [[held[k] for k in batch] for batch in first["joined"]] or run.joined
+    workers = None
+    if load_model is not None:
+        saved = _at_rest(run, saved, joined, load_model)
+        workers = [_worker(part) for part in saved]
+    for index, running in enumerate(run.rounds):
+        states = [part["rounds"][index] for part in saved]
+        put.append(partial(running.become, saved_state.loaded(running, states, joined, workers)))
+    put.append(partial(setattr, run, "joined", joined))
+    for index, gradients in enumerate(_stateful(run)):
+        states = [part["gradients"][index] for part in saved]
+        for state, values in saved_state.loaded_states(gradients, states, workers):
+            put.append(partial(state.update, values))
+        put.append(partial(setattr, gradients.set, "scale", float(states[0]["scale"])))
+    if workers is None:
+        put.append(partial(run.scores.load_state_dict, first["scores"]))
+    if run.quorum is not None:
+        put.append(partial(run.quorum.load, first["quorum"], int(first["step"])))
+    return run
 
 
 def _worker(part: Saved) -> int:

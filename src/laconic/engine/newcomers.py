@@ -30,7 +30,6 @@ from laconic.engine.donor import (
     RESIDUALS,
     PolicyState,
     digest_of,
-    silent_channels,
     steps_before,
 )
 from laconic.engine.driver import Driver
@@ -44,15 +43,13 @@ from laconic.links.elastic.rank_link import RankLink, combined
 from laconic.links.elastic.relay import RelayError
 from laconic.links.elastic.relay_frames import Frame, Record, Snapshot, Start
 from laconic.links.polls import POLL
-from laconic.tensors import as_shard, local, reshard
+from laconic.tensors import is_sharded, local, on_mesh_of, reshard, unpacked
 
 log = logging.getLogger("laconic")
 
 RETRY_SECONDS = 0.5
 NEAR_SECONDS = 0.1
 """With steps left that take so long to repeat, a newcomer has caught up."""
-MOST_BEHIND = 200
-"""A newcomer may be behind by so many frames, plus twice those that had come with its state."""
 
 
 class Newcomer:
@@ -77,8 +74,6 @@ class Newcomer:
         """Of the present donor, once it has sent its state."""
         self._snapshot = Snapshot(0, [])
         """That state."""
-        self._most = 0
-        """How many frames may wait to be taken in."""
         policies = (each for each in others.values() if isinstance(each, PolicyState))
         self._policy = next(policies, None)
         self._handles: list[RemovableHandle] = []
@@ -168,7 +163,6 @@ class Newcomer:
                 if not isinstance(snapshot, Snapshot):
                     raise RelayError("the donor violates the protocol")
                 self._feed, self._snapshot = feed, snapshot
-                self._most = MOST_BEHIND + 2 * feed.waiting
             work(self._feed)
             return True
         except RelayError as error:
@@ -196,11 +190,10 @@ class Newcomer:
 
     # -- all ranks of this worker ----
 
-    def _tell(self, what: str, of_each: Sequence[Any] | None = None) -> None:
-        """On rank 0: the other ranks do the same. ``of_each``: what it is about, by rank."""
+    def _tell(self, what: str, about: Any = None) -> None:
+        """On rank 0: the other ranks do the same."""
         if self._inside.size > 1:
-            each = [None] * self._inside.size if of_each is None else of_each
-            self._inside.deal([[what, about] for about in each])
+            self._inside.deal([[what, about]] * self._inside.size)
 
     def _follow_rank_0(self) -> None:
         """On another rank: do what rank 0 says, until the end."""
@@ -209,7 +202,7 @@ class Newcomer:
             try:
                 if what == "load":
                     self._recover()
-                    self._load(about)
+                    self._load(None)
                 elif what == "replay":
                     self._replay(Call(*about[0]), about[1])
                 elif what == "start":
@@ -220,8 +213,10 @@ class Newcomer:
                 self._recover()  # rank 0 begins again
 
     def _load_all(self, snapshot: Snapshot) -> None:
-        self._tell("load", snapshot.state)
-        self._load(snapshot.state[0])
+        self._tell("load")
+        if self._policy is not None:
+            self._policy.outputs.clear()
+        self._load(snapshot.state)
 
     # -- catching up ----
 
@@ -237,8 +232,6 @@ class Newcomer:
                 self._load_all(frame)
                 continue
             assert isinstance(frame, Record), "settings were taken out"
-            if feed.waiting > self._most and not self._said_ready:
-                raise RelayError("this worker falls behind, and needs a newer state")
             quorum = self._driver.run.quorum
             if quorum is not None and frame.call[:2] == POLL[:2] and frame.outputs:
                 quorum.follow()
@@ -248,7 +241,7 @@ class Newcomer:
             if frame.call.name in rounds and not repeated:
                 begun = time.perf_counter()
                 groups = self._settings_of(frame.call, feed)
-                self._tell("replay", [[list(frame.call), groups]] * self._inside.size)
+                self._tell("replay", [list(frame.call), groups])
                 self._replay(frame.call, groups)
                 if feed.waiting:  # else it has waited for a frame
                     self._pace = time.perf_counter() - begun
@@ -258,8 +251,7 @@ class Newcomer:
                 if frame.outputs and self._policy is not None:
                     self._policy.outputs[frame.call.name] = frame.outputs[-1]
         feed.pop()
-        of_each = [{**vars(frame), "call": list(frame.call)}] * self._inside.size
-        self._tell("start", of_each)
+        self._tell("start", {**vars(frame), "call": list(frame.call)})
         self._start(frame, feed)
         self._link.units.note({"donor": feed.donor, "step": feed.first_step})
 
@@ -271,30 +263,14 @@ class Newcomer:
             feed.say_ready()
         return feed.peek()
 
-    def _load(self, state: dict[str, Any]) -> None:
-        driver = self._driver
-        self._load_model(state)
-        ranks = self._inside.size
-        own = {**state["sync"], "ranks": ranks, "workers": 1, "rank": self._inside.rank}
-        problem = driver.load_here(own)
-        if problem is not None:
-            raise LinkError(f"the state of another worker cannot be loaded: {problem}")
-        for running in driver.run.rounds:
-            if running.round.exchange.out_degree is not None:
-                running.in_flight.clear()
-        if self._policy is not None:
-            self._policy.outputs.clear()
-        for name, own_state in state["others"].items():
-            self._others[name].load_state_dict(own_state)
+    def _load(self, state: Sequence[Tensor] | None) -> None:
+        """Load a donor's ``state``, which rank 0 has for all ranks."""
+        self._load_others(load(self._driver, self._inside.deal(state)))
 
-    def _load_model(self, state: dict[str, Any]) -> None:
-        session = self._driver.session
-        reshard(session.model)
-        weights = session.model.state_dict()  # with its modules' versions, which are not sent
-        given = state["model"].items()
-        weights.update({k: as_shard(t, weights[k]) if k in weights else t for k, t in given})
-        session.model.load_state_dict(weights)
-        session.bound.load_state_dict(_with_shards(session.bound, state["optimizer"]))
+    def _load_others(self, data: Tensor | None) -> None:
+        states = {} if data is None else unpacked(data)
+        for name, state in states.items():
+            self._others[name].load_state_dict(state)
 
     def _settings_of(self, call: Call, feed: Feed) -> list[dict[str, Any]] | None:
         """Of the optimizer in the step that ``call`` belongs to, if its gradients were averaged."""
@@ -340,16 +316,10 @@ class Newcomer:
             self._skip_to(steps_before(start.call))
         if start.digest and start.digest != self._digest():
             log.info("the repeated steps gave another result: this worker gets the state again")
-            state = self._inside.deal(None if feed is None else feed.ask_for_state().state)
-            self._load_model(state)
-            outer = zip(silent_channels(self._driver.run), state["outer"], strict=True)
-            for channel, saved in outer:
-                home = channel.home(channel.state)
-                channel.state.update({k: t.to(home) if t.dim() else t for k, t in saved.items()})
+            self._load(None if feed is None else feed.ask_for_state().state)
         if quorum is None:
             self._use(start.groups)
-        for name, state in start.others.items():
-            self._others[name].load_state_dict(state)
+        self._load_others(start.others)
         run = self._driver.run
         for running in run.rounds:
             running.present = start.present
@@ -376,17 +346,26 @@ class Newcomer:
         return combined(digests) if len(digests) > 1 else own
 
 
-def _with_shards(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """The state ``saved`` of ``optimizer``, whose tensors are shards where the parameters are."""
-    if "optimizers" in saved:
-        both = zip(members(optimizer), saved["optimizers"], strict=True)
-        return {"optimizers": [_with_shards(each, state) for each, state in both]}
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    states = {
-        k: {name: as_shard(t, params[k]) for name, t in own.items()}
-        for k, own in saved["state"].items()
-    }
-    return {**saved, "state": states}
+def load(driver: Driver, data: Tensor) -> Tensor | None:
+    """Load what the same rank of a donor has sent, as from a checkpoint; see `Donor`. Returns the
+    state of the user's objects, if it has that."""
+    session, state = driver.session, unpacked(data)
+    reshard(session.model)
+    sharded = [p for p in session.params() if is_sharded(p)]
+    if sharded:
+        state = on_mesh_of(state, sharded[0])
+    session.model.load_state_dict(state["model"])
+    session.bound.load_state_dict(state["optimizer"])
+    world, workers = session.world, session.workers.size  # those of the donor's latest unit
+    here = {"ranks": world.size, "workers": workers, "rank": world.rank, "in_step": False}
+    problem = driver.load_here({**state["sync"], **here})
+    if problem is not None:
+        raise LinkError(f"the state of another worker cannot be loaded: {problem}")
+    for running in driver.run.rounds:
+        if running.round.exchange.out_degree is not None:
+            running.in_flight.clear()
+    others: Tensor | None = state["others"]
+    return others
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

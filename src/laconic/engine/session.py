@@ -401,9 +401,9 @@ class Session:
         self.call("first step")
         check_first_gradients(self.gather(own))
 
-    def restart(self, step: int) -> None:
-        """Go on after ``step``: a state was loaded."""
-        self.step, self.interrupted = step, None
+    def restart(self, step: int, *, in_step: bool) -> None:
+        """Go on after ``step``, or in the next one: a state was loaded."""
+        self.step, self.in_step, self.interrupted = step, in_step, None
 
     def check_complete(self) -> None:
         """Raise if rounds were interrupted. The other ranks have what they brought."""

@@ -7,7 +7,6 @@ another one lost ends its own process.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from torch import Tensor
 from laconic.errors import when_uncaught
 from laconic.links.tcp import TcpLink
 from laconic.links.texts import exchange_texts
+from laconic.tensors import packed, unpacked
 
 log = logging.getLogger("laconic")
 
@@ -80,17 +80,16 @@ class Inside:
         return [state, *self._take(range(1, self.size))]
 
     def _post(self, states: Mapping[int, Any]) -> None:
-        packed = {r: _packed(state) for r, state in states.items()}
-        self.exchange({r: torch.tensor([len(data)]) for r, data in packed.items()}, {})
-        self.exchange(packed, {})
+        data = {r: packed(state) for r, state in states.items()}
+        self.exchange({r: torch.tensor([len(own)]) for r, own in data.items()}, {})
+        self.exchange(data, {})
 
     def _take(self, ranks: Sequence[int]) -> list[Any]:
         sizes = {r: torch.zeros(1, dtype=torch.int64) for r in ranks}
         self.exchange({}, sizes)
         rows = {r: torch.empty(int(size), dtype=torch.uint8) for r, size in sizes.items()}
         self.exchange({}, rows)
-        files = (io.BytesIO(row.numpy().tobytes()) for row in rows.values())
-        return [torch.load(file, weights_only=True) for file in files]
+        return [unpacked(row) for row in rows.values()]
 
     def shutdown(self) -> None:
         """The process ends: end what another thread waits for."""
@@ -141,9 +140,3 @@ class Watch:
         """A collective of torch's may fail first, without saying why."""
         if isinstance(error, RuntimeError) and self._found.wait(2 * GRACE_SECONDS):
             self._thread.join()
-
-
-def _packed(state: Any) -> Tensor:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)

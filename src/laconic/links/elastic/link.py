@@ -33,7 +33,7 @@ from laconic.links.link import Quiet, Sent
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
-Settings = tuple[int, list[dict[str, Any]], dict[str, Any]]
+Settings = tuple[int, list[dict[str, Any]], Tensor | None]
 """The ``digest``, ``groups`` and ``others`` of a `Start`."""
 
 EXIT_SECONDS = 5.0

@@ -13,10 +13,10 @@ from laconic.links.calls import Call
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All state of the donor after ``step`` steps, as plain data, by rank of the worker."""
+    """All state of the donor after ``step`` steps, by rank of the worker, `packed`."""
 
     step: int
-    state: list[dict[str, Any]]
+    state: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class StepSettings:
 class Start:
     """The newcomer takes part from the unit ``serial`` on, which begins ``call``. ``groups``: the
     numbers in the optimizer's parameter groups for its first step; ``others``: the state of the
-    user's objects then, by name, and of the policy. ``digest``: of the
-    model and the optimizer then, where all workers have the same. ``present``: how many workers
-    take part, and the newcomer's rank."""
+    user's objects then, by name, and of the policy, `packed`. ``digest``: of the model and the
+    optimizer then, where all workers have the same. ``present``: how many workers take part, and
+    the newcomer's rank."""
 
     serial: int
     call: Call
     digest: int
     groups: list[dict[str, Any]]
-    others: dict[str, Any]
+    others: Tensor | None
     present: tuple[int, int]
 
 
