@@ -214,7 +214,8 @@ def test_a_newcomer_whose_donor_is_lost_asks_another_one(
             return ask(self, 0, awake)
         frames = self._cast.feeds[self._me]
         lost = next(k for k, frame in enumerate(frames) if isinstance(frame, Start))
-        return Feed(simulated._Stream(frames[:lost]), "lost", awake)
+        stream: Any = simulated._Stream(frames[:lost])
+        return Feed(stream, "lost", awake)
 
     monkey.setattr(simulated._Reception, "call_donor", call_donor)
     with caplog.at_level(logging.INFO):
