@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from functools import partial
@@ -121,4 +122,22 @@ def test_no_job_runs_after_one_that_failed(threaded: bool) -> None:
         with pytest.raises(ValueError, match="no"):
             pending.wait()
     assert not ran
+    thread.close()
+
+
+def test_the_next_job_raises_what_an_idle_thread_has() -> None:
+    thread = CommThread(True, torch.device("cpu"), lambda: None)
+    tried = threading.Event()
+
+    def fail() -> None:
+        tried.set()
+        raise RuntimeError("the accelerator is lost")
+
+    thread.submit(lambda: None, "the thread").wait()
+    thread.run_by(None, fail)
+    assert tried.wait(60)
+    pending = thread.submit(lambda: None, "a job")
+    assert pending.ended.wait(60)
+    with pytest.raises(RuntimeError, match="the accelerator is lost"):
+        pending.wait()
     thread.close()

@@ -299,14 +299,18 @@ class CommThread:
     def run_by(self, around: Around | None, idle: Callable[[], float | None] = _never) -> None:
         """Have ``around`` run each job from now on; and the thread, if there is one, run ``idle``
         now, and, as long as it has no job, again after as many seconds as ``idle`` returns; None:
-        no more. It must not raise. On an accelerator, it has the jobs' stream, after the caller's
-        work so far."""
+        no more. An error of ``idle`` is that of the next job. On an accelerator, it has the jobs'
+        stream, after the caller's work so far."""
         stream = self.current_stream()
         after = None if stream is None else stream.record_event()
 
         def task() -> float | None:
-            with self._on_stream(after):
-                return idle()
+            try:
+                with self._on_stream(after):
+                    return idle()
+            except Exception as error:
+                self._error = self._error or error
+                return None
 
         self.around, self._idle.task = around, task
         self.poke(self._idle.run)
