@@ -27,7 +27,6 @@ def test_the_gpu() -> None:
     assert text == inserted(text, cuda.NAME, cuda.table(cuda.read(RESULTS)))
 
 
-@pytest.mark.slow
 def test_tables_are_those_of_the_journals(tmp_path: Path) -> None:
     from benchmarks.evidence import page, runs, signals  # they import matplotlib
 
