@@ -201,26 +201,6 @@ def test_a_group_that_is_added_or_thawed_later(recipe: str, added: bool) -> None
     assert equal(befores) == (recipe == "ddp"), "it trains on each worker's own batches"
 
 
-@pytest.mark.parametrize("codec", [None, "int8"])
-def test_a_group_that_is_added_between_backward_and_step(codec: str | None) -> None:
-    """All gradients are averaged again, with those of the group."""
-
-    def run(rank: int) -> Tensor:
-        model, late = network(rank), nn.Linear(3, 2).double()
-        whole = nn.Sequential(model, late)
-        optimizer = sgd(model)
-        la.attach(whole, optimizer, la.ddp(codec=codec))
-        for t, x in enumerate(data()[rank][:4]):
-            whole.zero_grad()
-            loss_of(whole, x).backward()
-            if t == 2:
-                optimizer.add_param_group({"params": late.parameters()})
-            optimizer.step()
-        return flat(whole)
-
-    assert equal(la.simulate(run, workers=WORKERS))
-
-
 @pytest.mark.parametrize(("recipe", "ends"), [(la.ddp(), True), (la.ddp(codec="int8"), False)])
 def test_reentrant_checkpointing_is_refused_on_all_ranks(recipe: la.Recipe, ends: bool) -> None:
     """It runs backward passes within one, each of which would be averaged on its own. ``ends``:

@@ -43,6 +43,12 @@ REENTRANT = (
 )
 
 
+JOINED = (
+    "parameters were added to the optimizer, or thawed, after backward() had averaged the "
+    "gradients of the others in codes, which is not done twice: do that before backward()"
+)
+
+
 class GradientRunner:
     """Averages gradients by ``r.exchange`` and the `combine` of ``r.update`` over ``r.over``.
 
@@ -263,6 +269,8 @@ class GradientRunner:
                 "are not averaged yet: call it after backward(), or attach a recipe that averages "
                 "parameters, such as laconic.local_sgd(1)"
             )
+        if self._averaged and self.exchange.slots:
+            raise ValueError(JOINED)
         self._begin(-1)
         self._end()
         self.refresh()
