@@ -79,8 +79,8 @@ expect(seconds[-1] > 2 * seconds[-2], "four times the bytes of 4 MB take more th
 # ![Four ranks with four chunks each. After reduce-scatter each rank has the sum of one chunk; after
 # all-gather every rank has the sums of all chunks](all_reduce.svg)
 #
-# In each half, a rank sends n-1 of its n chunks: 2(n-1)/n of the tensor's bytes in all, however
-# many ranks there are.
+# In each half, a rank sends n-1 of its n chunks. That is 2(n-1)/n of the tensor's bytes in all,
+# less than twice, however many ranks there are.
 #
 # ## A network to send over
 #

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import matplotlib.pyplot as plt
-
 from laconic.lab.emulation.network import Network
 from laconic.lab.race import runner
 from laconic.lab.race.result import Result, Row
@@ -65,6 +63,8 @@ def on_paper(rate: float, compute: float) -> Facts:
 
 def draw(rows: dict[tuple[float, str], Row], rates: Sequence[float], names: Iterable[str]) -> None:
     """Plot the losses of each recipe by seconds, for each rate."""
+    import matplotlib.pyplot as plt  # predictions and checks do without
+
     figure, panels = plt.subplots(1, len(rates), figsize=(10, 3.6), sharey=True)
     for axes, rate in zip(panels, rates, strict=True):
         for name in names:
