@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from laconic.cli import main
+from laconic.cli import compare, main
 from laconic.lab.race import report, table
 from laconic.lab.race.comparison import groups, losses
 from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, STEPS, Result, Row
@@ -55,6 +55,15 @@ def test_json_is_standard_and_keeps_everything() -> None:
     assert written["settings"]["limit"] is None and written["settings"]["nested"] == {"1": None}
     assert written["settings"]["data"] == str(Path("a", "b.txt"))
     assert Result.from_json(FULL.to_json()) == FULL
+
+
+def test_a_table_loses_nothing_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    compare.show(FULL, Path("out"))
+    found = capsys.readouterr().out.split()
+    assert {word for word in rendered(FULL).split() if word[0] != "─"} <= set(found)
 
 
 # -- who wins ----

@@ -24,10 +24,6 @@ DEFAULT = (
 """The recipes to compare by default."""
 
 
-TABLE_WIDTH = 80
-"""The least columns of the table. In narrower terminals its lines break, but nothing is lost."""
-
-
 OPTIONS = (
     "--hosts --per-host --group-size --slow-host --workload --data --rules --peer --free --seed "
     "--repeat --json --out"
@@ -95,6 +91,7 @@ def show(result: Result, directory: Path, *, as_json: bool = False) -> None:
     """Write the report in ``directory``, and print the table, the verdict and the paths, or all of
     it as JSON."""
     from rich.console import Console
+    from rich.measure import Measurement
 
     from laconic.lab.race import report
 
@@ -102,7 +99,10 @@ def show(result: Result, directory: Path, *, as_json: bool = False) -> None:
     if as_json:
         print_json({**report.summary(result), "files": paths})
         return
-    console = Console()
-    Console(width=max(console.width, TABLE_WIDTH)).print(report.table(result))
+    console, table = Console(), report.table(result)
+    wide = console.options.update(width=1000)
+    least = Measurement.get(console, wide, table).minimum  # without what separates columns
+    # in narrower terminals lines break, but nothing is lost
+    Console(width=max(console.width, least + len(table.columns))).print(table)
     console.print(report.verdict(result), highlight=False, markup=False)
     console.print("Written: " + ", ".join(paths), highlight=False, markup=False)

@@ -136,7 +136,7 @@ def table(result: Result, keys: Container[str] | None = None) -> Table:
         caption_justify="left",
         caption_style="",
     )
-    words = [word for group, _ in lines for word in breakable(group.name).split()]
+    words = [word for group, _ in lines for word in heading(group.first).split()]
     widest = min(max(map(len, words), default=0), MOST_NAME)
     # With spreads below the figures, align names with the figures.
     vertical: VerticalAlignMethod = "top" if repeats(result) > 1 else "bottom"
