@@ -16,6 +16,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import laconic
 from laconic.algorithms.recipes import RECIPES
@@ -107,7 +108,10 @@ def brought(rank: int) -> dict[str, Any]:
         "elastic": laconic.Elastic(others={}), "steps": 8, "end": 8, "path": "checkpoint",
         "time": SimpleNamespace(monotonic=itertools.count().__next__),  # the same on each worker
         "step_fn": step, "take_step": step, "forward": forward, "parameters": parameters,
-        "DataLoader": DataLoader, "dataclass": dataclass, "AveragedModel": AveragedModel,
+        "DataLoader": DataLoader, "DistributedSampler": partial(
+            DistributedSampler, num_replicas=4, rank=rank
+        ),
+        "itertools": itertools, "dataclass": dataclass, "AveragedModel": AveragedModel,
         "get_ema_multi_avg_fn": get_ema_multi_avg_fn,
     }  # fmt: skip
     return names

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import json
 import os
 import random
@@ -25,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import laconic as la
 
@@ -647,3 +649,40 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(
             assert data_of(states_of(own)) == before
 
     la.simulate(load, workers=workers)
+
+
+def in_epochs(rank: int, path: Path, stop: int, generator: torch.Generator | None) -> Tensor:
+    """Train as docs/checkpoints.md does, for ``stop`` steps in all, and save."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    data = TensorDataset(torch.arange(36.0).view(12, 3) / 36)
+    sampler = DistributedSampler(data, 2, rank)
+    loader = DataLoader(data, batch_size=2, sampler=sampler, generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with la.attach(model, optimizer, la.local_sgd(2)) as sync:
+        la.load(path, model, optimizer, missing_ok=True)
+        while sync.step < stop:
+            epoch, done = divmod(sync.step, len(loader))
+            sampler.set_epoch(epoch)
+            if generator is not None:
+                generator.manual_seed(epoch)
+            for (x,) in itertools.islice(loader, done, stop - epoch * len(loader)):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        la.save(path, model, optimizer)
+    return flat(model)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_loop_resumes_in_the_middle_of_an_epoch(tmp_path: Path, own: bool) -> None:
+    """If the loader has a generator ``own``: a new iterator takes a number, and dropout differs."""
+
+    def go(name: str, stop: int) -> list[Tensor]:
+        def run(rank: int) -> Tensor:
+            return in_epochs(rank, tmp_path / name, stop, torch.Generator() if own else None)
+
+        return la.simulate(run, workers=2)
+
+    go("interrupted", 4)
+    assert all(map(torch.equal, go("interrupted", 9), go("whole", 9))) == own
