@@ -198,7 +198,7 @@ def _align_optimizer_state(session: Session) -> None:
         numbers += [(state, name) for name in sorted(state) if _is_number(state[name])]
     if not numbers:
         return
-    values = session.gather_json([float(state[name]) for state, name in numbers])[0]
+    values = session.from_rank_0([float(state[name]) for state, name in numbers])
     for (state, name), value in zip(numbers, values, strict=True):
         if isinstance(state[name], Tensor):
             state[name].fill_(value)
@@ -224,8 +224,8 @@ class ScalerAlignment:
         self.due = False
         session.call("switch()")
         state = scaler.state_dict()
-        values = {key: state[key] for key in ("scale", "_growth_tracker")}
-        scaler.load_state_dict({**state, **session.gather_json(values)[0]})
+        scale, tracker = session.from_rank_0([state["scale"], float(state["_growth_tracker"])])
+        scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(tracker)})
 
 
 def _is_number(value: object) -> bool:

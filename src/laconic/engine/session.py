@@ -329,6 +329,13 @@ class Session:
         job = partial(exchange_texts, self.world.gather, json.dumps(value))
         return [json.loads(text) for text in self.comm.call(job, "comparing the ranks")]
 
+    def from_rank_0(self, numbers: Sequence[float]) -> list[float]:
+        """Rank 0's numbers, as many on every rank."""
+        flat = torch.tensor(numbers, dtype=torch.float64)
+        self.comm.call(partial(self.world.broadcast, flat), "sharing rank 0's optimizer state")
+        received: list[float] = flat.tolist()
+        return received
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Copy rank 0's ``tensors`` to all ranks; a shard, to the ranks with the same shard."""
         unique = {str(id(t)): t for t in tensors}
