@@ -7,9 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +159,23 @@ def init_again(pipe: object) -> list[object]:
     torch.distributed.destroy_process_group()
     la.init()
     return [torch.distributed.get_rank(), torch.distributed.get_world_size()]
+
+
+def init_again_with(pipe: Any, slow: str) -> float:
+    """Rank ``slow`` ends the first group two seconds after the other has called it again."""
+    la.init()
+    time.sleep(2 * (os.environ["RANK"] == slow))
+    torch.distributed.destroy_process_group()
+    la.init()
+    x = torch.ones(1)
+    torch.distributed.all_reduce(x)
+    return float(x)
+
+
+@pytest.mark.fault("rank 0 waited for a rank that had called init() before it")
+@pytest.mark.parametrize("slow", ["0", "1"])
+def test_ranks_may_init_again_one_after_the_other(slow: str) -> None:
+    assert launched.results(launched.of_torchrun(2), init_again_with, slow) == [2.0, 2.0]
 
 
 def test_a_process_may_init_again() -> None:

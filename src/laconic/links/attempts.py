@@ -1,8 +1,10 @@
-"""A store for each attempt of torchrun, which starts all ranks again after one has failed.
+"""A store for each attempt of torchrun, which starts all ranks again after one has failed, and for
+each time that a program calls `laconic.init`.
 
-torchrun's agent keeps one store for all attempts. torch's process groups look in it for the
-addresses of the other ranks, under the same keys in every attempt. A rank of the second attempt may
-find there the address of another rank in the first attempt, and wait for a process that has ended.
+torchrun's agent, or rank 0, keeps one store for all of them. torch's process groups look in it for
+the addresses of the other ranks, under the same keys in every attempt. A rank of the second attempt
+may find there the address of another rank in the first attempt, and wait for a process that has
+ended.
 """
 
 from __future__ import annotations
@@ -40,18 +42,26 @@ def check_launcher(environ: Mapping[str, str]) -> None:
         )
 
 
+_opened: dict[tuple[int, str | None, str | None], Store] = {}
+"""Rank 0's stores, by its process and where they listen. They serve as long as the process: a rank
+that calls `laconic.init` again before rank 0 does comes to the one of before."""
+
+
 def open_store() -> tuple[Store, int, int]:
     """From torchrun's environment variables: a store that only the ranks of this attempt use, the
     rank of this process, and the number of ranks."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, rank, size = next(rendezvous("env://"))
-        store = PrefixStore(f"laconic/{agree_on_attempt(store, rank, size)}", store)
-        return store, rank, size
-    own = _own_store() if os.environ["RANK"] == "0" else None
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    at = os.getpid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    own = None
+    if not agent and os.environ["RANK"] == "0":
+        own = _opened.get(at) or _own_store()
     if own is not None:
-        return own, 0, int(os.environ["WORLD_SIZE"])
-    store, rank, size = next(rendezvous("env://"))
-    return store, rank, size
+        store, rank, size = own, 0, int(os.environ["WORLD_SIZE"])
+    else:
+        store, rank, size = next(rendezvous("env://"))
+    if rank == 0 and not agent:
+        _opened[at] = store
+    return PrefixStore(f"laconic/{agree_on_attempt(store, rank, size)}", store), rank, size
 
 
 def _own_store() -> Store | None:
@@ -95,6 +105,7 @@ def serve(
             *(host, port, size, True, default_pg_timeout),
             wait_for_workers=wait,
             master_listen_fd=descriptor,
+            multi_tenant=True,  # torch's own init_process_group may follow, at the same port
             **more,
         )
 
