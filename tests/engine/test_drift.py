@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -115,6 +116,29 @@ def test_one_unit_in_the_last_place_is_found_in_the_next_round(name: str) -> Non
         runs = la.simulate(run, workers=3)
     assert len(caught) == 1
     assert [drifted.index(1) + 1 for drifted in runs] == [row.found] * 3
+
+
+@pytest.mark.fault("a comparison outlived the state that it was about")
+def test_what_a_late_round_compared_is_forgotten_by_a_load() -> None:
+    row = ROWS["local_sgd, coded, late"]
+
+    def run(rank: int) -> list[int]:
+        model, optimizer, sync = build(row.recipe)
+        while sync.step < row.after:
+            go(model, optimizer, sync, rank)
+        parts = (model, optimizer, sync)
+        before = [copy.deepcopy(part.state_dict()) for part in parts]
+        state = sync.state_dict()
+        if rank == FAULTY:
+            nudge(next(s for s in state["rounds"][0]["carried"] if row.name in s)[row.name])
+        sync.load_state_dict(state)
+        while sync.step < row.found - 1:  # the round under way compares what differs
+            go(model, optimizer, sync, rank)
+        for part, state in zip(parts, before, strict=True):
+            part.load_state_dict(state)
+        return [go(model, optimizer, sync, rank) for _ in range(6)]
+
+    assert la.simulate(run, workers=3) == [[0] * 6] * 3
 
 
 # -- elastic runs ----

@@ -83,6 +83,10 @@ class DriftCheck:
         self._found_in = -1
         """The last step in which they differed."""
 
+    def restart(self) -> None:
+        """A state was loaded: what is not reported yet was about another one, or has failed."""
+        self._sent, self._compared = False, []
+
     def digest_of_x(self) -> Digest:
         """The digest that the gradients of the next step carry. 0 if their messages cannot carry
         any, or not every rank hears from all others."""

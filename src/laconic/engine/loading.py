@@ -113,6 +113,7 @@ def load(
         raise
     for each in put:
         each()
+    run.drift.restart()
     session.restart(int(parts[0]["step"]), in_step=bool(parts[0]["in_step"]))
     if isinstance(session.optimizer, JointOptimizer):
         session.optimizer.reset()
