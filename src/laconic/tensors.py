@@ -7,6 +7,7 @@ rank has its `local` shard.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import sys
 from collections.abc import Iterable, Sequence
@@ -154,7 +155,12 @@ def packed(state: Any) -> Tensor:
 
 def unpacked(data: Tensor) -> Any:
     """What was `packed`, in host memory. Runs no code of the sender's."""
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+    return torch.load(io.BytesIO(raw_bytes(data)), map_location="cpu", weights_only=True)
+
+
+def raw_bytes(data: Tensor) -> bytes:
+    """The bytes of ``data``, contiguous and in host memory. torch may be without NumPy."""
+    return ctypes.string_at(data.data_ptr(), data.nbytes)
 
 
 def is_sharded(tensor: Tensor) -> bool:

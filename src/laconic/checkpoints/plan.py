@@ -17,6 +17,7 @@ from laconic.checkpoints.manifest import Manifest, make_folder
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import after_step
 from laconic.links.agreement import rank_list
+from laconic.tensors import raw_bytes
 
 _CHUNK = 2**24
 """Bytes of a file that are sent at a time."""
@@ -130,7 +131,7 @@ def _send(file: Path, sender: int, receives: bool, sync: Synchronizer, all_ranks
 
             def write(chunk: torch.Tensor = chunk) -> None:
                 if sink is not None:
-                    sink.write(chunk.numpy().tobytes())
+                    sink.write(raw_bytes(chunk))
                     sink.flush()  # closing then raises nothing, on one rank alone
 
             all_ranks.do(write)
