@@ -274,8 +274,9 @@ class HostState(UserDict[str, Tensor]):
         host = self.data[name]
         if not host.dim():
             return host
-        if name in self._copied:  # perhaps on another stream
-            self._copied[name].wait(self._kind.current_stream(self._device))
+        copied = self._copied.get(name)  # perhaps on another stream, or another thread takes it
+        if copied is not None:
+            copied.wait(self._kind.current_stream(self._device))
         return torch.empty_like(host, device=self._device).copy_(host, non_blocking=True)
 
 

@@ -305,7 +305,8 @@ class Session:
         at = self.step if step is None else step
         call = Call(at, name, digest=0 if problem is None else PROBLEM)
         self.comm.call(partial(self.world.begin_call, call, wait=True), label)
-        if PROBLEM in (call.digest, *self.world.digests()):
+        digests = self.world.digests()
+        if PROBLEM in (call.digest, *digests) or (self.world.queues and not digests):
             agree(self.gather, problem)
 
     @contextmanager

@@ -1,6 +1,6 @@
 """The link between processes on NVIDIA GPUs: NCCL's collectives, over torch's process groups.
 
-NCCL sums in an order of its own, and reports lost ranks by its own watchdog. It would sum bfloat16
+NCCL sums in an order of its own, and its watchdog reports ranks lost inside a collective. It would sum bfloat16
 in bfloat16: numbers of less than 32 bits are exchanged and summed here, in float32. Its messages
 carry no call, so the ranks compare their calls before each of them, over laconic's own connections.
 These also carry all tensors on CPUs, and show which ranks are lost.
@@ -41,7 +41,11 @@ class NcclLink(OnDevice):
     @classmethod
     def over(cls, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> NcclLink:
         """A link over the ranks of ``group``. Every rank must call it."""
-        return cls(TcpLink.over(group, timeout), device, group)
+        try:
+            return cls(TcpLink.over(group, timeout), device, group)
+        except BaseException:
+            dist.destroy_process_group(group)
+            raise
 
     @property
     def awaited(self) -> AsyncLink:

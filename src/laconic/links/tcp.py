@@ -34,7 +34,7 @@ class TcpLink(Collectives):
     @classmethod
     def over(cls, group: dist.ProcessGroup, timeout: timedelta) -> TcpLink:
         """A link over the ranks of ``group``, which meet at its store. Every rank must call it."""
-        ranks, seconds = range(group.size()), timeout.total_seconds()
+        ranks, seconds = dist.get_process_group_ranks(group), timeout.total_seconds()
         wire = Wire(group.rank(), None, seconds, ranks)
         try:
             guard = CallGuard(group.rank(), ranks, wire, timeout=seconds)

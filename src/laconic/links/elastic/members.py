@@ -323,7 +323,7 @@ class Members:
         with self.changed:
             if self.founding and not self.entered_view:
                 self.latest = None  # that of the coordinator's run follows, perhaps another one
-            known = None if self.founding else self.latest
+            known = self.latest
         self.client.connect(known)
         self.record.secret = self.secret
         if not self.founding:

@@ -87,7 +87,7 @@ def _found(members: Members, need: Need) -> View:
                     return view
         if isinstance(lost, UntrustedError):
             raise lost
-        if now >= end:
+        if now >= end or members.closed:
             raise lost or _not_found(members, need)
         if now >= say:
             come = f"{members.come} of {need.expected or need.start} workers have come to the "
