@@ -656,7 +656,7 @@ def in_epochs(rank: int, path: Path, stop: int, generator: torch.Generator | Non
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     data = TensorDataset(torch.arange(36.0).view(12, 3) / 36)
-    sampler = DistributedSampler(data, 2, rank)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 2, rank)
     loader = DataLoader(data, batch_size=2, sampler=sampler, generator=generator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with la.attach(model, optimizer, la.local_sgd(2)) as sync:
