@@ -51,6 +51,7 @@ COMPARE ddp --bandwidth 100 : not a rate: '100'; give a positive number with bit
 COMPARE ddp --hosts 1000 : hosts must be from 1 to 250, not 1000
 COMPARE diloco(8,quorum=3) --steps 9 : workers take different numbers of steps
 COMPARE ddp ddp : given twice; --repeat
+COMPARE ddp --lr-scale 0 : lr-scale must be
 COMPARE --bandwidth 4=1mbit : there is no host 4
 compare --workload nowhere.py:make : no file nowhere.py
 compare --workload needs.py:mke : no function 'mke': it has make

@@ -21,6 +21,7 @@ from laconic.lab.emulation import cluster as clusters_of_lab
 from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable, Network
 from laconic.lab.race import rivals
 from laconic.lab.race.result import NO_COMMUNICATION, Result, read
+from laconic.lab.race.wording import task
 
 from tests.lab.test_lab import of_launcher, refusal, until, with_namespaces
 
@@ -87,6 +88,8 @@ def test_without_namespaces_a_race_slows_down_its_own_messages(
     least = 8 * slow.ledger_bytes_per_step / 2e6
     assert slow.seconds_per_step > 0.9 * least > free.seconds_per_step
     assert slow.loss == free.loss and slow.interface_bytes_per_step is None
+    scaled = compare(tmp_path, "ddp()", *options, "--lr-scale", "2")
+    assert scaled.rows[1].loss != slow.loss and "learning rates times 2" in task(scaled)
 
 
 @with_namespaces

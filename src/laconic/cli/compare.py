@@ -25,8 +25,8 @@ DEFAULT = (
 
 
 OPTIONS = (
-    "--hosts --per-host --group-size --slow-host --workload --data --rules --peer --free --seed "
-    "--repeat --json --out"
+    "--hosts --per-host --group-size --slow-host --workload --lr-scale --data --rules --peer "
+    "--free --seed --repeat --json --out"
 )
 
 
@@ -41,7 +41,7 @@ def add(parser: Any) -> None:
         "recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(DEFAULT)}"
     )
     usual: dict[str, Any] = {"hosts": 4, "per_host": 1, "workload": "text", "seed": 0, "repeat": 1}
-    declare(parser, OPTIONS, **usual, out="laconic-compare")
+    declare(parser, OPTIONS, **usual, lr_scale=1.0, out="laconic-compare")
     network = parser.add_argument_group("network", BETWEEN)
     declare(network, NETWORK, by_host=True, bandwidth="100mbit", **FREE)
     declare(parser.add_mutually_exclusive_group(), "--seconds --steps", seconds="30")
@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         group_size=arguments.group_size,
         slow_hosts=arguments.slow_host,
         workload=arguments.workload,
+        lr_scale=arguments.lr_scale,
         data=arguments.data,
         seconds=arguments.seconds if arguments.steps is None else None,
         steps=arguments.steps,

@@ -47,6 +47,7 @@ VOCABULARY = """
 --spread SHARE  standard deviation of step times over their mean
 
 --workload WORKLOAD  digits, text, text-few, or your own, such as my.py:make
+--lr-scale FACTOR  what the workload's learning rates are multiplied with, such as 0.5
 --data FILE  training data of the text workload or your own
 --rules FILE  file with your own recipes, such as my_rules.py
 --free RECIPE  a recipe on a free network: what the others can reach; repeatable

@@ -1,9 +1,9 @@
 """The link between processes on NVIDIA GPUs: NCCL's collectives, over torch's process groups.
 
-NCCL sums in an order of its own, and its watchdog reports ranks lost inside a collective. It would sum bfloat16
-in bfloat16: numbers of less than 32 bits are exchanged and summed here, in float32. Its messages
-carry no call, so the ranks compare their calls before each of them, over laconic's own connections.
-These also carry all tensors on CPUs, and show which ranks are lost.
+NCCL sums in an order of its own, and its watchdog reports ranks lost inside a collective. It would
+sum bfloat16 in bfloat16: numbers of less than 32 bits are exchanged and summed here, in float32.
+Its messages carry no call, so the ranks compare their calls before each of them, over laconic's own
+connections. These also carry all tensors on CPUs, and show which ranks are lost.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ class Result:
     (overrides for single hosts), slow_hosts (compute time factors), latency (s, of a round trip),
     jitter (s), loss (0 to 1), each with overrides such as host_latency, network_seed,
     congestion_control, group_size (workers), seconds or steps, seed, seeds (each recipe has a row
-    per seed), network ("emulated" or "throttled"), data and rules. Texts omit a key that is missing
-    or None. Values that JSON does not support become text.
+    per seed), network ("emulated" or "throttled"), lr_scale, data and rules. Texts omit a key that
+    is missing or None. Values that JSON does not support become text.
     """
 
     rows: tuple[Row, ...]

@@ -59,7 +59,7 @@ class Settings:
     once per seed, after a row without communication unless ``baseline`` is False. The ``free``
     recipes run last, without a network, as processes of this machine. ``rules`` is a file with the
     user's own recipes. ``group_size`` is the number of adjacent workers per group, for recipes with
-    rounds inside groups.
+    rounds inside groups. ``lr_scale`` multiplies the learning rates of the workload.
     """
 
     recipes: tuple[str, ...]
@@ -71,6 +71,7 @@ class Settings:
     group_size: int | None = None
     slow_hosts: Mapping[int, float] = field(default_factory=dict)
     workload: str = "text"
+    lr_scale: float = 1.0
     data: str | None = None
     seconds: float | None = 30.0
     steps: int | None = None
@@ -98,6 +99,7 @@ class Settings:
         for host, factor in self.slow_hosts.items():
             check_host(host, self.network.hosts)
             check_float("the factor of a slow host", factor, 1.0)
+        check_float("lr-scale", self.lr_scale, 0.0, strict=True)
         check_int("per-host", self.per_host, 1)
         self._check_groups(recipes)
         quorums = [text for text, recipe in recipes.items() if _has_quorum(recipe)]
@@ -212,8 +214,8 @@ def _described(settings: Settings, parameters: int, reason: str | None) -> dict[
     described: dict[str, object] = {
         name: getattr(settings, name)
         for name in (
-            "workload", "data", "rules", "per_host", "group_size", "slow_hosts", "seconds", "steps",
-            "seeds",
+            "workload", "lr_scale", "data", "rules", "per_host", "group_size", "slow_hosts",
+            "seconds", "steps", "seeds",
         )
     }  # fmt: skip
     described |= settings.network.document()
@@ -256,6 +258,7 @@ def _row(
         rules=settings.rules,
         group_size=settings.group_size,
         workload=settings.workload,
+        lr_scale=settings.lr_scale,
         data=settings.data,
         seconds=settings.seconds,
         steps=settings.steps,

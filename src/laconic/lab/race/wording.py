@@ -60,6 +60,8 @@ def task(result: Result) -> str:
     workload, data = result.settings.get("workload"), result.settings.get("data")
     if workload is not None:
         parts.append(f"workload {workload}" + (f" ({data})" if data else ""))
+    scale = number(result, "lr_scale") or 1.0
+    parts.append(f"learning rates times {short(scale)}" if scale != 1 else "")
     parameters, seconds = number(result, "parameters"), number(result, "seconds")
     parts.append(f"{parameters:,.0f} parameters" if parameters else "")
     steps = number(result, "steps")

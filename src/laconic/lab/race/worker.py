@@ -44,9 +44,9 @@ class Spec:
     """The specification of a run, equal on all ranks.
 
     ``recipe`` is empty for no communication, and the name of another library if ``peer``. ``rules``
-    is the file with the user's own recipes. ``group_size`` is workers per group. ``seconds`` or
-    ``steps`` ends the run. ``paces`` are the factors by which each host's compute time is extended.
-    ``interface`` is the one whose counter is read.
+    is the file with the user's own recipes. ``group_size`` is workers per group. ``lr_scale``
+    multiplies the learning rates. ``seconds`` or ``steps`` ends the run. ``paces`` are the factors
+    by which each host's compute time is extended. ``interface`` is the one whose counter is read.
     """
 
     recipe: str
@@ -54,6 +54,7 @@ class Spec:
     rules: str | None
     group_size: int | None
     workload: str
+    lr_scale: float
     data: str | None
     seconds: float | None
     steps: int | None
@@ -152,7 +153,7 @@ class Run:
         torch.manual_seed(spec.seed)
         self.model = workload.model()
         self._optimizer = workload.optimizer(self.model)
-        self._peaks = [group["lr"] for group in self._optimizer.param_groups]
+        self._peaks = [group["lr"] * spec.lr_scale for group in self._optimizer.param_groups]
         self._batches: Iterator[Batch] = workload.batches(self.rank, self.size, spec.seed)
         self.entrant: Entrant
         if isinstance(entry, Rival):
