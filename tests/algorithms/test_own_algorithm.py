@@ -85,7 +85,7 @@ class Faulty(Average):
     def uses(self, method: str, state: State, clock: la.Clock) -> None:
         if self.what == f"{method} lr":
             clock.lr  # noqa: B018
-        if self.what == f"{method} owner":
+        if self.what in (f"{method} owner", f"{method} everywhere"):
             state["a"].add_(1.0)
 
     def send(self, x: Tensor, state: State, clock: la.Clock) -> Tensor:
@@ -111,6 +111,7 @@ class Faulty(Average):
         ("state", r"Wrong.send must not return state\['a'\] itself.*return state\['a'\].clone"),
         ("combine", "Wrong.combine must return a tensor, not NoneType"),
         ("fold", "Wrong.fold must return a tensor, not NoneType"),
+        ("combine everywhere", r"Wrong.combine uses state\['a'\], whose slot is \"everywhere\""),
         ("slots", r"Wrong.slots\['a'\] must be one of 'owner', 'everywhere'.*did you mean"),
         *((f"{m} lr", "because Wrong does not say .*give that class uses_lr") for m in METHODS),
         *(

@@ -275,7 +275,16 @@ def computed(
 ) -> Tensor:
     """Return what ``method`` of ``update`` makes of ``tensors``. Raises ``ValueError`` if it must
     not be."""
-    value = getattr(update, method)(*tensors, *seen_by(update, method, state, clock))
+    try:
+        value = getattr(update, method)(*tensors, *seen_by(update, method, state, clock))
+    except KeyError as error:
+        slot = update.slots.get(error.args[0], "owner")
+        if method != "combine" or slot == "owner":
+            raise
+        raise ValueError(
+            f"{type(update).__name__}.combine uses state[{error.args[0]!r}], whose slot is "
+            f'"{slot}": `combine` has state with the slot "owner" only'
+        ) from error
     if not isinstance(value, Tensor):
         raise ValueError(
             f"{type(update).__name__}.{method} must return a tensor, not {type(value).__name__}"
