@@ -200,8 +200,8 @@ the_same(lambda team: averaging.local_sgd(team, STEPS, 8), laconic.local_sgd(8),
 # %% [markdown]
 # ### SlowMo: momentum for the average
 #
-# SlowMo treats the average's change since the last *slow step*, `a - mean(x)`, as a gradient, and
-# moves the [anchor](../glossary.md#anchor) a along it by a step with momentum, an [outer
+# SlowMo treats `a - mean(x)`, the average's way back to the last *slow step*, as a gradient, and
+# moves the [anchor](../glossary.md#anchor) a against it by a step with momentum, an [outer
 # step](../glossary.md#outer-step) in laconic. Between slow steps any other algorithm may run, here
 # local SGD.
 
