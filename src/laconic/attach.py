@@ -190,8 +190,7 @@ def attach(
             ranks = elastic_runs.ranks_of_worker(nprocs_per_node, mesh, params)
             elastic_runs.check(elastic, recipe, ranks)
         check_buffers(rounds, buffers, elastic=elastic is not None)
-        if choice == "auto" and has_quorum(rounds):
-            choice = "tcp"
+        choice = "tcp" if choice == "auto" and has_quorum(rounds) else choice
         check_offload(rounds, offload and not isinstance(recipe, Auto))  # which may choose others
         records = check_metrics(metrics)
         attached.check_free_link(given)
@@ -204,8 +203,7 @@ def attach(
         number = None if joined is None else joined.number
         records = agree_on_metrics(records, sets["world"], number)
         arrange = partial(_arrange, sets, params, buffers, joined is not None)
-        at_work = scaler if scaler is not None and scaler.is_enabled() else None
-        settings = Settings(buffers, arrange, seed, at_work, offload=offload)
+        settings = Settings(buffers, arrange, seed, _at_work(scaler), offload=offload)
         if joined is not None:
             settings = replace(settings, elastic=joined.link, inside=joined.inside)
         driver = _build(model, optimizer, recipe, sets, settings)
@@ -216,6 +214,11 @@ def attach(
     if records is not None:
         sync.record(records, number)
     return sync
+
+
+def _at_work(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
+    """``scaler``, if it does something."""
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def _check(

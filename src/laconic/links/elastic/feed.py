@@ -15,7 +15,8 @@ from laconic.links.elastic.relay import MOST_WAITING, READY, STATE, RelayError, 
 from laconic.links.elastic.relay_frames import Frame, Record, Refusal, Snapshot, Start, StepSettings
 
 CHECK_SECONDS = 0.02
-"""How often who waits for a frame looks around. Meanwhile the members of a view may wait for it."""
+"""The seconds after which a thread that waits for a frame checks its donor and the views. The
+members of a view may wait for it meanwhile."""
 
 
 class Feed:
