@@ -129,9 +129,8 @@ def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
         check_bool("mean", mean)
     with torch.no_grad():
         saved = copies([*session.params(), *session.model.buffers()])
-    session.holds_consensus = mean
     try:
-        with in_mode(session.optimizer, training=True):
+        with session.holding_consensus(mean=mean), in_mode(session.optimizer, training=True):
             with torch.no_grad():
                 _write_own(run, mean, rest=False)
             with in_mode(session.optimizer, training=False, params=session.params()):
@@ -142,7 +141,6 @@ def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
     finally:
         restore(reversed(saved))
         reshard(session.model)
-        session.holds_consensus = None
         session.status("computing")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -109,7 +110,7 @@ class Driver:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let ``optimizer``, which moves the same parameters, replace the bound one."""
-        self.session.optimizer = optimizer
+        self.session.follow(optimizer)
         self._listen(optimizer)
 
     def _listen(self, optimizer: Optimizer) -> None:
@@ -155,26 +156,24 @@ class Driver:
             return
         if not closure:
             run.check_gradients()
-        session.in_step = True
+        session.begin_step()
         self.events.tell("step begins")
         run.before_step(session.step + 1)
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:
         session, run = self.session, self.run
-        if run.quorum is None:  # a quorum is waited for again
-            session.interrupted = f"the rounds after step {session.step + 1}"
-        self._count()
-        self.ending.missing = False  # where a round fails, nobody can call `finish`
-        run.scores.after_step()
-        run.pull()
-        start = time.thread_time()
-        self.rounds_done += run.communicate()
-        session.round_seconds += time.thread_time() - start
-        self.ending.missing = run.differ and not run.leaves_equal(session.step)
-        if session.settings.buffers == "broadcast":
-            session.share_buffers()
-        session.interrupted = None
+        rounds = session.at_work(f"the rounds after step {session.step + 1}")
+        with rounds if run.quorum is None else nullcontext():  # a quorum is waited for again
+            self._count()
+            self.ending.missing = False  # where a round fails, nobody can call `finish`
+            run.scores.after_step()
+            run.pull()
+            with session.timing_rounds():
+                self.rounds_done += run.communicate()
+            self.ending.missing = run.differ and not run.leaves_equal(session.step)
+            if session.settings.buffers == "broadcast":
+                session.share_buffers()
         run.drift.after_step()
         session.recorder.after_step()
         policy, elastic = session.policy, session.elastic
@@ -208,8 +207,7 @@ class Driver:
                 raise ValueError(NOT_AVERAGED)
             run.check_gradients()
             run.refresh()
-        session.step += 1
-        session.in_step = False
+        session.count_step()
         session.status("computing")
         if run.differ:  # else the next step would find it, and after the last one any may end
             session.world.check_peers()
@@ -245,7 +243,7 @@ class Driver:
         self.session.comm.close()
         self.session.recorder.close()
         self.run.undo_before_step()
-        self.session.in_step = False
+        self.session.leave_step()
         self.session.status("detached")
 
     @property

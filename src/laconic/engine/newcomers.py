@@ -87,7 +87,7 @@ class Newcomer:
         worker's first backward pass, or else in its first step."""
         session = self._driver.session
         self._with_donor(lambda feed: self._load_all(self._snapshot))
-        session.newcomer = self
+        session.wait_as(self)
         for p in session.params():
             if p.requires_grad:
                 hook = p.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ class Newcomer:
         """Take part from the next step on. The gradients that this worker has computed are those of
         an older model: they become zeros."""
         session = self._driver.session
-        session.newcomer = None
+        session.wait_as(None)
         while self._handles:
             self._handles.pop().remove()
         with_gradients = [p for p in session.params() if p.grad is not None]

@@ -388,9 +388,8 @@ class QuorumRounds:
 
         session, comm, start = self._session, self._session.comm, time.perf_counter()
         loop.alone = True
-        session.interrupted = f"the rounds after step {step}"
-        kind.sent = Sent(step, comm.submit(arrive, kind.runners[0].label(step)))
-        session.interrupted = None  # from now on, what is waited for can be taken over later
+        with session.at_work(f"the rounds after step {step}"):  # later they can be taken over
+            kind.sent = Sent(step, comm.submit(arrive, kind.runners[0].label(step)))
         if kind.sent.pending.done():  # where there is no thread, `submit` has waited
             comm.record_wait(start)
         self._take_over(kind, kind.sent)

@@ -4,6 +4,7 @@ the calls that all ranks make together."""
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -172,12 +173,11 @@ class Session:
         self.round_seconds = 0.0
         """Processor seconds in which the training thread sent and folded parameter rounds."""
         self.sync_gradients = True
-        """Whether backward passes average gradients; `Synchronizer.no_sync` clears it."""
+        """Whether backward passes average gradients."""
         self.holds_consensus: bool | None = None
         """The ``mean`` of the consensus that the model holds; None: it holds the worker's x."""
-        self.interrupted: str | None = None
-        """The rounds that are at work, or that an exception, such as one that a signal handler
-        raises, has ended: then `check_complete` raises."""
+        self._interrupted: str | None = None
+        """See `at_work`."""
         self._order: list[Tensor] = []
         self._x: dict[int, Tensor] = {}
         """The optimizer's parameters that have joined x, by id."""
@@ -409,15 +409,74 @@ class Session:
         self.call("first step")
         check_first_gradients(self.gather(own))
 
+    # -- how far this worker is ----
+
+    def begin_step(self) -> None:
+        """A step of the optimizer begins."""
+        self.in_step = True
+
+    def count_step(self) -> None:
+        """The optimizer's step was taken, or skipped."""
+        self.step, self.in_step = self.step + 1, False
+
+    def leave_step(self) -> None:
+        """The step that has begun is not counted: laconic follows the optimizer no longer."""
+        self.in_step = False
+
+    @contextmanager
+    def at_work(self, rounds: str) -> Iterator[None]:
+        """A context in which ``rounds`` are at work. If an exception ends them, such as one that a
+        signal handler raises, `check_complete` raises from then on."""
+        self._interrupted = rounds
+        yield
+        self._interrupted = None
+
+    @contextmanager
+    def timing_rounds(self) -> Iterator[None]:
+        """A context whose processor time `round_seconds` counts."""
+        start = time.thread_time()
+        yield
+        self.round_seconds += time.thread_time() - start
+
+    @contextmanager
+    def holding_consensus(self, *, mean: bool) -> Iterator[None]:
+        """A context in which the model holds the consensus of this ``mean``."""
+        self.holds_consensus = mean
+        try:
+            yield
+        finally:
+            self.holds_consensus = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Synchronizer.no_sync`."""
+        before, self.sync_gradients = self.sync_gradients, False
+        try:
+            yield
+        finally:
+            self.sync_gradients = before
+
+    def wait_as(self, newcomer: Joining | None) -> None:
+        """This worker takes part once ``newcomer`` has arrived; with None, now."""
+        self.newcomer = newcomer
+
+    def end_policy(self) -> None:
+        """The user has chosen the recipe."""
+        self.policy = None
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let ``optimizer``, which moves the same parameters, replace the bound one."""
+        self.optimizer = optimizer
+
     def restart(self, step: int, *, in_step: bool) -> None:
         """Go on after ``step``, or in the next one: a state was loaded."""
-        self.step, self.in_step, self.interrupted = step, in_step, None
+        self.step, self.in_step, self._interrupted = step, in_step, None
 
     def check_complete(self) -> None:
         """Raise if rounds were interrupted. The other ranks have what they brought."""
-        if self.interrupted is not None and not self.comm.failed:
+        if self._interrupted is not None and not self.comm.failed:
             raise LinkError(
-                f"{self.interrupted} were interrupted on this rank by an exception, and it lacks "
+                f"{self._interrupted} were interrupted on this rank by an exception, and it lacks "
                 "what they brought: start again from the last checkpoint, on every rank"
             )
 

@@ -162,7 +162,7 @@ class Synchronizer:
             session.settings.arrange(given)
         self.driver.switch(given, begun=True)
         self.driver.alignment.align()
-        session.policy = None
+        session.end_policy()
 
     @property
     def recipe(self) -> Recipe:
@@ -352,12 +352,8 @@ class Synchronizer:
         backward pass outside it averages them as a whole, or, without one, ``optimizer.step()``,
         also inside it. Raises ``ValueError`` for a step with a closure whose passes are all inside.
         """
-        session = self._session
-        before, session.sync_gradients = session.sync_gradients, False
-        try:
+        with self._session.no_sync():
             yield
-        finally:
-            session.sync_gradients = before
 
     def report_loss(self, loss: Tensor | float) -> None:
         """Report the training loss of this step's batch. Recipes with a leader choose it by these
