@@ -177,6 +177,29 @@ def test_frozen_parameters_are_left_out(recipe: la.Recipe) -> None:
         assert one[0] == other[0] and one[1] and torch.equal(one[2], other[2])
 
 
+@pytest.mark.fault("gradients of parameters that different ranks had frozen were averaged together")
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("codec", [None, "int4"])
+def test_ranks_must_freeze_the_same_parameters(codec: str | None, alone: bool) -> None:
+    """``alone``: one rank freezes a layer, and else each another one, of the same shape."""
+
+    def train(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        la.attach(model, optimizer, la.ddp(codec=codec))
+        for step in range(4):
+            if step == 2 and (rank or not alone):
+                model[rank].requires_grad_(False)
+            optimizer.zero_grad()
+            x = torch.full((1, 3), rank + 1.0)
+            (model[0](x) + model[1](x)).square().sum().backward()
+            optimizer.step()
+
+    with pytest.raises(la.LinkError, match=r"frozen parameters: 2.*freeze the same parameters"):
+        la.simulate(train, workers=2)
+
+
 @pytest.mark.fault("parameters replaced after attach: rounds go on about the old ones")
 @pytest.mark.parametrize("recipe", [la.diloco(2), la.ddp()])
 @pytest.mark.parametrize("how", ["replaced", "data", "appended"])

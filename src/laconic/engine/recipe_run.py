@@ -6,6 +6,7 @@ import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class RecipeRun:
         label = f"{r.name} of step {step}"
         session.status(label)
         digest = no_digest if self.differ else self.drift.digest_of_x()
-        self._announce(session.links[r.over], GRADIENTS, step, digest)
+        self._announce(session.links[r.over], GRADIENTS, step, digest, _frozen(session))
         return label
 
     def take_in(self) -> None:
@@ -281,13 +282,13 @@ class RecipeRun:
         if running.communicates:
             self._announce(running.link, running.round.name, self.session.step, digest)
 
-    def _announce(self, link: Link, name: str, step: int, digest: Digest) -> None:
+    def _announce(self, link: Link, name: str, step: int, digest: Digest, of: str = "") -> None:
         """Tell the other ranks which round of ``step`` the next message belongs to."""
         first, self._announced = self._announced != step, step
         at, once = self.session.step, cache(digest)  # another attempt may find a part changed
 
         def begin() -> None:
-            link.begin_call(Call(at, name, first, once()), wait=False)
+            link.begin_call(Call(at, name, first, once(), of), wait=False)
 
         self.session.comm.before_next(begin)
 
@@ -300,6 +301,15 @@ class RecipeRun:
         averaged, step = any_of(*over_all), self.session.step
         ends = averaged(step) and not averaged(step + 1)
         return ends and all(averaged(s) for s in range(1, step))
+
+
+def _frozen(session: Session) -> str:
+    """Which parameters are frozen: buckets are cut without them, so all ranks must freeze the
+    same."""
+    frozen = [k for k, p in enumerate(session.differentiated()) if not p.requires_grad]
+    if not frozen:
+        return ""
+    return f" (frozen parameters: {len(frozen)}, {crc32(repr(frozen).encode()):x})"
 
 
 def _described(tensor: Tensor) -> str:

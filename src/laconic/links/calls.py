@@ -12,9 +12,9 @@ FINISH = "finish()"
 
 
 SAME_CALLS = (
-    "Every rank must take the same optimizer steps and make the same laconic calls, outside any "
-    "`if rank == 0`; a GradScaler that skips steps is passed as scaler= to laconic.attach or "
-    "laconic.CommOptimizer"
+    "Every rank must take the same optimizer steps, freeze the same parameters, and make the same "
+    "laconic calls, outside any `if rank == 0`; a GradScaler that skips steps is passed as scaler= "
+    "to laconic.attach or laconic.CommOptimizer"
 )
 """What to do where ranks are in different calls, for messages."""
 
@@ -24,20 +24,23 @@ class Call(NamedTuple):
     optimizer steps taken before it; 0 also where ranks need not have taken equally many. A call may
     consist of several collectives. ``starts``: it is the first of the rounds of its step, from
     which newcomers can take part. ``digest``: of what all ranks should hold alike, from 0 to 2**64
-    - 1; the messages carry it, and ranks compare it."""
+    - 1; the messages carry it, and ranks compare it. ``of``: what else must be the same on all
+    ranks, as the name goes on."""
 
     step: int
     name: str
     starts: bool = False
     digest: int = 0
+    of: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} after {self.step} steps" if self.step else self.name
+        what = self.name + self.of
+        return f"{what} after {self.step} steps" if self.step else what
 
     @property
     def id(self) -> int:
-        """A hash of step and name, the same in every process, at least 0 and below 2**63. Every
-        message carries it, so messages of different calls are never mixed up."""
+        """A hash of step, name and ``of``, the same in every process, at least 0 and below 2**63.
+        Every message carries it, so messages of different calls are never mixed up."""
         digest = blake2b(str(self).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 

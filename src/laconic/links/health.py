@@ -131,7 +131,7 @@ def unpack_answer(data: bytes) -> Answer:
 
 def shown(call: Call) -> Call:
     """``call`` as other ranks show it: its name without control characters, and not too long."""
-    return Call(call.step, clean(call.name)[:MOST_NAME])
+    return Call(call.step, clean(call.name + call.of)[:MOST_NAME])
 
 
 def _json(value: object) -> bytes:
