@@ -52,9 +52,14 @@ class JointOptimizer(Optimizer):
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
 
-    def reset(self) -> None:
-        """Forget which optimizers have stepped: a state was loaded."""
-        self._done.clear()
+    @property
+    def stepped(self) -> list[int]:
+        """The positions of the optimizers that have stepped in a step that others have not."""
+        return [k for k, each in enumerate(self.optimizers) if id(each) in self._done]
+
+    def restart(self, stepped: Sequence[int]) -> None:
+        """Those at these positions have ``stepped``: a state was loaded."""
+        self._done = {id(self.optimizers[k]) for k in stepped}
 
     def done(self, optimizer: Optimizer) -> bool:
         """Record that ``optimizer`` has stepped, or that its step was skipped. Returns whether that

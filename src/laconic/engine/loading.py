@@ -73,12 +73,13 @@ def _gradient_state(gradients: GradientRunner) -> Saved:
 @torch.no_grad()
 def state_dict(run: RecipeRun) -> dict[str, Any]:
     """See `Synchronizer.state_dict`. All that is in flight has arrived."""
-    policy = run.session.policy
+    policy, optimizer = run.session.policy, run.session.optimizer
     with run.quiet():
         return {
             **header(run),
             "step": run.session.step,
             "in_step": run.session.in_step,
+            "stepped": optimizer.stepped if isinstance(optimizer, JointOptimizer) else [],
             "joined": _positions(run),
             "rounds": [saved_state.round_state(running) for running in run.rounds],
             "gradients": [_gradient_state(gradients) for gradients in _stateful(run)],
@@ -116,7 +117,7 @@ def load(
     run.drift.restart()
     session.restart(int(parts[0]["step"]), in_step=bool(parts[0]["in_step"]))
     if isinstance(session.optimizer, JointOptimizer):
-        session.optimizer.reset()
+        session.optimizer.restart(parts[0].get("stepped", ()) if load_model is None else ())
     return run
 
 

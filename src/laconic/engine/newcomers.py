@@ -357,8 +357,8 @@ def load(driver: Driver, data: Tensor) -> Tensor | None:
     session.model.load_state_dict(state["model"])
     session.bound.load_state_dict(state["optimizer"])
     world, workers = session.world, session.workers.size  # those of the donor's latest unit
-    here = {"ranks": world.size, "workers": workers, "rank": world.rank, "in_step": False}
-    problem = driver.load_here({**state["sync"], **here})
+    here = {"ranks": world.size, "workers": workers, "rank": world.rank}
+    problem = driver.load_here({**state["sync"], **here, "in_step": False, "stepped": []})
     if problem is not None:
         raise LinkError(f"the state of another worker cannot be loaded: {problem}")
     for running in driver.run.rounds:
