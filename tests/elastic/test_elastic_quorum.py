@@ -20,6 +20,8 @@ from laconic.links.polls import (
     BUSY,
     CALLING,
     CALLS,
+    POLL,
+    Decision,
     Polls,
     Rules,
     Standing,
@@ -234,6 +236,28 @@ def test_a_worker_is_killed_between_two_buckets_of_a_round(tmp_path: Path) -> No
     second = 2 / 2 + 2 / 3 + 0 + 0.5 * (2 / 2 + 2 / 3) + 8 / 3
     assert found[0][0] == pytest.approx(1 + first / 64)
     assert found[0][1] == pytest.approx(1 + second / 64, rel=2**-8)  # bfloat16
+
+
+@pytest.mark.fault("a trace could hold a lost worker's last unit, which the others did again")
+def test_what_the_others_did_again_does_not_count(tmp_path: Path) -> None:
+    """The worker "c" alone has completed unit 5, a round with it, with which "d" began."""
+    begin = {"unit": 1, "workers": ["a", "b", "c"]}
+
+    def closed(serial: int, *roster: str) -> dict[str, Any]:
+        decision = Decision(0, 1, roster, (0,) * len(roster), 2, (0.1,))
+        return {"round": decision.as_json(), "serial": serial}
+
+    others = [begin, {"unit": 5, "workers": ["a", "b"]}, closed(6, "a")]
+    others.append({"unit": 8, "workers": ["a", "b", "d"]})
+    lost = [begin, {"unit": 5, "workers": ["a", "b", "c", "d"]}, closed(5, "a", "c")]
+    for id, events in {"a": others, "b": others, "c": lost, "d": others[-1:]}.items():
+        (tmp_path / f"{id}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    trace = laconic.Trace(tmp_path)
+    assert trace.ids == ["a", "b", "c", "d"]
+    present = {unit: trace.present(unit, POLL) for unit in (4, 5, 7, 8)}
+    assert present == {4: [0, 1, 2], 5: [0, 1], 7: [0, 1], 8: [0, 1, 3]}
+    decided = trace.decided(6)
+    assert trace.decided(5) is None and decided is not None and decided.roster == ("0",)
 
 
 def moved(recipe: laconic.Recipe, dtype: torch.dtype, workers: int = 4) -> float:
