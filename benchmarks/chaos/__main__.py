@@ -2,13 +2,15 @@
 
     python -m benchmarks.chaos [--faults N] [--seed S] [--seconds LIMIT] [--only RUN]
                                [--kind KIND ...] [--list] [--parallel P] [--tls]
+                               [--recipe RECIPE]
 
 Each run has 4 workers, processes that train a small model, and a coordinator. Workers are killed,
 told to leave, and stopped for a short or a long time, at any time or inside a phase of a step; all
 but one are lost at once, or four join at once; the coordinator is killed and started again empty,
 or messages to it are late or lost; donors and newcomers are lost; two faults come at once. In one
-run of three each worker has a host, a network namespace: cables are cut, and packets are dropped
-one way (`benchmarks.chaos.network`). In one of five a worker serves the coordinator's address.
+run of three each worker has a host, a network namespace: cables are cut, of one worker, two, or
+all, packets are dropped one way, and connections refused (`benchmarks.chaos.network`). In one of
+five a worker serves the coordinator's address, which moves to another one when that is lost.
 Every lost worker is replaced, and the next fault comes when all have recovered. Needs root, or
 ``unshare --map-root-user``.
 
@@ -47,7 +49,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.chaos.check import Outcome
-from benchmarks.chaos.plan import HOST_KINDS, KINDS, Plan, plan
+from benchmarks.chaos.plan import HOST_KINDS, KINDS, RECIPES, Plan, plan
 from benchmarks.chaos.run import Run, die_with_parent
 from laconic.cli import main as laconic
 
@@ -112,6 +114,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kind", nargs="+", default=[], choices=kinds, metavar="KIND")
     parser.add_argument("--list", action="store_true", help="print the faults, and end")
     parser.add_argument("--parallel", type=int, default=2 * (os.cpu_count() or 1), metavar="P")
+    parser.add_argument("--recipe", choices=RECIPES, metavar="RECIPE", help="in all runs")
     parser.add_argument("--tls", action="store_true", help="with TLS and a secret")
     return parser.parse_args()
 
@@ -147,7 +150,7 @@ def carry_out_all(options: argparse.Namespace, jobs: Sequence[Plan], folder: Pat
 
 def main() -> int:
     options = parse()
-    jobs = plan(options.seed, options.faults, options.kind)
+    jobs = plan(options.seed, options.faults, options.kind, options.recipe)
     if options.only is not None:
         jobs = [job for job in jobs if job.number == options.only]
     if options.list:

@@ -11,6 +11,8 @@ all packets    the same on the switch's end
 into A
 from A to B    a permanent neighbor on A: ``ip neigh replace B lladdr 02:...`` where no host has
                that address; packets from B to A arrive
+refused        the same with the address of one more host, which has B's IP address, too: it resets
+               A's connections to B, as a NAT does that was restarted
 =============  =================================================================================
 
 The namespaces have no names. They end with the last process that has them open.
@@ -21,9 +23,11 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _CLONE_NEWNET = 0x40000000
-_NOBODY = "02:00:00:00:00:de"
+_NOBODY, _REFUSES = "02:00:00:00:00:de", "02:00:00:00:00:ad"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -39,8 +43,21 @@ def own() -> int:
 
 
 def enter(namespace: int) -> None:
-    """Move this process, which has one thread, into a namespace."""
+    """Move this thread into a namespace."""
     _check(_libc.setns(namespace, _CLONE_NEWNET))
+
+
+@contextmanager
+def within(namespace: int | None) -> Iterator[None]:
+    """A context in which this thread makes its connections in a namespace."""
+    assert namespace is not None, "the host has one"
+    before = own()
+    enter(namespace)
+    try:
+        yield
+    finally:
+        enter(before)
+        os.close(before)
 
 
 def leave_host() -> None:
@@ -65,9 +82,10 @@ class Network:
         switch = own()
         self._hosts: list[int] = []
         self._healing: list[tuple[int | None, str]] = []
+        self._workers = range(count - 1)
         _run("ip link add switch type bridge")
         _run("ip link set switch up")
-        for number in range(count):
+        for number in range(count + 1):
             _check(_libc.unshare(_CLONE_NEWNET))
             inside = own()
             self._hosts.append(inside)
@@ -78,6 +96,9 @@ class Network:
             _run("ip link set lo up", inside)
             _run(f"ip addr add {self.address(number)}/24 dev eth0", inside)
             _run("ip link set eth0 up", inside)
+        _run("ip link set eth0 address " + _REFUSES, self._hosts[-1])
+        for name in ("arp_ignore=1", "arp_announce=2"):  # it is known by its own address alone
+            _run(f"sysctl -qw net.ipv4.conf.eth0.{name}", self._hosts[-1])
         os.close(switch)
 
     def address(self, host: int) -> str:
@@ -89,20 +110,32 @@ class Network:
         enter(self._hosts[host])
 
     def isolate(self, how: str, host: int, other: int) -> None:
-        """Cut off ``host`` in one way of the table; "pair": from ``other``, "peers": from all."""
+        """Cut off ``host`` in one way of the table; "pair": from ``other``, "peers": from all;
+        "half": with ``other``, from the rest; "whole": all workers; "refused": from ``other``."""
         inside = self._hosts[host]
         match how.split()[-1]:
             case "cut":
-                self._do(None, f"ip link set host{host} down", f"ip link set host{host} up")
+                for each in self._workers if how.startswith("whole") else [host]:
+                    self._do(None, f"ip link set host{each} down", f"ip link set host{each} up")
             case "out":
                 self._drop(inside, "eth0")
             case "in":
                 self._drop(None, f"host{host}")
+            case "half":
+                for each in (host, other):
+                    self._misdirect(each, {*self._workers, len(self._workers)} - {host, other})
+            case "refused":
+                at = f"{self.address(host)}/32 dev lo"
+                self._do(self._hosts[-1], f"ip addr add {at}", f"ip addr del {at}")
+                self._misdirect(other, {host}, _REFUSES)
             case _:
-                workers = set(range(len(self._hosts) - 1)) - {host}
-                for to in map(self.address, [other] if how.endswith("pair") else workers):
-                    lost = f"ip neigh replace {to} lladdr {_NOBODY} nud permanent dev eth0"
-                    self._do(inside, lost, f"ip neigh del {to} dev eth0")
+                everybody = {*self._workers} - {host}
+                self._misdirect(host, {other} if how.endswith("pair") else everybody)
+
+    def _misdirect(self, host: int, others: set[int], at: str = _NOBODY) -> None:
+        for to in map(self.address, others):
+            lost = f"ip neigh replace {to} lladdr {at} nud permanent dev eth0"
+            self._do(self._hosts[host], lost, f"ip neigh del {to} dev eth0")
 
     def _drop(self, inside: int | None, port: str) -> None:
         change = f"tc qdisc {{}} dev {port} root"

@@ -26,7 +26,8 @@ EQUAL = {
 }
 DELAYED = "local_sgd(4, delay=2, codec='int8')", "diloco(8, delay=3)", "streaming_diloco(8)"
 GOSSIP = "sgp()", "sgp(delay=1)", "d_psgd()"
-OTHERS = *DELAYED, *GOSSIP, "easgd(3)", "auto()"
+QUORUM = "diloco(8, quorum=3, grace=0.05)", "diloco(8, quorum=2, pace='own', codec='int8')"
+OTHERS = *DELAYED, *GOSSIP, "easgd(3)", "auto()", *QUORUM
 RECIPES = *EQUAL, *(f"laconic.{name}" for name in OTHERS)
 CODED = "int4", "int8", "streaming_diloco"
 
@@ -50,9 +51,10 @@ ISOLATED = "cut", "one-way out", "one-way in", "one-way pair"
 HOST_KINDS = {f"{length} {how}": 6 for how in ISOLATED for length in ("short", "long")}
 HOST_KINDS |= dict.fromkeys(("long one-way peers", "kill", "coordinator"), 4)
 HOST_KINDS |= dict.fromkeys(("long cut and kill", "long cut and coordinator"), 3)
+HOST_KINDS |= dict.fromkeys(("short half", "long half", "short refused", "whole cut"), 3)
 EMBEDDED_KINDS = dict.fromkeys(("kill", "term", "short stop", "kill and kill", "mass join"), 4)
-"""Where a worker serves the coordinator's address. If more than half were lost with it, the others
-would wait for 90 s."""
+"""Where a worker serves the coordinator's address: if it is hit, another one does. If more than
+half were lost with it, the others would wait for 90 s."""
 
 
 @dataclass(frozen=True)
@@ -124,19 +126,20 @@ def _fault(kind: str, rng: random.Random, phases: Sequence[str]) -> Fault:
     )
 
 
-def plan(seed: int, faults: int, only: Sequence[str]) -> list[Plan]:
-    """All runs: as many as give ``faults`` faults. ``only``: of these kinds."""
+def plan(seed: int, faults: int, only: Sequence[str], recipe: str | None) -> list[Plan]:
+    """All runs: as many as give ``faults`` faults. ``only``: of these kinds; ``recipe``: under this
+    one, instead of each in turn."""
     runs: list[Plan] = []
     for number, left in enumerate(range(faults, 0, -FAULTS_PER_RUN)):
         rng = random.Random(f"{seed}/{number}")
-        recipe = RECIPES[number % len(RECIPES)]
-        save = 40 if rng.randrange(SAVES) == 0 else 0
+        name = recipe or RECIPES[number % len(RECIPES)]
+        save = 40 if rng.randrange(SAVES) == 0 and "quorum" not in name else 0
         embedded = number % EMBEDDED == EMBEDDED - 1 and not only
         hosts = number % ON_HOSTS == ON_HOSTS - 1 if not only else not set(only) & set(KINDS)
         kinds = EMBEDDED_KINDS if embedded else HOST_KINDS if hosts else KINDS
         kinds = {k: n for k, n in (KINDS | HOST_KINDS).items() if k in only} if only else kinds
         drawn = rng.choices([*kinds], [*kinds.values()], k=min(left, FAULTS_PER_RUN))
-        each = tuple(_fault(kind, rng, phases_of(recipe, bool(save))) for kind in drawn)
+        each = tuple(_fault(kind, rng, phases_of(name, bool(save))) for kind in drawn)
         least = rng.choice([1, 1, 2, None])
-        runs.append(Plan(number, recipe, hosts, embedded, least, save, each))
+        runs.append(Plan(number, name, hosts, embedded, least, save, each))
     return runs

@@ -22,7 +22,7 @@ from laconic.engine.donor import LEFT
 from laconic.links.elastic.coordinator import Coordinator
 from laconic.links.elastic.leases import RETURN_SECONDS
 
-LIMIT = 50.0
+LIMIT = 80.0
 """Seconds after which a run that does not recover is lost; more than `worker.WAIT`, so that the
 workers say what is missing."""
 PHASE_SECONDS = 8.0
@@ -31,7 +31,12 @@ MARGIN = 2.0
 """Seconds beyond a deadline."""
 PAST = 3.0
 """How much longer than the deadline something long lasts."""
+LONGER = 14.0
+"""By how many times a fault's seconds a long stop is longer than it must be, and a cut of the whole
+network longer than 15 seconds."""
 TICK = 0.01
+TWO = "pair", "half", "refused"
+"""Cuts in which both workers of a fault are hit."""
 PORT = 29400
 REMOVED = "the other workers go on without this one"
 DONOR_LOST = "the worker that sent its state was lost"
@@ -282,7 +287,7 @@ class Run:
                 return max(bound, fault.seconds + MARGIN), 0
             case ["long", "stop"]:
                 both = fault.kind.count("long stop") * deadline
-                self.stop(target, both + PAST, "silent")
+                self.stop(target, both + PAST + LONGER * fault.seconds, "silent")
                 return both + MARGIN, 1
             case ["coordinator"]:
                 self.end_coordinator()
@@ -299,16 +304,17 @@ class Run:
             case ["long", "lost", "beats"]:
                 target.reasons.update(("hit", "silent"))
                 self.disturb([target], shared.ALL_LOST, long)
-            case ["short" | "long" as length, *_]:
-                seconds = fault.seconds if length == "short" else long
-                for each in [target, other] if "pair" in part else [target]:
+            case ["short" | "long" | "whole" as length, *_]:
+                lasts = {"short": fault.seconds, "long": long, "whole": 15 + LONGER * fault.seconds}
+                seconds, half = lasts[length], part.endswith("half")
+                for each in [target, other] if part.endswith(TWO) else [target]:
                     each.reasons.update(("hit", "silent") if length == "long" else ("hit",))
                 assert self.network is not None, "on hosts"
                 self.network.isolate(part, target.place, other.place)
                 self.later(seconds, self.network.heal)
                 # TCP sends again at growing intervals
-                again = length == "short" or part.endswith(("pair", "peers"))
-                return (2 * seconds + MARGIN if again else bound), int(length == "long")
+                again = length != "long" or part.endswith(("pair", "peers"))
+                return (2 * seconds + MARGIN if again else bound), (length == "long") * (1 + half)
         return bound, 1
 
     def disturb(self, processes: Sequence[Process], how: int, seconds: float) -> None:
@@ -346,7 +352,7 @@ class Run:
     def recover(self, fault: Fault) -> None:
         """Replace workers until all are back and take steps."""
         begun = time.monotonic()
-        limit = LIMIT + 2 * self.deadline()
+        limit = LIMIT + 2 * self.deadline() + max((at - begun for at, _ in self.actions), default=0)
         since: dict[int, float] = {}
         reached = -1
         # which phases of a newcomer come depends on when it joins

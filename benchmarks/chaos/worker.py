@@ -47,7 +47,7 @@ from laconic.links.elastic.leases import Beat
 
 SLOW_SECONDS = 0.25
 """Steps that take longer are written down."""
-WAIT = 45.0
+WAIT = 75.0
 """How long a worker waits for others."""
 PACE = 0.004
 """Seconds that a worker sleeps in each step."""

@@ -1,6 +1,6 @@
 """A worker of `benchmarks.join`: it trains until it is ended, and records its steps.
 
-    python -m benchmarks.join.worker RECIPE DIRECTORY NAME SECONDS CROPS
+    python -m benchmarks.join.worker RECIPE DIRECTORY NAME SECONDS CROPS WORKERS
 
 Every process writes its own file: a line of JSON per event, with times of the host's monotonic
 clock. The events are:
@@ -31,8 +31,6 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.engine.donor import RESIDUALS
 from laconic.lab.race import workloads
 
-WORKERS, HOSTS = 3, 4
-
 
 def bytes_of(state: Any) -> int:
     """Return the bytes of all tensors in ``state`` that a donor sends."""
@@ -52,7 +50,8 @@ class Training:
         self.model = workload.model()
         self.optimizer = workload.optimizer(self.model)
         self._loss, self._seconds, self._crops = workload.loss, seconds, crops
-        self._batches = workload.batches(int(os.environ["GROUP_RANK"]), HOSTS, 0)
+        host, hosts = int(os.environ["GROUP_RANK"]), int(os.environ["WORLD_SIZE"])
+        self._batches = workload.batches(host, hosts, 0)
 
     def compute(self) -> None:
         """Compute the gradients of a step. What is left of its time passes before the backward
@@ -73,6 +72,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("seconds", type=float)
     parser.add_argument("crops", type=int)
+    parser.add_argument("workers", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(created).2f %(name)s %(message)s")
     logging.getLogger("laconic").setLevel(logging.INFO)
@@ -90,7 +90,7 @@ def main() -> None:
         (options.directory / f"{options.name}.go").read_bytes()  # a pipe: it waits
         say("attach")
     elastic = laconic.Elastic(
-        min_workers=1, workers=WORKERS, trace=options.directory / f"{options.name}.trace"
+        min_workers=1, workers=options.workers, trace=options.directory / f"{options.name}.trace"
     )
     recipe = parse_recipe(options.recipe)
     assert isinstance(recipe, tuple), "auto is not supported here"

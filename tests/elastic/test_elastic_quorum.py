@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import partial
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
@@ -13,7 +14,18 @@ import torch
 from torch import nn
 
 import laconic
-from laconic.links.polls import ARRIVED, BUSY, CALLING, CALLS, Polls, Rules, Standing
+from laconic.links.elastic.faults import Recording
+from laconic.links.polls import (
+    ARRIVED,
+    BUSY,
+    CALLING,
+    CALLS,
+    POLL,
+    Decision,
+    Polls,
+    Rules,
+    Standing,
+)
 
 from tests.elastic.test_simulated_runs import left, only, plain, plan_at_random, program
 from tests.support.elastic_runs import MANY, Run, train
@@ -169,6 +181,83 @@ def test_a_trace_repeats_processes_bit_for_bit(how: Any, tmp_path: Path) -> None
 
     for id, digest in zip(trace.ids, laconic.simulate(repeat, faults=trace), strict=True):
         assert digest == (done[id]["digest"] if id in done else None)
+
+
+def two_buckets(number: int, folder: Path | None) -> list[float]:
+    """A worker with two buckets, whose steps each add (1 + number) / 64 to both. Records its trace
+    in ``folder``. Returns the result of the latest round."""
+    model = nn.ParameterList([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    recipe, elastic = laconic.diloco(2, 1.0, 0.5, quorum=2), laconic.Elastic("simulated")
+    sync: Any = laconic.attach(model, optimizer, recipe, elastic=elastic)
+    if folder is not None:
+        units = sync.driver.session.elastic.units
+        units.note = Recording(folder / f"{number}.jsonl").add
+        units.note({"unit": 1, "workers": ["0", "1", "2"]})
+        if sync.step:
+            units.note({"donor": "0", "step": sync.step})
+    while sync.step < (1 if number == 1 else 4):
+        for x in model:
+            x.grad = torch.full_like(x, -(1.0 + number) / 64)
+        optimizer.step()
+    sync.finish(mean=False)
+    return [float(x.detach()) for x in model]
+
+
+def lose(folder: Path, worker: str, unit: int) -> None:
+    """Change the trace of a run of three workers and a newcomer: the ``worker`` is killed after the
+    first ``unit`` of a round."""
+    (folder / f"{worker}.jsonl").write_text('{"unit": 1, "workers": ["0", "1", "2"]}\n')
+    for file in folder.glob("[!2].jsonl"):
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        events.insert(1, {"unit": unit + 1, "workers": ["0", "1", "2"]})
+        for event in events:
+            if event.get("unit", 0) > unit:
+                event["workers"].remove(worker)
+            if event.get("serial", 0) > unit and worker in event["round"]["roster"]:
+                event["round"]["roster"].remove(worker)
+                event["round"]["paces"].pop()
+        file.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+@pytest.mark.fault("a contributor that was killed between two buckets counted in the second one")
+def test_a_worker_is_killed_between_two_buckets_of_a_round(tmp_path: Path) -> None:
+    """The first bucket has the changes of two workers out of three; the second that of one out of
+    two, so its momentum is due one contribution later. A newcomer counts alike."""
+    plan, seconds = laconic.Faults(3, join=(1,)), [1.0, 9.0, 1.0, 1.0]
+    laconic.simulate(partial(two_buckets, folder=tmp_path), faults=plan, step_seconds=seconds)
+    events = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    lose(tmp_path, "2", next(event["serial"] for event in events if "round" in event))
+    again = partial(two_buckets, folder=None)
+    found = laconic.simulate(again, faults=laconic.Trace(tmp_path), step_seconds=seconds)
+    assert found[2] is None and found[0] == found[1] == found[3]
+    # n = 3 in later rounds; by worker: 0, then 3, whose first change is zero, then 3 again
+    first = (2 + 6) / 3 + 2 / 3 + 0.5 * ((2 + 6) / 3 + 2 / 3) + 0 + 8 / 3
+    second = 2 / 2 + 2 / 3 + 0 + 0.5 * (2 / 2 + 2 / 3) + 8 / 3
+    assert found[0][0] == pytest.approx(1 + first / 64)
+    assert found[0][1] == pytest.approx(1 + second / 64, rel=2**-8)  # bfloat16
+
+
+@pytest.mark.fault("a trace could hold a lost worker's last unit, which the others did again")
+def test_what_the_others_did_again_does_not_count(tmp_path: Path) -> None:
+    """The worker "c" alone has completed unit 5, a round with it, with which "d" began."""
+    begin = {"unit": 1, "workers": ["a", "b", "c"]}
+
+    def closed(serial: int, *roster: str) -> dict[str, Any]:
+        decision = Decision(0, 1, roster, (0,) * len(roster), 2, (0.1,))
+        return {"round": decision.as_json(), "serial": serial}
+
+    others = [begin, {"unit": 5, "workers": ["a", "b"]}, closed(6, "a")]
+    others.append({"unit": 8, "workers": ["a", "b", "d"]})
+    lost = [begin, {"unit": 5, "workers": ["a", "b", "c", "d"]}, closed(5, "a", "c")]
+    for id, events in {"a": others, "b": others, "c": lost, "d": others[-1:]}.items():
+        (tmp_path / f"{id}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    trace = laconic.Trace(tmp_path)
+    assert trace.ids == ["a", "b", "c", "d"]
+    present = {unit: trace.present(unit, POLL) for unit in (4, 5, 7, 8)}
+    assert present == {4: [0, 1, 2], 5: [0, 1], 7: [0, 1], 8: [0, 1, 3]}
+    decided = trace.decided(6)
+    assert trace.decided(5) is None and decided is not None and decided.roster == ("0",)
 
 
 def moved(recipe: laconic.Recipe, dtype: torch.dtype, workers: int = 4) -> float:

@@ -127,10 +127,10 @@ class Kind:
         return tuple(running.clock(channel.bucket, 0).lr for running, channel in self.all)
 
     def exchange_one(
-        self, decision: Decision, at: int, x: Tensor | None, all_arrive: bool, seed: int
+        self, decision: Decision, at: int, x: Tensor | None, arrived: int, seed: int
     ) -> Tensor | None:
-        """The round on channel number ``at``. ``x``: this worker's, None if it does not contribute.
-        Returns the result if it does."""
+        """The round on channel number ``at``. ``x``: this worker's, None if it does not contribute;
+        ``arrived``: how many do. Returns the result if this one does."""
         running, channel = self.all[at]
         exchange, update, bucket = _exchange(channel.exchange), running.round.update, channel.bucket
         late = self.base != decision.number - 1
@@ -140,12 +140,14 @@ class Kind:
         clock = Clock(
             *(decision.step, decision.rates[at], decision.number - 1, 0, n, rank),
             seed=seed,
-            arrived=min(len(decision.roster), n),
+            arrived=arrived,
         )
         names, link = owned_names(update, channel.state), one_by_one(running.link)
         with channel.states() as (state, carried):
             anchor = None if update.anchor is None else state[update.anchor]
-            message = exchange.contribution(own, x is not None, base, anchor, all_arrive=all_arrive)
+            message = exchange.contribution(
+                own, x is not None, base, anchor, all_arrive=arrived == n
+            )
             combine = partial(combined, update, state=state, names=names, clock=clock)
             arrival = run_here(
                 None, coroutine(lambda: exchange.run(link, message, combine, clock, carried))
@@ -307,9 +309,9 @@ class PollLoop:
         if not kind.all:
             return None
         x = waits.x[at] if self._polling.me in decision.roster else None
-        all_arrive = len(decision.roster) >= kind.runners[0].link.size
-        seed = self._session.settings.seed
-        return kind.exchange_one(decision, at, x, all_arrive, seed)
+        # one of the roster may have been lost since the poll, in an earlier unit of this round
+        arrived = sum(id in decision.roster for id in self._polling.ids)
+        return kind.exchange_one(decision, at, x, arrived, self._session.settings.seed)
 
     def _close(self, decision: Decision, results: list[Any]) -> list[Outcome]:
         """The round has closed. Returns what this worker has waited for, if it contributes."""

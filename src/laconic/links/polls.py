@@ -296,7 +296,8 @@ class VirtualClock(Clock):
 class Polling:
     """What a worker does for rounds with a quorum over a ``link`` whose ranks stay.
 
-    ``me``: its id; ``ids``: those of all, by rank. Consecutive polls are one call of the ``link``.
+    ``me``: its id; ``ids``: those of all, by rank, in the unit under way. Consecutive polls are one
+    call of the ``link``.
     """
 
     replaying = False

@@ -6,8 +6,9 @@ import json
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,6 +86,10 @@ class Trace(Plan):
         if not files:
             raise ValueError(f"no worker has recorded anything in {where}")
         self._events = {file.stem: _events(file) for file in files}
+        for id, unit in _lost(self._events.values()).items():
+            # it may have completed its last unit alone: the others did that again without it
+            own = self._events.get(id, [])
+            own[:] = [e for e in own if e.get("unit", e.get("serial", 0)) < unit]
         self._by_unit: dict[int, list[str]] = {}
         for file in files:
             for event in (event for event in self._events[file.stem] if "unit" in event):
@@ -141,6 +146,17 @@ class Trace(Plan):
     def deals(self, worker: int) -> list[Any]:
         """See `Plan.deals`."""
         return [event["deals"] for event in self._recorded(worker, "deals")]
+
+
+def _lost(recorded: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, int]:
+    """By lost worker, the first unit that the others did without it."""
+    found: dict[str, int] = {}
+    for events in recorded:
+        changes = [event for event in events if "unit" in event]
+        for before, now in pairwise(changes):
+            for id in set(before["workers"]) - set(now["workers"]):
+                found[id] = min(now["unit"], found.get(id, now["unit"]))
+    return found
 
 
 def _events(file: Path) -> list[dict[str, Any]]:

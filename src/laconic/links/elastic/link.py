@@ -102,8 +102,13 @@ class ElasticLink(Undivided, Quiet):
         return self.replay.rank if self.replaying else self.units.rank
 
     @property
+    def ids(self) -> Sequence[str]:
+        """Those of the workers that take part in the unit under way."""
+        return self.replay.workers if self.replaying else self.units.ranks
+
+    @property
     def size(self) -> int:
-        return self.replay.size if self.replaying else len(self.units.ranks)
+        return len(self.ids)
 
     # -- units ----
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from laconic.errors import LinkError
@@ -35,6 +35,10 @@ class ElasticPolling(Polling):
         self.me = link.units.me
         self._latest = link.units.call
         """The latest call of all workers."""
+
+    @property
+    def ids(self) -> Sequence[str]:  # type: ignore[override]
+        return self.link.ids
 
     @property
     def replaying(self) -> bool:  # type: ignore[override]

@@ -300,7 +300,7 @@ class Relay:
 def send_record(relays: Sequence[Relay], units: Units) -> list[Relay]:
     """Send what a unit's collectives have brought to the newcomers. Returns the ``relays`` that
     have not ended."""
-    record = Record(units.call, len(units.ranks), units.outputs, list(units.kept.digests.values()))
+    record = Record(units.call, units.ranks, units.outputs, list(units.kept.digests.values()))
     left = [relay for relay in relays if not relay.ended]
     for relay in left:
         relay.put(record)

@@ -21,11 +21,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Record:
-    """What the collectives of a unit have brought, how many ``workers`` took part, and what they
-    have said of themselves (`Call.digest`)."""
+    """What the collectives of a unit have brought, the ids of the ``workers`` that took part, and
+    what they have said of themselves (`Call.digest`)."""
 
     call: Call
-    workers: int
+    workers: Sequence[str]
     outputs: Sequence[Tensor]
     digests: Sequence[int] = ()
 

@@ -31,7 +31,7 @@ class Replay:
         """What the last collective of the latest unit has brought."""
         self.digests: Sequence[int] = []
         """See `Link.digests`: those of the donor's unit."""
-        self._workers = 1
+        self._workers: Sequence[str] = [""]
         self._thread: int | None = None
 
     def unit(self, job: Callable[[], T]) -> T:
@@ -58,8 +58,8 @@ class Replay:
         self._call, self.digests = call, []
 
     @property
-    def size(self) -> int:
-        """How many workers took part in the donor's unit."""
+    def workers(self) -> Sequence[str]:
+        """The ids of those that took part in the donor's unit."""
         if self._thread == threading.get_ident():
             self._fetch()
         return self._workers
@@ -86,7 +86,7 @@ class Replay:
             return None
         output = outputs.pop(0)
         whole = output.numel() * output.element_size() // x.element_size()
-        if not 0 <= whole - length < max(self._workers, 1):
+        if not 0 <= whole - length < len(self._workers):
             raise RelayError(
                 f"it exchanges {whole} elements in {self._call}, and this worker has {length}: the "
                 "optimizer's groups and requires_grad must be as they are there at that step"
