@@ -88,13 +88,13 @@ def test_bbr_starts_anew_when_its_estimate_falls_by_half(monkeypatch: pytest.Mon
 
 def test_messages_start_bbr_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the connections that use it, and that a message is sent over."""
-    connections, called = Connections(), []
+    connections, called = Connections(range(3), 1.0), []
     monkeypatch.setattr(congestion.Bbr, "before_message", lambda self, fd: called.append(fd))
     pairs = [socket.socketpair() for _ in range(3)]
     for rank, (ours, _) in enumerate(pairs):
         connections.keep(rank, ours, "bbr")
     empty = torch.zeros(0)
-    Transfer(connections, {0: empty, 2: empty}, {1: empty}, (1, 1), 1.0, range(3))
+    Transfer(connections, {0: empty, 2: empty}, {1: empty}, (1, 1))
     assert called == [connections[0], connections[2]]
     connections.close()
     for _, theirs in pairs:

@@ -10,7 +10,7 @@ import struct
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 import pytest
@@ -33,18 +33,6 @@ SECRET = bytes(range(32))
 PLAIN = ("not a hello of laconic", "does not know this job's secret")
 SECURE = ("does not speak TLS", "no certificate", "certificate has expired", "local issuer")
 EVERYBODY = (RAW, RAW, RAW, OURS, OURS, "none", "other", "expired", "old")
-
-
-class Alone:
-    """What collectives ask about the only call."""
-
-    size, header = 3, (3, 7)
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def blaming(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
@@ -77,7 +65,7 @@ def test_ranks_connect_and_agree(
 
     def come(rank: int) -> Collectives:
         wires[rank].connect(addresses, SECRET, lambda: None)
-        return Collectives(Alone(rank), wires[rank])
+        return Collectives(rank, 3, wires[rank].connections, lambda: (3, 7), nullcontext)
 
     with ThreadPoolExecutor(3) as pool:
         coming = [pool.submit(come, rank) for rank in range(2)]
@@ -254,10 +242,10 @@ def test_a_transfer_that_has_failed_fails_again() -> None:
     """Its checksum is wrong: nothing is left to move. Its error does not keep the connections."""
     ours, theirs = socket.socketpair()
     with theirs:
-        connections = Connections()
+        connections = Connections(range(2), 5.0)
         connections.keep(1, ours)
         room = torch.zeros(5, dtype=torch.uint8)
-        transfer = Transfer(connections, {}, {1: room}, HERE, 5.0, range(2))
+        transfer = Transfer(connections, {}, {1: room}, HERE)
         theirs.sendall(as_sent(HERE, b"right")[:-1] + b"x")
         for _ in range(2):
             with pytest.raises(ChangedError, match="from rank 1 was changed in transit"):

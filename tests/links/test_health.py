@@ -30,7 +30,7 @@ def test_a_forked_child_holds_no_connection_open() -> None:
     ours, theirs = socket.socketpair()
     beacon, wire = health.Beacon("127.0.0.1"), Wire(0, "127.0.0.1", 5, range(2))
     places = [Address.parse(address) for address in (wire.address, beacon.enroll(bytes(32)))]
-    connections = Connections()
+    connections = Connections(range(2), 5.0)
     connections.keep(1, ours)
     (heard, says), (waits, ends) = os.pipe(), os.pipe()
     pid = os.fork()

@@ -98,7 +98,7 @@ def connected(change: Callable[[bytes], bytes] = bytes) -> Iterator[tuple[Wire, 
 
 
 def post(wire: Wire, sends: Any, receives: Any) -> Transfer:
-    return Transfer(wire.connections, sends, receives, HERE, wire.timeout, wire.names)
+    return Transfer(wire.connections, sends, receives, HERE)
 
 
 def both_send(first: Wire, second: Wire, *x: torch.Tensor) -> None:

@@ -90,7 +90,7 @@ def test_a_slow_reader_is_no_stalled_connection(monkeypatch: pytest.MonkeyPatch)
     """Its host acknowledges, though there is no room for more. Where packets are dropped, nothing
     does."""
     monkeypatch.setattr(connections, "QUIET_SECONDS", 0.3)
-    each = connections.Connections()
+    each = connections.Connections(range(2), 10.0)
     each.answers = lambda rank: True
     with socket.create_server((forgetful.HERE, 0)) as server:
         caller = socket.create_connection(server.getsockname())

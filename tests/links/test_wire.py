@@ -19,7 +19,8 @@ from torch import Tensor
 from laconic.errors import LinkError
 from laconic.links import frames
 from laconic.links.connections import Connections
-from laconic.links.wire import LostError, Transfer, Wire, configure
+from laconic.links.sockets import watch
+from laconic.links.wire import LostError, Transfer, Wire
 
 HERE, THERE = (3, 7), (4, 7)
 Pair = tuple[socket.socket, socket.socket]
@@ -42,10 +43,10 @@ def transfer(
     end: socket.socket, out: Tensor | None = None, room: Tensor | None = None, timeout: float = 10
 ) -> Transfer:
     """Between this rank and rank 5."""
-    connections = Connections()
+    connections = Connections(range(9), timeout)
     connections.keep(5, end.dup())
     sends, receives = ({} if x is None else {5: x} for x in (out, room))
-    return Transfer(connections, sends, receives, HERE, timeout, range(9))
+    return Transfer(connections, sends, receives, HERE)
 
 
 def as_sent(place: tuple[int, int], payload: bytes, digest: int = 0) -> bytes:
@@ -74,13 +75,13 @@ def test_both_send_at_once(pair: Pair, numel: int) -> None:
 def test_a_message_is_there_once_its_checksum_has_come() -> None:
     """Whether or not those of other ranks have."""
     ends = socket.socketpair(), socket.socketpair()
-    connections, x = Connections(), random(5)
+    connections, x = Connections(range(2), 0.2), random(5)
     rooms = {rank: torch.zeros(5, dtype=torch.uint8) for rank in range(2)}
     for rank, (ours, _) in enumerate(ends):
         connections.keep(rank, ours)
     message = as_sent(HERE, bytes(x.tolist()))
     with ends[0][1] as one, ends[1][1] as other:
-        waits = Transfer(connections, {}, rooms, HERE, 0.2, range(2))
+        waits = Transfer(connections, {}, rooms, HERE)
         one.send(message)
         other.send(message[:-1])
         waits.wait(0)
@@ -128,9 +129,9 @@ def test_silence_is_an_error_but_slowness_is_not(pair: Pair) -> None:
     """Where bytes come, though slowly, the time-out begins anew with each. Signals, as those of a
     profiler's timer, neither end a wait nor prolong it. The connection serves nothing else
     afterward."""
-    connections, room = Connections(), torch.zeros(4, dtype=torch.uint8)
+    connections, room = Connections(range(9), 1.0), torch.zeros(4, dtype=torch.uint8)
     connections.keep(5, pair[0].dup())
-    waits = Transfer(connections, {}, {5: room}, HERE, 1.0, range(9))
+    waits = Transfer(connections, {}, {5: room}, HERE)
     over, sent = threading.Event(), list[int]()
     coming = iter(as_sent(HERE, b"abcd")[:39])  # and a fourth byte is missing
 
@@ -149,7 +150,7 @@ def test_silence_is_an_error_but_slowness_is_not(pair: Pair) -> None:
             over.set()
     assert bytes(room[:3].tolist()) == b"abc" and 0 < len(sent) < 600, "it ended while they came"
     with pytest.raises(LinkError, match="was not completed"):
-        Transfer(connections, {}, {5: room}, THERE, 0.05, range(9))
+        Transfer(connections, {}, {5: room}, THERE)
 
 
 # -- connecting ----
@@ -176,7 +177,7 @@ def test_who_does_not_call_or_cannot_be_reached_is_named() -> None:
 def test_a_dead_connection_ends_after_half_a_minute() -> None:
     """The kernel probes it while nothing is sent."""
     with socket.socket() as connection:
-        configure(connection)
+        watch(connection, reads_at_once=False)
         names = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
         idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, n) for n in names)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

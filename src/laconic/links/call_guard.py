@@ -112,7 +112,6 @@ class CallGuard:
         """Where this rank is in the sequence of calls."""
         return self._record.position
 
-    @property
     def header(self) -> tuple[int, int]:
         """What the messages of the current call carry, and must carry."""
         return self._record.header
@@ -262,7 +261,7 @@ class CallGuard:
         try:
             yield
         except OtherCallError as error:
-            if error.header == self.header:  # the same call, a message of another length
+            if error.header == self._record.header:  # the same call, a message of another length
                 self.conclude(str(error), [])
             answer = self._ask(ranks=[error.rank]).get(error.rank)
             there = self._position(answer, error.header[0])

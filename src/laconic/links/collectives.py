@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,50 +23,24 @@ from laconic.links.wire import Transfer
 from laconic.tensors import mean_in_rank_order
 
 
-class Guard(Protocol):
-    """What collectives need to know of the call that they belong to, as `CallGuard` does."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the link."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the link."""
-
-    @property
-    def header(self) -> tuple[int, int]:
-        """What the messages of the present call carry, and must carry."""
-
-    def blaming(self) -> AbstractContextManager[None]:
-        """A context for messages, which raises the link's error for one of the wire."""
-
-
-class Wire(Protocol):
-    """The connections that messages travel over."""
-
-    @property
-    def connections(self) -> Connections:
-        """By rank."""
-
-    @property
-    def timeout(self) -> float:
-        """Seconds in which some byte must move."""
-
-    @property
-    def names(self) -> Sequence[int]:
-        """What ranks are called in errors."""
-
-
 class Collectives(Blocking):
-    """Collectives on CPU tensors over the connections of ``wire``.
+    """Collectives on CPU tensors over ``connections``. ``header()``: what the messages of the
+    present call carry, and must carry. ``blaming()``: a context for messages, which raises the
+    link's error for one of theirs.
 
     Those to be awaited may overlap with others. Each pauses as often on all ranks: so a broadcast,
     which takes some ranks one message and others several, never does."""
 
-    def __init__(self, guard: Guard, wire: Wire) -> None:
-        self._guard, self._wire = guard, wire
-        self.rank, self.size = guard.rank, guard.size
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        connections: Connections,
+        header: Callable[[], tuple[int, int]],
+        blaming: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.rank, self.size, self.connections = rank, size, connections
+        self._header, self._blaming = header, blaming
         self._scratch = Scratch()
         self._lent = False
         """Whether a mean uses `_scratch`."""
@@ -90,14 +64,13 @@ class Collectives(Blocking):
     def _post(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, joins: bool = False
     ) -> Transfer:
-        wire = self._wire
-        messages = wire.connections, sends, receives, self._guard.header, wire.timeout, wire.names
-        with self._guard.blaming():
+        messages = self.connections, sends, receives, self._header()
+        with self._blaming():
             return Transfer(*messages, joins=joins, digest=self.digest)
 
     def _wait(self, transfer: Transfer, rank: int | None = None) -> None:
         """Wait for the message from ``rank``; None: until all have come and are sent."""
-        with self._guard.blaming():
+        with self._blaming():
             transfer.wait(rank)
         self.joined = time.perf_counter()
         if rank is None and not self._heard and transfer.mutual == self.size - 1:
@@ -107,7 +80,7 @@ class Collectives(Blocking):
         """Pause, if this collective ``overlaps`` with others, once all of it is on its way: bytes
         move only during a wait."""
         if overlaps:
-            with self._guard.blaming():
+            with self._blaming():
                 transfer.wait_sent()
             await sent()
 
@@ -120,7 +93,7 @@ class Collectives(Blocking):
         return [heard[r] for r in range(self.size)] if len(heard) == self.size else []
 
     def sent(self) -> Mapping[int, Sent]:
-        return self._wire.connections.sent()
+        return self.connections.sent()
 
     # -- collectives ----
 

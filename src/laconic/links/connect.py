@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from laconic.errors import LinkError
-from laconic.links import handshake, secured
+from laconic.links import congestion, handshake, secured
 from laconic.links.addresses import Address
+from laconic.links.connections import Connections
+from laconic.links.sockets import watch
 from laconic.links.talks import Talk, Talks
 
 PURPOSE = b"wire"
@@ -23,29 +25,24 @@ CHECK_SECONDS, RETRY_SECONDS = 1.0, 0.05
 
 
 class Connecting:
-    """Connects rank ``rank`` to the other ranks of its link.
+    """Makes the ``connections`` of rank ``rank`` to the other ranks of its link.
 
-    ``names``: the numbers of the ranks in errors. ``key``: identifies this rank's end of the link;
-    callers must send it. ``secret``: the link's secret. ``keep``: called with each connection.
-    ``check_seconds``: seconds between two calls of ``check``.
+    ``key``: identifies this rank's end of the link; callers must send it. ``secret``: the link's
+    secret. ``check_seconds``: seconds between two calls of ``check``.
     """
 
     def __init__(
         self,
         rank: int,
-        names: Sequence[int],
+        connections: Connections,
         key: bytes,
         secret: bytes,
-        timeout: float,
-        keep: Callable[[int, socket.socket], None],
         check_seconds: float = CHECK_SECONDS,
     ) -> None:
-        self._rank, self._names = rank, names
+        self._rank, self._connections = rank, connections
         self._key, self._secret = key, secret
-        self._timeout, self._deadline = timeout, time.monotonic() + timeout
-        self._keep_connection = keep
+        self._deadline = time.monotonic() + connections.timeout
         self._check_seconds = check_seconds
-        self._connected: set[int] = set()
         self._addresses: dict[int, Address] = {}
         """Of the ranks to call."""
         self._callers: set[int] = set()
@@ -64,13 +61,12 @@ class Connecting:
         try:
             for rank in self._addresses:
                 self._call(talks, rank)
-            while missing := self.missing:
+            while missing := {*self._addresses, *self._callers} - self._connections.keys():
                 now = time.monotonic()
                 if now >= self._deadline:
-                    who = sorted(self._names[r] for r in missing)
-                    raise LinkError(
-                        f"ranks {who} have not connected within {self._timeout:g} s", ranks=who
-                    )
+                    who = sorted(self._connections.names[r] for r in missing)
+                    seconds = f"{self._connections.timeout:g} s"
+                    raise LinkError(f"ranks {who} have not connected within {seconds}", ranks=who)
                 if now >= check_at:
                     check()
                     check_at = now + self._check_seconds
@@ -78,15 +74,10 @@ class Connecting:
         finally:
             talks.close()
 
-    @property
-    def missing(self) -> set[int]:
-        """The ranks that are not connected."""
-        return {*self._addresses, *self._callers} - self._connected
-
     def _keep(self, rank: int, talk: Talk) -> None:
         talk.kept = True
-        self._keep_connection(rank, talk.connection)
-        self._connected.add(rank)
+        watch(talk.connection, reads_at_once=False)
+        self._connections.keep(rank, talk.connection, congestion.choose(talk.connection))
 
     # -- the ranks behind this one call it ----
 
@@ -132,7 +123,7 @@ class Connecting:
             self._fail(rank, error)
 
     def _refused(self, rank: int, error: Exception) -> None:
-        name = self._names[rank]
+        name = self._connections.names[rank]
         raise LinkError(
             f"no TLS connection to rank {name}: {secured.reason(error)}. All ranks need "
             "certificates that were signed by the same authority (`laconic keys`)",
@@ -141,7 +132,7 @@ class Connecting:
 
     def _fail(self, rank: int, error: Exception) -> None:
         host, port, _ = self._addresses[rank]
-        name = self._names[rank]
+        name = self._connections.names[rank]
         raise LinkError(
             f"rank {name} can't be reached at {host}, port {port}: {error}; if a host has several "
             "networks, set GLOO_SOCKET_IFNAME to the interface to use",

@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -28,13 +28,16 @@ whether there is some, and the host answers."""
 
 
 class Connections(dict[int, int]):
-    """The file descriptors of connected sockets, by rank. Closed when this object is freed."""
+    """The file descriptors of connected sockets, by rank. Closed when this object is freed.
+    ``names``: the numbers of the ranks in errors. ``timeout``: seconds in which some byte must
+    move."""
 
     traffic: Traffic | None = None
     """The messages that have begun, if not all of them are complete."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[int], timeout: float) -> None:
         super().__init__()
+        self.names, self.timeout = names, timeout
         self.secured: dict[int, ssl.SSLSocket] = {}
         """Those that use TLS, by file descriptor."""
         self.bbr: dict[int, congestion.Bbr] = {}

@@ -54,7 +54,7 @@ class NcclLink(OnDevice):
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         everywhere = [[dist.get_global_rank(self.group, r) for r in ranks] for ranks in sets]
         link = self._tcp.split(sets)
-        group = own_group(everywhere, timedelta(seconds=link.wire.timeout))
+        group = own_group(everywhere, timedelta(seconds=link.connections.timeout))
         return NcclLink(link, self.device, group)
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:

@@ -307,7 +307,7 @@ class Polling:
         self.link = link
         self.me, self.ids = str(link.rank), [str(rank) for rank in range(link.size)]
         self._guard = link.calls if isinstance(link, TcpLink) else None
-        self._limit = link.wire.timeout if isinstance(link, TcpLink) else math.inf
+        self._limit = link.connections.timeout if isinstance(link, TcpLink) else math.inf
         self._call: Call | None = None
         """The latest call of all workers."""
         self._wait = LongWait()

@@ -26,7 +26,7 @@ class TcpLink(Collectives):
     queues = False
 
     def __init__(self, guard: CallGuard, wire: Wire) -> None:
-        super().__init__(guard, wire)
+        super().__init__(guard.rank, guard.size, wire.connections, guard.header, guard.blaming)
         self.calls, self.wire = guard, wire
         self.far = False
         """Whether a round trip takes at least `FAR_SECONDS`; the same on all ranks."""
@@ -72,7 +72,7 @@ class TcpLink(Collectives):
     def split(self, sets: Sequence[Sequence[int]]) -> TcpLink:
         members = next(ranks for ranks in sets if self.rank in ranks)
         ranks = [self.calls.ranks[r] for r in members]
-        wire = Wire(members.index(self.rank), None, self.wire.timeout, ranks)
+        wire = Wire(members.index(self.rank), None, self.connections.timeout, ranks)
         try:
             addresses = exchange_texts(self.gather, wire.address)
             guard = self.calls.split(members, wire)
@@ -104,3 +104,4 @@ class TcpLink(Collectives):
 
     def close(self) -> None:
         self.wire.close()
+        self.connections = self.wire.connections

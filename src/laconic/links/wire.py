@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import secrets
 import select
-import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +20,11 @@ from typing import NoReturn
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import congestion, frames, handshake
+from laconic.links import frames, handshake
 from laconic.links.addresses import Address, listen
 from laconic.links.connect import Connecting
 from laconic.links.connections import Connections, Traffic
-from laconic.links.sockets import tcp_info, watch
+from laconic.links.sockets import tcp_info
 
 _HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux reports it before everything was read
 _LEAST, NO_SAMPLE = struct.Struct("=148xI"), 2**32 - 1  # tcpi_min_rtt
@@ -90,8 +89,6 @@ class Transfer:
         sends: Mapping[int, Tensor],
         receives: Mapping[int, Tensor],
         header: tuple[int, int],
-        timeout: float,
-        names: Sequence[int],
         *,
         joins: bool = False,
         digest: int = 0,
@@ -102,8 +99,6 @@ class Transfer:
             raise LinkError("an earlier message on the link was not completed: it is unusable")
         self.connections = connections  # held while messages are under way
         self._traffic = traffic = traffic or Traffic()
-        self._timeout = timeout
-        self.names = names
         self.mutual = len(receives) if receives.keys() == sends.keys() else 0
         """The number of ranks that both send to and receive from this one; 0 if some do only
         one."""
@@ -133,8 +128,8 @@ class Transfer:
 
     def wait(self, rank: int | None = None) -> None:
         """Wait until the message from ``rank`` has arrived. Without a rank, wait until all messages
-        are sent and received. Raises `LostError` if a connection is lost or no byte moves for
-        ``timeout`` seconds, `OtherCallError` and `ChangedError`."""
+        are sent and received. Raises `LostError` if a connection is lost or no byte moves for its
+        ``timeout``, `OtherCallError` and `ChangedError`."""
         traffic = self._traffic
         if rank is not None:
             self._move(self._incoming[rank])
@@ -161,7 +156,7 @@ class Transfer:
         connections, now = self.connections, time.monotonic()
         quiet_since, ask_at = now, now + ASK_SECONDS
         while True:
-            left = quiet_since + self._timeout - now
+            left = quiet_since + connections.timeout - now
             seconds = min(max(left, 0.001), LOOK_SECONDS)
             milliseconds = max(round(1000 * seconds), 1)
             at = traffic.messages, connections.secured, until, self._end, milliseconds
@@ -173,12 +168,12 @@ class Transfer:
                 break
             if index:  # whether any byte moved
                 quiet_since = now if outcome == frames.INTERRUPTED else now - seconds
-            if now - quiet_since >= self._timeout:  # Python's handlers run in between
+            if now - quiet_since >= connections.timeout:  # Python's handlers run in between
                 break
             if now >= ask_at:
                 ask_at = now + ASK_SECONDS
                 if ranks := connections.forgotten():
-                    self._fail(partial(StalledError, self.names[ranks[0]]))
+                    self._fail(partial(StalledError, connections.names[ranks[0]]))
         self._fail(self._cause(outcome, index, error))
 
     def _fail(self, failure: Callable[[], Exception]) -> NoReturn:
@@ -191,9 +186,10 @@ class Transfer:
     def _cause(self, outcome: int, index: int, number: int) -> Callable[[], Exception]:
         """Makes the error for what `frames.move` has returned."""
         if outcome in (frames.SILENT, frames.INTERRUPTED):
-            return partial(LostError, f"nothing was sent or received for {self._timeout:g} s")
+            seconds = self.connections.timeout
+            return partial(LostError, f"nothing was sent or received for {seconds:g} s")
         rank, message = self._traffic.ranks[index], self._traffic.messages[index]
-        name = self.names[rank]
+        name = self.connections.names[rank]
         if outcome == frames.CHANGED:
             return partial(ChangedError, name)
         if outcome == frames.OTHER:
@@ -203,42 +199,29 @@ class Transfer:
         return partial(LostError, f"connection to rank {name}: {why}")
 
 
-def configure(connection: socket.socket) -> str:
-    """Set the options of a connection for messages; returns the congestion control that was chosen,
-    empty if it is the system's."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    watch(connection, reads_at_once=False)
-    return congestion.choose(connection)
-
-
 class Wire:
     """The connections of rank ``rank`` of a link to all other ranks. ``host``: where it listens,
-    see `listen`. ``names``: the numbers of the ranks in errors. Every rank must send its `address`
-    to the others before it calls `connect`."""
+    see `listen`. ``names``, ``timeout``: see `Connections`. Every rank must send its `address` to
+    the others before it calls `connect`."""
 
     def __init__(self, rank: int, host: str | None, timeout: float, names: Sequence[int]) -> None:
         self._server, announced = listen(host)
         self._rank = rank
-        self.timeout = timeout
-        self.names = names
         self._key = secrets.token_bytes(handshake.KEY_BYTES)
-        self.connections = Connections()
+        self.connections = Connections(names, timeout)
         self.address = str(Address(announced, self._server.getsockname()[1], self._key.hex()))
 
     def connect(self, addresses: Sequence[str], secret: bytes, check: Callable[[], None]) -> None:
         """Connect to all ranks, at their ``addresses``. All of them prove to each other that they
         know the ``secret``. ``check()`` is called every second, and raises if a rank can no longer
         connect."""
-        at = self._rank, self.names, self._key, secret, self.timeout, self._keep
+        connecting = Connecting(self._rank, self.connections, self._key, secret)
         try:
             with self._server:
-                Connecting(*at).run(self._server, addresses, check)
+                connecting.run(self._server, addresses, check)
         except BaseException:
             self.connections.close()  # else other ranks wait as long as the error lives
             raise
-
-    def _keep(self, rank: int, connection: socket.socket) -> None:
-        self.connections.keep(rank, connection, configure(connection))
 
     def closed(self) -> dict[int, bool]:
         """The ranks whose connections have ended, and whether by an error. Does not wait, and does
@@ -267,5 +250,5 @@ class Wire:
 
     def close(self) -> None:
         """Close the connections once no message is under way on them."""
-        self.connections = Connections()
+        self.connections = Connections(self.connections.names, self.connections.timeout)
         self._server.close()

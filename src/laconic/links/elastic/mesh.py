@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 
@@ -18,7 +18,7 @@ from laconic.links.connections import Connections
 from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import KEY_BYTES
 from laconic.links.health import ask_all
-from laconic.links.wire import ChangedError, LostError, configure
+from laconic.links.wire import ChangedError, LostError
 
 log = logging.getLogger("laconic")
 
@@ -37,11 +37,13 @@ class Mesh:
     def __init__(self, view: View, me: Member, timeout: float) -> None:
         self.view = view
         self.place = view.ids.index(me.id)
-        self.timeout = timeout
-        self.names: Sequence[int] = range(len(view.members))
-        self.connections = Connections()
-        self.missing: Sequence[str] = ()
+        self.connections = Connections(range(len(view.members)), timeout)
+
+    @property
+    def missing(self) -> list[str]:
         """The ids of the members to which no connection was made."""
+        connected = {self.place, *self.connections}
+        return [id for place, id in enumerate(self.view.ids) if place not in connected]
 
     def connect(
         self,
@@ -52,50 +54,34 @@ class Mesh:
         """Connect to all members, which must do so too. ``server`` accepts those that call;
         ``check()`` raises where waiting is in vain."""
         key = blake2b(self.view.pack().encode(), key=secret, digest_size=KEY_BYTES).digest()
-
-        def keep(rank: int, connection: socket.socket) -> None:
-            self.connections.keep(rank, connection, configure(connection))
-
         addresses = [str(Address.parse(m.mesh)._replace(key=key.hex())) for m in self.view.members]
-        at = self.place, self.names, key, secret, self.timeout, keep, CHECK_SECONDS
-        connecting = Connecting(*at)
         try:
+            connecting = Connecting(self.place, self.connections, key, secret, CHECK_SECONDS)
             connecting.run(server, addresses, check)
         except LinkError as error:
             raise Interrupted(str(error)) from error
-        finally:
-            self.missing = [self.view.ids[rank] for rank in connecting.missing]
         beacons = [m.beacon for m in self.view.members]
         self.connections.answers = lambda rank: not ask_all([beacons[rank]], secret)[0].lost
 
 
-class Guard:
-    """What a `Collectives` over the first ``size`` members of ``mesh`` asks about a call."""
-
-    def __init__(self, mesh: Mesh, size: int, header: Callable[[], tuple[int, int]]) -> None:
-        self.rank, self.size, self.ranks = mesh.place, size, range(size)
-        self._header = header
-
-    @property
-    def header(self) -> tuple[int, int]:
-        """What the messages of the present call carry, and must carry."""
-        return self._header()
-
-    @contextmanager
-    def blaming(self) -> Iterator[None]:
-        """A context for messages: raises `Interrupted` where a connection has ended."""
-        try:
-            yield
-        except LostError as error:
-            raise Interrupted(str(error)) from error
-        except ChangedError as error:
-            log.warning("%s; it is sent again", error)
-            raise Interrupted(str(error)) from error
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """A context for messages: raises `Interrupted` where a connection has ended."""
+    try:
+        yield
+    except LostError as error:
+        raise Interrupted(str(error)) from error
+    except ChangedError as error:
+        log.warning("%s; it is sent again", error)
+        raise Interrupted(str(error)) from error
 
 
 class Everyone(Collectives):
-    """Collectives in which every worker hears from every other, so that none is two units ahead of
-    another. Only `swap` is no such collective."""
+    """Collectives of the first ``size`` members of ``mesh``, in which every worker hears from every
+    other, so that none is two units ahead of another. Only `swap` is no such collective."""
+
+    def __init__(self, mesh: Mesh, size: int, header: Callable[[], tuple[int, int]]) -> None:
+        super().__init__(mesh.place, size, mesh.connections, header, interrupting)
 
     async def _broadcast(self, x: Tensor, root: int = 0, overlaps: bool = False) -> None:
         nothing, others = x.reshape(-1)[:0], [r for r in range(self.size) if r != self.rank]

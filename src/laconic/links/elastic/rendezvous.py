@@ -27,7 +27,7 @@ import torch
 from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.elastic.members import Members
-from laconic.links.elastic.mesh import Everyone, Guard, Interrupted, Mesh
+from laconic.links.elastic.mesh import Everyone, Interrupted, Mesh
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
 from laconic.links.texts import exchange_texts
@@ -114,7 +114,7 @@ class Rendezvous:
         """The unit under way is among the workers ``ids``, the first members of the view."""
         assert self._mesh is not None and self.ids[: len(ids)] == list(ids), "newcomers come last"
         self._units.ranks = list(ids)
-        self.link = Everyone(Guard(self._mesh, len(ids), self._header), self._mesh)
+        self.link = Everyone(self._mesh, len(ids), self._header)
         self.link.begin_digest(self._units.call.digest)
 
     def _header(self) -> tuple[int, int]:
@@ -170,7 +170,7 @@ class Rendezvous:
         """Compare the units that the members of a view have completed, and complete the last one
         for all. Returns whether that was the one under way here."""
         header = (1 << 62) + mesh.view.epoch, COMPARING
-        everyone = Everyone(Guard(mesh, len(mesh.view.members), lambda: header), mesh)
+        everyone = Everyone(mesh, len(mesh.view.members), lambda: header)
         texts = exchange_texts(everyone.gather, json.dumps(self._status()))
         statuses = [json.loads(text) for text in texts]
         top = max((s["done"] for s in statuses if s["done"] is not None), default=None)
