@@ -16,12 +16,12 @@ from laconic.links import congestion, handshake, secured
 from laconic.links.addresses import Address
 from laconic.links.connections import Connections
 from laconic.links.sockets import watch
-from laconic.links.talks import Talk, Talks
+from laconic.links.talks import Talk, Talks, UnreachableError
 
 PURPOSE = b"wire"
 HELLO_SECONDS = 5.0
 """How long a caller may take in all to prove who it is."""
-CHECK_SECONDS, RETRY_SECONDS = 1.0, 0.05
+CHECK_SECONDS = 1.0
 
 
 class Connecting:
@@ -103,38 +103,23 @@ class Connecting:
 
     def _call(self, talks: Talks, rank: int) -> None:
         host, port, key = self._addresses[rank]
-        exchange = handshake.call(
-            self._secret, PURPOSE, bytes.fromhex(key), self._rank, b"", most=0
-        )
+        say = self._secret, PURPOSE, bytes.fromhex(key), self._rank, b"", 0
+        ends = partial(self._keep, rank), partial(self._failed, rank)
+        talks.call(host, port, partial(handshake.call, *say), self._deadline, *ends, again=True)
 
-        def ended(talk: Talk, error: Exception | None) -> None:
-            if error is None:
-                self._keep(rank, talk)
-            elif talk.connecting:
-                self._fail(rank, error)
-            elif secured.about_certificates(error):
-                self._refused(rank, error)
-            else:  # strangers may have flooded it
-                talks.later(RETRY_SECONDS, partial(self._call, talks, rank))
-
-        try:
-            talks.call(host, port, exchange, self._deadline, ended)
-        except OSError as error:
-            self._fail(rank, error)
-
-    def _refused(self, rank: int, error: Exception) -> None:
-        name = self._connections.names[rank]
-        raise LinkError(
-            f"no TLS connection to rank {name}: {secured.reason(error)}. All ranks need "
-            "certificates that were signed by the same authority (`laconic keys`)",
-            ranks=[name],
-        ) from error
-
-    def _fail(self, rank: int, error: Exception) -> None:
+    def _failed(self, rank: int, error: Exception) -> None:
         host, port, _ = self._addresses[rank]
         name = self._connections.names[rank]
-        raise LinkError(
-            f"rank {name} can't be reached at {host}, port {port}: {error}; if a host has several "
-            "networks, set GLOO_SOCKET_IFNAME to the interface to use",
-            ranks=[name],
-        ) from error
+        if secured.about_certificates(error):
+            text = (
+                f"no TLS connection to rank {name}: {secured.reason(error)}. All ranks need "
+                "certificates that were signed by the same authority (`laconic keys`)"
+            )
+        elif isinstance(error, UnreachableError):
+            text = (
+                f"rank {name} can't be reached at {host}, port {port}: {error}; if a host has "
+                "several networks, set GLOO_SOCKET_IFNAME to the interface to use"
+            )
+        else:
+            return  # there is no time for another call
+        raise LinkError(text, ranks=[name]) from error

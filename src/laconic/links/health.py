@@ -10,8 +10,10 @@ and all raise the same.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
 import secrets
 import threading
 import time
@@ -20,17 +22,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from laconic.links import forks, handshake, tls
+from laconic.links import handshake, tls
 from laconic.links.addresses import Address, listen
 from laconic.links.calls import Call, CallPosition
 from laconic.links.handshake import KEY_BYTES, MOST_BYTES
-from laconic.links.talks import Service, Talk, Talks
+from laconic.links.talks import Service, Talk, Talks, UnreachableError
 from laconic.links.texts import clean
 
 PURPOSE = b"beacon"
 ANSWER_SECONDS = 2.0
 """How long a conversation with a beacon may take, from the first byte to the last."""
-RETRY_SECONDS = 0.05
 UNREACHABLE_SECONDS = 10.0
 """A rank counts as lost if its host cannot be reached for so long. A network that restarts a switch
 needs less, and waiting for the timeout, which may be minutes, would gain nothing."""
@@ -255,7 +256,7 @@ def _forget() -> None:
     _starting = threading.Lock()  # another thread of the parent may have held it
 
 
-forks.call_in_child(_forget)
+os.register_at_fork(after_in_child=_forget)
 
 
 def key_of(address: str) -> str:
@@ -266,52 +267,13 @@ def key_of(address: str) -> str:
 # -- asking ----
 
 
-class _Question:
-    """One beacon to ask, several times if needed: a beacon that strangers flood may have dropped
-    this caller to make room. ``answered`` is called once."""
-
-    def __init__(
-        self,
-        address: str,
-        secret: bytes,
-        rank: int,
-        verdict: Verdict | None,
-        talks: Talks,
-        answered: Callable[[Answer], None],
-    ) -> None:
-        self._host, self._port, key = Address.parse(address)
-        self._say = secret, PURPOSE, bytes.fromhex(key), rank, pack_verdict(verdict)
-        self._deadline = time.monotonic() + ANSWER_SECONDS
-        self._talks, self._answered = talks, answered
-
-    def ask(self) -> None:
-        at = self._host, self._port, handshake.call(*self._say), self._deadline
-        try:
-            self._talks.call(*at, self._ended)
-        except OSError as error:
-            self._failed(error, connecting=True)
-
-    def _ended(self, talk: Talk, error: Exception | None) -> None:
-        if error is not None:
-            self._failed(error, connecting=talk.connecting)
-            return
-        try:
-            answer = unpack_answer(talk.result)
-        except ValueError:
-            answer = OTHER  # it knows the secret, and runs another version
-        self._answered(answer)
-
-    def _failed(self, error: Exception, *, connecting: bool) -> None:
-        if isinstance(error, ConnectionRefusedError):
-            self._answered(GONE)
-        elif connecting:
-            self._answered(UNREACHABLE)
-        elif isinstance(error, TimeoutError):
-            self._answered(SILENT)
-        elif time.monotonic() + RETRY_SECONDS < self._deadline:
-            self._talks.later(RETRY_SECONDS, self.ask)
-        else:
-            self._answered(OTHER if isinstance(error, handshake.RefusedError) else ENDING)
+def _missing(error: Exception) -> Answer:
+    """Why a beacon has not answered."""
+    if isinstance(error, UnreachableError):
+        return GONE if error.errno == errno.ECONNREFUSED else UNREACHABLE
+    if isinstance(error, TimeoutError):
+        return SILENT
+    return OTHER if isinstance(error, handshake.RefusedError) else ENDING
 
 
 def ask_all(
@@ -331,13 +293,25 @@ def ask_all(
         if heard is not None:
             heard(index, answer)
 
+    def agreed(index: int, talk: Talk) -> None:
+        try:
+            answer = unpack_answer(talk.result)
+        except ValueError:
+            answer = OTHER  # it knows the secret, and runs another version
+        answered(index, answer)
+
+    def failed(index: int, error: Exception) -> None:
+        answered(index, _missing(error))
+
     try:
         while len(answers) < len(addresses):
             if begun < len(addresses) and begun - len(answers) < MOST_AT_ONCE:
-                at = addresses[begun], secret, rank, verdict, talks
-                question = _Question(*at, partial(answered, begun))
+                host, port, key = Address.parse(addresses[begun])
+                say = secret, PURPOSE, bytes.fromhex(key), rank, pack_verdict(verdict)
+                deadline = time.monotonic() + ANSWER_SECONDS
+                ends = partial(agreed, begun), partial(failed, begun)
                 begun += 1
-                question.ask()
+                talks.call(host, port, partial(handshake.call, *say), deadline, *ends, again=True)
             else:
                 talks.turn()
     finally:

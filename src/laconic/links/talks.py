@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from laconic.links import forks, secured, tls
@@ -40,6 +41,8 @@ PAUSE = 0.1
 """Seconds without new callers after the process has run out of file descriptors."""
 MOST_LINE = 2**22
 """The longest of `Lines` in bytes, and the most that wait to be sent."""
+RETRY_SECONDS = 0.05
+"""The pause before a call is made again."""
 CLOSE_SECONDS = 2.0
 """How long the end of `Lines` waits until all was sent, and that of a `Service` for its thread."""
 _WOULD_WAIT = BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError
@@ -52,6 +55,10 @@ _random = random.SystemRandom()  # programs seed the other generator
 
 class EndedError(ConnectionError):
     """The other side closed the connection too early."""
+
+
+class UnreachableError(OSError):
+    """No connection could be made."""
 
 
 def superfluous(strangers: Mapping[T, str]) -> T:
@@ -121,7 +128,7 @@ class Talk:
         if self.connecting:
             number = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if number:
-                raise OSError(number, os.strerror(number))
+                raise UnreachableError(number, os.strerror(number))
             self.connecting = False
         self._tls_needs = 0
         try:
@@ -266,24 +273,43 @@ class Talks:
         self,
         host: str,
         port: int,
-        exchange: Exchange,
+        exchange: Callable[[], Exchange],
         deadline: float,
-        ended: Callable[[Talk, Exception | None], None],
+        agreed: Callable[[Talk], None],
+        failed: Callable[[Exception], None],
+        *,
+        again: bool = False,
     ) -> None:
-        """Call ``host``, a numeric address; raises `OSError` where that fails at once."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with forks.guard:
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            forks.close_in_child(connection)
-        watch(connection)
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        number = connection.connect_ex((host, port))
-        if number not in (0, errno.EINPROGRESS):
-            connection.close()
-            raise OSError(number, os.strerror(number))
+        """Call ``host``, a numeric address. Then ``agreed`` is called, or ``failed``: with an
+        `UnreachableError` where no connection was made. ``again``: where a connection ends before
+        the ``deadline``, make another one: strangers may have flooded the other side."""
+
+        def ended(talk: Talk, error: Exception | None) -> None:
+            if error is None:
+                agreed(talk)
+            elif again and _ends_early(error) and time.monotonic() + RETRY_SECONDS < deadline:
+                at = host, port, exchange, deadline, agreed, failed
+                self.later(RETRY_SECONDS, partial(self.call, *at, again=True))
+            else:
+                failed(error)
+
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with forks.guard:
+                connection = socket.socket(family, socket.SOCK_STREAM)
+                forks.close_in_child(connection)
+            watch(connection)
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            number = connection.connect_ex((host, port))
+            if number not in (0, errno.EINPROGRESS):
+                connection.close()
+                raise OSError(number, os.strerror(number))
+        except OSError as error:
+            failed(UnreachableError(*error.args))
+            return
         context = None if self._contexts is None else self._contexts.client
-        self.begin(Talk(connection, exchange, deadline, ended, connecting=True, context=context))
+        self.begin(Talk(connection, exchange(), deadline, ended, connecting=True, context=context))
 
     def turn(self, seconds: float | None = None) -> None:
         """Wait for the next event, at most ``seconds``, and advance all conversations."""
@@ -300,7 +326,8 @@ class Talks:
                 self._move(self._talks[number])
         now = time.monotonic()
         for talk in [t for t in self._talks.values() if t.deadline <= now]:
-            self._end(talk, TimeoutError("took too long"))
+            kind = UnreachableError if talk.connecting else TimeoutError
+            self._end(talk, kind("took too long"))
         due = [action for at, action in self._later if at <= now]
         self._later = [(at, action) for at, action in self._later if at > now]
         for action in due:
@@ -424,8 +451,10 @@ class Service:
         self._thread.join(CLOSE_SECONDS)
 
 
-class UnreachableError(OSError):
-    """No connection could be made."""
+def _ends_early(error: Exception) -> bool:
+    """Whether the other side may have dropped a caller whom it would accept."""
+    late = isinstance(error, (UnreachableError, TimeoutError))
+    return not (late or secured.about_certificates(error))
 
 
 def converse(
@@ -434,30 +463,26 @@ def converse(
     """Call a listener. Returns the connection after the handshake of ``exchange()``, whose calls
     wait. All of that takes at most so many ``seconds``. Raises `UnreachableError`, `OSError` and
     `RefusedError`."""
-    ends: list[tuple[Talk, Exception | None]] = []
+    ends: list[socket.socket | Exception] = []
 
-    def ended(talk: Talk, error: Exception | None) -> None:
-        talk.kept = error is None
-        ends.append((talk, error))
+    def agreed(talk: Talk) -> None:
+        talk.kept = True
+        ends.append(talk.connection)
 
-    deadline, why = time.monotonic() + seconds, OSError(f"{host} has no address")
+    deadline, why = time.monotonic() + seconds, UnreachableError(f"{host} has no address")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UnreachableError(str(error)) from error
     for *_, address in found:
         talks = Talks()
-        try:
-            talks.call(str(address[0]), port, exchange(), deadline, ended)
-        except OSError as error:
-            why = error
-            continue
+        talks.call(str(address[0]), port, exchange, deadline, agreed, ends.append)
         while not ends:
             talks.turn()
-        talk, failed = ends.pop()
-        if failed is None:
-            return secured.waiting(talk.connection)
-        if not (talk.connecting and isinstance(failed, OSError)):
-            raise failed
-        why = failed
-    raise UnreachableError(str(why)) from why
+        end = ends.pop()
+        if isinstance(end, socket.socket):
+            return secured.waiting(end)
+        if not isinstance(end, UnreachableError):
+            raise end
+        why = end
+    raise why
