@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from dataclasses import dataclass
 from functools import partial
 
-from laconic.links import forks
 from laconic.links.simulation import at_end
 
 log = logging.getLogger("laconic")
@@ -50,4 +50,4 @@ def warn(ending: Ending) -> None:
         log.warning(WARNING)
 
 
-forks.call_in_child(partial(atexit.unregister, warn))
+os.register_at_fork(after_in_child=partial(atexit.unregister, warn))

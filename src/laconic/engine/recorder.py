@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from laconic.links import forks
 from laconic.metrics import JsonLines
 from laconic.version import __version__
 
@@ -141,7 +140,7 @@ class Recorder:
 
 
 _open: weakref.WeakSet[Recorder] = weakref.WeakSet()
-forks.call_in_child(_open.clear)
+os.register_at_fork(after_in_child=_open.clear)
 
 
 @atexit.register

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Protocol
 
 
@@ -26,7 +25,6 @@ guard = threading.RLock()
 """To be locked from the opening of a socket until `close_in_child` knows it, so that no fork
 happens in between. No blocking call may run under it."""
 _held: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()
-_then: list[Callable[[], None]] = []
 
 
 def close_in_child(thing: Closable) -> None:
@@ -34,17 +32,10 @@ def close_in_child(thing: Closable) -> None:
     _held[id(thing)] = thing
 
 
-def call_in_child(function: Callable[[], None]) -> None:
-    """Have every forked child call ``function`` after its copies are closed."""
-    _then.append(function)
-
-
 def _in_child() -> None:
     for thing in list(_held.values()):
         thing.close()  # the parent's own stays open
     _held.clear()
-    for function in _then:
-        function()
     guard.release()
 
 
