@@ -189,17 +189,24 @@ class CommThread:
         if not self._calls_here:
             return self.submit(job, label).wait()
         self.drain()
-        if self._error is not None:
-            raise self._error
         start = time.perf_counter()
         try:
-            result: T = _labeled(partial(self._do, self._whole(job)), label)
-            return result
-        except BaseException as error:
-            self._error = error
-            raise
+            return self._here(self._whole(job), label)
         finally:
             self.record_wait(start)
+
+    def _here(self, whole: Callable[[], T], label: str) -> T:
+        """Run a ``whole`` job in the caller's thread, unless one before it failed."""
+        if self._error is not None:
+            raise self._error
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # its tensors outlive the caller's
+                return self._do(whole)
+        except BaseException as error:
+            self._error = labeled = _with_label(error, label)
+            if labeled is error:
+                raise
+            raise labeled from None  # it says all that its cause does
 
     def wait_for(self, ended: threading.Event, label: str) -> None:
         """Wait until a job has ``ended``, and check the other ranks meanwhile. The time counts as
@@ -230,11 +237,7 @@ class CommThread:
         pending: Pending[T] = Pending(self, label)
         whole = self._whole(job)
         if not self.threaded:
-            if self._error is None:
-                pending.run(partial(_labeled, partial(self._do, whole), label))
-                self._error = pending.error if isinstance(pending.error, Exception) else None
-            else:
-                pending.fail(self._error)
+            pending.run(partial(self._here, whole, label))
             return pending
         if self._thread is None:
             work = partial(_work, self._jobs, self._before, self._idle)
@@ -447,14 +450,6 @@ def _tensors(value: object) -> list[torch.Tensor]:
     within = value._result if isinstance(value, Pending) else value
     parts = within if isinstance(within, (tuple, list)) else ()
     return [tensor for part in parts for tensor in _tensors(part)]
-
-
-def _labeled(job: Callable[[], T], label: str) -> T:
-    try:
-        with torch.inference_mode(False), torch.no_grad():  # its tensors outlive the caller's mode
-            return job()
-    except (LinkError, NotFiniteError) as error:
-        raise _with_label(error, label) from None  # it says all that its cause does
 
 
 def _with_label(error: BaseException, label: str) -> BaseException:
