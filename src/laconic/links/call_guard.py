@@ -144,7 +144,7 @@ class CallGuard:
                 if long:
                     self._report(long, answers)
         except LinkError:
-            self._transport.shutdown()  # for the thread that waits for messages
+            self._transport.connections.shutdown()  # for the thread that waits for messages
             raise
 
     def check_peers(self, last: float) -> None:
@@ -159,7 +159,7 @@ class CallGuard:
             self._check_connections()
         except LinkError as error:
             at = f"{status}, between rounds (the last one: {self.position})"
-            self._transport.shutdown()
+            self._transport.connections.shutdown()
             raise LinkError(f"{at}: {error}", ranks=error.ranks) from None
 
     def _should_ask(self) -> bool:
@@ -287,7 +287,8 @@ class CallGuard:
         self.status("stopped")
         lost = {r for r, answer in (answers or {}).items() if answer.lost}
         self._ask(self._record.verdict, [r for r in range(self.size) if r not in lost])
-        self._transport.shutdown()  # no message will come; this wakes a thread that waits for one
+        # no message will come; this wakes a thread that waits for one
+        self._transport.connections.shutdown()
         self._raise_verdict()
         raise AssertionError("there is a verdict")
 

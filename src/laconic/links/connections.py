@@ -99,8 +99,6 @@ class Connections(dict[int, int]):
 
     def before_messages(self, ranks: Iterable[int]) -> None:
         """To be called before messages for ``ranks`` are sent, for which none are under way."""
-        if not self.bbr:
-            return
         for fd in (self[rank] for rank in ranks):
             if fd in self.bbr:
                 self.bbr[fd].before_message(fd)

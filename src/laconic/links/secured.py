@@ -99,10 +99,6 @@ class SharedSocket:
         """How long each call may take."""
         self._timeout = seconds
 
-    def setsockopt(self, level: int, option: int, value: int) -> None:
-        """As `socket.socket.setsockopt`."""
-        self._connection.setsockopt(level, option, value)
-
     def shutdown(self, how: int) -> None:
         """End the connection, without TLS's closing message: the other thread may be in a call."""
         socket.socket.shutdown(self._connection, how)

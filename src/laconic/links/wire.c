@@ -167,8 +167,8 @@ static int advance(struct message *m, int64_t moved) {
     return !unfinished(m) && m->check != m->sum ? CHANGED : FINE;
 }
 
-/* Moves what can be moved at once. */
-static int step(struct message *m) {
+/* Moves what can be moved at once; sets `any` if that is something. */
+static int step(struct message *m, int *any) {
     while (unfinished(m)) {
         struct iovec parts[3];
         struct msghdr all = {.msg_iov = parts};
@@ -180,18 +180,12 @@ static int step(struct message *m) {
             return errno == EAGAIN || errno == EWOULDBLOCK ? FINE : FAILED;
         if (moved == 0)
             return CLOSED;
+        *any = 1;
         int outcome = advance(m, moved);
         if (outcome != FINE)
             return outcome;
     }
     return FINE;
-}
-
-static int64_t moved(const struct message *messages, int64_t count) {
-    int64_t total = 0;
-    for (int64_t i = 0; i < count; i++)
-        total += messages[i].moved;
-    return total;
 }
 
 /* Whether the messages before number `end` are complete; with `sent`, those that are sent. */
@@ -212,7 +206,7 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
                         int timeout, int64_t *which, int *error) {
     struct pollfd waits[count > 0 ? count : 1];
     int64_t numbers[count > 0 ? count : 1];
-    int64_t before = moved(messages, count);
+    int any = 0;
     for (;;) {
         nfds_t n = 0;
         for (int64_t i = 0; i < count; i++) {
@@ -228,7 +222,7 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
             return FINE;
         int ready = poll(waits, n, until == AT_HAND ? 0 : timeout);
         if (ready == 0 || (ready < 0 && errno == EINTR))
-            *which = moved(messages, count) != before;
+            *which = any;
         if (ready < 0 && errno == EINTR) /* a signal may have to be handled */
             return INTERRUPTED;
         if (ready < 0) {
@@ -241,7 +235,7 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
             if (!waits[k].revents)
                 continue;
             struct message *m = &messages[numbers[k]];
-            int outcome = step(m);
+            int outcome = step(m, &any);
             if (outcome != FINE) {
                 *which = numbers[k], *error = errno;
                 return outcome;

@@ -244,10 +244,6 @@ class Wire:
         found = [info[0] for info in infos if info and info[0] != NO_SAMPLE]
         return max(found, default=0) / 1e6
 
-    def shutdown(self) -> None:
-        """End all connections, here and at the other ranks, so that waiting threads return."""
-        self.connections.shutdown()
-
     def close(self) -> None:
         """Close the connections once no message is under way on them."""
         self.connections = Connections(self.connections.names, self.connections.timeout)

@@ -94,7 +94,7 @@ class Inside:
     def shutdown(self) -> None:
         """The process ends: end what another thread waits for."""
         if self.link is not None:
-            self.link.wire.shutdown()
+            self.link.connections.shutdown()
 
 
 class Watch:
