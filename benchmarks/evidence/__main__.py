@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.evidence import signals
 from benchmarks.evidence.runs import DATA, Job, Outcome, study
 from benchmarks.evidence.studies import STUDIES
-from benchmarks.evidence.tasks import NAMES
+from benchmarks.evidence.tasks import NAMES, TUNED
 from benchmarks.study import DOCS
 
 PAGE = DOCS / "evidence.md"
@@ -25,10 +25,13 @@ PAGE = DOCS / "evidence.md"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence")
     parser.add_argument("study", choices=(*STUDIES, "signals", "page"))
-    parser.add_argument("--task", choices=NAMES, default=NAMES[0])
+    parser.add_argument("--task", choices=(*NAMES, *TUNED), default=NAMES[0])
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--runs", type=Path, default=DATA, metavar="FILE")
     options = parser.parse_args()
+    tasks = TUNED if options.study == "tuned" else NAMES
+    if options.task not in tasks:
+        parser.error(f"the tasks of {options.study} are {'; '.join(tasks)}")
 
     if options.study == "page":
         from benchmarks.evidence import page  # matplotlib takes a second

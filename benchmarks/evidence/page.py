@@ -18,7 +18,7 @@ from benchmarks.evidence.studies import (
     WORKERS,
     Row,
 )
-from benchmarks.evidence.tasks import NAMES
+from benchmarks.evidence.tasks import NAMES, TUNED
 from benchmarks.study import table
 from benchmarks.study import write as write_page
 from laconic.policy.candidates import DELAYED, muon
@@ -42,7 +42,7 @@ def rows_of(study: str, known: Mapping[Job, Outcome]) -> dict[str, list[Row]]:
         return known
 
     found = {}
-    for task in NAMES:
+    for task in TUNED if study == "tuned" else NAMES:
         try:
             rows = list(STUDIES[study](runs, task))
         except MissingError:
@@ -64,6 +64,8 @@ def write(page: Path, known: Mapping[Job, Outcome]) -> None:
             rows |= {f"{task}, SGD": of for task, of in sgd.items()}
         if rows:
             write_page(page, study, by_task(rows))
+    if rows := rows_of("tuned", known):
+        write_page(page, "tuned", tuned_table(rows))
 
 
 def write_signals(page: Path, found: Sequence[signals.Line]) -> None:
@@ -127,6 +129,18 @@ def by_task(found: Mapping[str, Sequence[Row]]) -> str:
     """A column for each task."""
     lines = ([rows[0].what, *map(loss_of, rows)] for rows in zip(*found.values(), strict=True))
     return table(["outer step, period", *found], lines)
+
+
+# -- fine-tuning ----
+
+
+def tuned_table(found: Mapping[str, Sequence[Row]]) -> str:
+    """A column for each task, with the learning rates."""
+    lines = (
+        [f"`{rows[0].what}`", *(f"{r.mean:.3f} ({r.job.lr:.2g})" for r in rows)]
+        for rows in zip(*found.values(), strict=True)
+    )
+    return table(["recipe", *found], lines)
 
 
 # -- outer ----

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.evidence.runs import Job, Outcome
-from benchmarks.evidence.tasks import NAMES
+from benchmarks.evidence.tasks import NAMES, TUNED
 
 Runs = Callable[[Sequence[Job]], Mapping[Job, Outcome]]
 """Returns the outcome of every job, from a file or from running it."""
@@ -31,8 +32,9 @@ class Row:
 
     @property
     def spread(self) -> float:
-        """The standard error of the mean."""
-        return stdev(self.losses) / len(self.losses) ** 0.5
+        """The standard error of the mean; NaN for one seed."""
+        n = len(self.losses)
+        return stdev(self.losses) / n**0.5 if n > 1 else math.nan
 
 
 def row(runs: Runs, what: str, job: Job, seeds: Sequence[int] = FRESH) -> Row:
@@ -212,6 +214,50 @@ def own_sgd(runs: Runs, task: str) -> Iterator[Row]:
     return own(runs, task, "sgd") if task in SGD_LR else iter(())
 
 
+# -- fine-tuning ----
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a task's model is trained on with AdamW, and the ``recipes`` that were tried.
+
+    ``samples``: in each step of all workers together. ``lr``: the learning rate to begin with; the
+    others are a factor of ``apart`` from one another."""
+
+    steps: int
+    samples: int
+    lr: float
+    apart: float
+    recipes: tuple[str, ...] = ("ddp()", "outer_step(ddp(), 8, outer='muon')")
+
+
+TUNINGS = {
+    "MiniLM": Tuning(240, 8, 1e-3, 10**0.5),
+    "text, tuned": Tuning(480, 16, 4e-3, 2.0),
+}
+
+
+def tuned(runs: Runs, task: str) -> Iterator[Row]:
+    """A trained model is trained on, with outer steps over gradients and without. Workers are equal
+    then, so one worker with the samples of all is the same."""
+    of = TUNINGS[task]
+    for recipe in of.recipes:
+        job = Job(task, recipe, "adamw", of.lr, 1, of.steps, of.samples, 0)
+        yield at_best_rate(runs, recipe, job, of.apart)
+
+
+def at_best_rate(runs: Runs, what: str, job: Job, apart: float) -> Row:
+    """The row at a learning rate that is better than its neighbors, a factor of ``apart`` below and
+    above; ``job`` has the first one that is tried."""
+    while True:
+        near = [replace(job, lr=float(f"{job.lr * apart**k:.6g}")) for k in (-1, 0, 1)]
+        known = runs(near)
+        best = min(near, key=lambda j: math.inf if math.isnan(known[j].loss) else known[j].loss)
+        if best == job:
+            return Row(what, best, (known[best].loss,), known[best].floats)
+        job = best
+
+
 STUDIES: dict[str, Callable[[Runs, str], Iterator[Row]]] = {
     "muloco": muloco,
     "direction": direction,
@@ -220,5 +266,6 @@ STUDIES: dict[str, Callable[[Runs, str], Iterator[Row]]] = {
     "late_sgd": late_sgd,
     "own": own,
     "own_sgd": own_sgd,
+    "tuned": tuned,
 }
-assert set(INNER_LR) == set(NAMES)
+assert set(INNER_LR) == set(NAMES) and set(TUNINGS) == set(TUNED)

@@ -1,12 +1,17 @@
 """Tasks for simulated runs: text and images, each with a small model and one eight times larger;
-and series, for which nothing was tuned."""
+series, for which nothing was tuned; and two of fine-tuning: MiniLM's lowest layer, and a small
+model of text that has been trained before."""
 
 from __future__ import annotations
 
 import math
+import sysconfig
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -98,8 +103,14 @@ def _crops(corpus: Tensor, starts: Tensor) -> Batch:
     return crops[:, :-1], crops[:, 1:]
 
 
-def _text_batches(worker: int, workers: int, seed: int, size: int) -> Iterator[Batch]:
-    corpus = _corpus()[0]
+def _text_batches(
+    worker: int,
+    workers: int,
+    seed: int,
+    size: int,
+    texts: Callable[[], tuple[Tensor, Tensor]] = _corpus,
+) -> Iterator[Batch]:
+    corpus = texts()[0]
     generator = torch.Generator().manual_seed(1000 * seed + worker)
     while True:
         starts = torch.randint(len(corpus) - CONTEXT, (size,), generator=generator)
@@ -157,9 +168,116 @@ def series(generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
     return noisy[:, :-1], clean[:, 1:]
 
 
+# -- fine-tuning ----
+
+PRETRAINING = 1500, 32, 8e-3
+"""Steps, samples per step, and the peak learning rate."""
+
+
+@cache
+def _english() -> tuple[Tensor, Tensor]:
+    """The reference of Python's language in English, for training and for evaluation."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore")
+    corpus = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    split = len(corpus) * 9 // 10
+    return corpus[:split], corpus[split:]
+
+
+@cache
+def _pretrained() -> nn.Module:
+    """The small model of text, trained on the source of the standard library."""
+    steps, size, lr = PRETRAINING
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Transformer(24, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=0.05)
+    batches = _text_batches(0, 1, 0, size)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        cross_entropy(model, next(batches)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+    return model
+
+
+TOKENS, SAMPLES_HELD_OUT = 16, 1024
+"""Tokens of a sample, and samples that are not trained on."""
+LIBRARIES = (
+    *("asyncio", "ctypes", "email", "http", "importlib"),
+    *("logging", "multiprocessing", "tkinter", "unittest", "xml"),
+)
+"""The packages that MiniLM learns to tell from one another by a few tokens of their source."""
+
+
+class Layer(nn.Module):
+    """MiniLM's lowest layer, and a new readout of the mean over a sample's tokens. Of the layer,
+    all but the MLP is trained."""
+
+    def __init__(self, lowest: nn.Module) -> None:
+        super().__init__()
+        self.lowest = deepcopy(lowest)
+        for mlp in (self.lowest.intermediate, self.lowest.output):
+            mlp.requires_grad_(False)
+        self.readout = nn.Linear(self.lowest.output.dense.out_features, len(LIBRARIES))
+
+    def forward(self, embedded: Tensor) -> Tensor:
+        return self.readout(self.lowest(embedded).mean(1))  # type: ignore[no-any-return]
+
+
+@cache
+def _minilm() -> tuple[nn.Module, nn.Module, Any]:
+    """MiniLM's embeddings, its lowest layer, without dropout, and its tokenizer."""
+    from transformers import AutoModel, AutoTokenizer
+
+    from benchmarks.cuda.tuning import folder_of_model
+
+    folder = folder_of_model()
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.embeddings, model.encoder.layer[0], AutoTokenizer.from_pretrained(folder)
+
+
+@cache
+def _samples() -> tuple[Tensor, Tensor]:
+    """The tokens of all samples, and the numbers of their packages."""
+    tokens, labels = [], []
+    for label, name in enumerate(LIBRARIES):
+        files = sorted(Path(sysconfig.get_paths()["stdlib"], name).rglob("*.py"))
+        library = [path for path in files if not {"test", "tests"} & {*path.parts}]
+        text = "\n".join(path.read_text("utf-8") for path in library)
+        ids = torch.tensor(_minilm()[2](text, add_special_tokens=False, verbose=False)["input_ids"])
+        tokens.append(ids[: len(ids) // TOKENS * TOKENS].view(-1, TOKENS))
+        labels.append(torch.full((len(tokens[-1]),), label))
+    order = torch.randperm(sum(map(len, labels)), generator=torch.Generator().manual_seed(0))
+    return torch.cat(tokens)[order], torch.cat(labels)[order]
+
+
+@torch.no_grad()
+def _embedded(chosen: Tensor) -> Batch:
+    tokens, labels = _samples()
+    return _minilm()[0](tokens[chosen]), labels[chosen]
+
+
+def _sample_batches(worker: int, workers: int, seed: int, size: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(1000 * seed + worker)
+    count = len(_samples()[1])
+    while True:
+        yield _embedded(torch.randint(SAMPLES_HELD_OUT, count, (size,), generator=generator))
+
+
 @cache
 def task(name: str) -> Task:
-    """The task of this name: see `NAMES`; or ``"series"``."""
+    """The task of this name: see `NAMES` and `TUNED`; or ``"series"``."""
+    if name == "MiniLM":
+        layer = partial(Layer, _minilm()[1])
+        return Task(layer, _sample_batches, _embedded(torch.arange(SAMPLES_HELD_OUT)))
+    if name == "text, tuned":
+        rest = _english()[1]
+        starts = torch.arange(1024) * (len(rest) // 1024 - 1)
+        batches = partial(_text_batches, texts=_english)
+        return Task(partial(deepcopy, _pretrained()), batches, _crops(rest, starts))
     if name == "series":
         held_out = series(torch.Generator().manual_seed(10**6), 512)
         return Task(Network, _series_batches, held_out, squared_error)
@@ -176,3 +294,5 @@ def task(name: str) -> Task:
 
 
 NAMES = ("text, small", "text, large", "images, small", "images, large")
+TUNED = "MiniLM", "text, tuned"
+"""The tasks of fine-tuning."""
