@@ -141,6 +141,34 @@ def optimizers_of(
     return [muon, adam]
 
 
+def workload(path: Path) -> dict[str, object]:
+    """`LAPTOP` on a text's characters for ``laconic compare``, which scales the learning rate of 1.
+
+    The warm-up is that of 500 iterations. The learning rate runs one iteration ahead of `train`'s.
+    """
+    s, text = LAPTOP, characters(str(path))
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        (adam,) = optimizers_of(model, s, "adamw", 1.0)
+
+        def clip(*_: object) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+        adam.register_step_pre_hook(clip)
+        return adam
+
+    blocks = text.validation.unfold(0, s.block + 1, s.block)
+    equal = next(size for size in range(4 * s.batch, 0, -1) if len(blocks) % size == 0)
+    return {
+        "model": lambda: GPT(s, text.characters),
+        "optimizer": optimizer,
+        "batches": lambda worker, workers, seed: batches(text.train, s, seed, worker + 1),
+        "loss": lambda model, batch: model(*batch),
+        "validation": [(b[:, :-1], b[:, 1:]) for b in blocks.split(equal)],
+        "warmup": s.warmup / 500,
+    }
+
+
 @dataclass(frozen=True)
 class Trained:
     """``loss`` of the consensus model on all the validation text, in nats; ``sent``: bytes by each

@@ -13,6 +13,9 @@ nanoGPT's README gives a loss of 1.88 for one worker, 2000 iterations, and a lea
 text, and of simulated workers. Each row shows the best of ``--lrs``, or says that it is at the end
 of them. Outcomes are kept in ``--journal``. Seconds are predicted from ``--compute``, the seconds
 of one worker's iteration.
+
+Rows can be other libraries too, as for ``laconic compare --peer``. They train on emulated hosts,
+whose interfaces count the bytes, for 500 iterations.
 """
 
 from __future__ import annotations
@@ -29,9 +32,12 @@ import torch
 
 from benchmarks import gpt
 from benchmarks.gpt import GPT, LAPTOP, characters, train
+from benchmarks.race.rows import is_peer
 from benchmarks.study import Study, sources_digest
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.parse import as_recipe
+from laconic.lab.emulation.network import Network
+from laconic.lab.race import rivals, runner
 from laconic.policy.candidates import turning
 from laconic.policy.facts import Facts
 from laconic.policy.predict import predict
@@ -66,14 +72,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``loss`` of the consensus model; ``sent``: bytes by each worker in each iteration."""
+    """``loss`` of the consensus model; ``sent``: bytes by each worker in each iteration;
+    ``version`` of another library."""
 
     loss: float
     sent: float
+    version: str = ""
 
 
 def run(job: Job) -> Outcome:
     warnings.simplefilter("ignore")
+    if is_peer(job.recipe):
+        return run_peer(job)
     trained = train(
         LAPTOP,
         characters(job.text),
@@ -85,6 +95,28 @@ def run(job: Job) -> Outcome:
         kind=job.optimizer,
     )
     return Outcome(trained.loss, trained.sent)
+
+
+def run_peer(job: Job) -> Outcome:
+    settings = runner.Settings(
+        recipes=(),
+        rivals=(job.recipe,),
+        network=Network(job.workers, bandwidth=max(RATES.values())),
+        workload=f"{gpt.__file__}:workload",
+        lr_scale=job.lr,
+        data=job.text,
+        seconds=None,
+        steps=job.iterations,
+        seeds=(job.seed,),
+        validations=1,
+        baseline=False,
+    )
+    (result,) = runner.run(settings, "python -m benchmarks.nanogpt", lambda *_: None)
+    (row,) = result.rows
+    if row.status != "ok" or row.loss is None or row.interface_bytes_per_step is None:
+        raise ValueError(f"{job.recipe} at {job.lr:g}: {row.error}")
+    package = rivals.find(job.recipe).name
+    return Outcome(row.loss, row.interface_bytes_per_step, f"{package} {result.versions[package]}")
 
 
 def facts_of(text: str, workers: int, compute: float) -> Facts:
@@ -108,9 +140,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--journal", type=Path, default=Path("build/nanogpt.jsonl"))
     given = parser.parse_args()
-    recipes = {row: as_recipe(row) for row in given.rows}
+    peers = {row: rivals.find(row) for row in given.rows if is_peer(row)}
+    recipes = {r: peers[r].rounds if r in peers else as_recipe(r) for r in given.rows}
     if any(isinstance(recipe, Auto) for recipe in recipes.values()):
         parser.error("auto() chooses a recipe by the network, and these workers have none")
+    if peers and (given.iterations, given.optimizer) != ([500], "adamw"):
+        parser.error("other libraries train for 500 iterations with AdamW")
     jobs = [
         Job(row, given.text, given.workers, iterations, lr, seed, given.optimizer)
         for iterations in given.iterations
@@ -118,7 +153,8 @@ def main() -> None:
         for lr in given.lrs
         for row in given.rows
     ]
-    sources = sources_digest((Path(__file__), Path(gpt.__file__), Path(given.text)))
+    own = (Path(__file__), Path(gpt.__file__), Path(given.text))
+    sources = sources_digest((*own, *sorted(rivals.ADAPTERS.glob("*.py"))))
     study = Study(given.journal, Job, Outcome, run, sources)
 
     def progress(done: int, of: int) -> None:
@@ -126,10 +162,11 @@ def main() -> None:
 
     found = study.outcomes(jobs, given.processes, progress)
     losses = defaultdict[tuple[str, int], dict[float, list[float]]](lambda: defaultdict(list))
-    sent = {}
+    sent, names = {}, {}
     for job, outcome in found.items():
         losses[job.recipe, job.iterations][job.lr].append(outcome.loss)
         sent[job.recipe, job.iterations] = outcome.sent
+        names[job.recipe] = f"`{job.recipe}`" + f", {outcome.version}" * bool(outcome.version)
     torch.set_num_threads(1)
     facts = facts_of(given.text, given.workers, given.compute)
     print(f"| recipe | iterations | loss | lr | kB per iteration | s at {' | '.join(RATES)} |")
@@ -137,10 +174,13 @@ def main() -> None:
     for (row, iterations), by_lr in losses.items():
         lr = min(by_lr, key=lambda lr: fmean(by_lr[lr]))
         rate = f"{lr:g}" if min(by_lr) < lr < max(by_lr) else f"{lr:g}, an end"
-        runs = (predict(recipes[row], replace(facts, rate=r)).seconds for r in RATES.values())
+        recipe, kilo = recipes[row], sent[row, iterations] / 1e3
+        # Another library sends at the same steps as its rounds, but not as many bytes.
+        scale = predict(recipe, facts).bytes / kilo / 1e3 if row in peers else 1.0
+        runs = (predict(recipe, replace(facts, rate=r * scale)).seconds for r in RATES.values())
         each = " | ".join(f"{iterations * run:,.0f}" for run in runs)
-        loss, kilo = fmean(by_lr[lr]), sent[row, iterations] / 1e3
-        print(f"| `{row}` | {iterations} | {loss:.3f} | {rate} | {kilo:,.1f} | {each} |")
+        loss = fmean(by_lr[lr])
+        print(f"| {names[row]} | {iterations} | {loss:.3f} | {rate} | {kilo:,.1f} | {each} |")
 
 
 if __name__ == "__main__":
