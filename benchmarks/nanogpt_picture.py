@@ -13,10 +13,22 @@ PAGE, PICTURE = DOCS / "nanogpt.md", DOCS / "nanogpt.svg"
 LOSS, SENT = "loss", "kB per iteration"
 SECONDS = 20, 40_000
 """The range of all networks, so that they can be compared."""
-COLORS = {"none": "#8a9099", "Nesterov": "#c76a08", "Muon": "#00796b"}
+COLORS = {
+    "none": "#8a9099",
+    "slow momentum": "#5e35b1",
+    "Nesterov": "#c76a08",
+    "Muon": "#00796b",
+    "Muon, own": "#1e88e5",
+}
 """Of the outer steps."""
-MARKERS = {"ddp()": "o", "ddp(codec='int4')": "s", "local_sgd": "^", "streaming_diloco": "D"}
-NAMES = {"ddp()": "ddp", "ddp(codec='int4')": "ddp, int4"}
+MARKERS = {
+    "ddp()": "o",
+    "ddp(codec='int4')": "s",
+    "local_sgd": "^",
+    "streaming_diloco": "D",
+    "": "x",
+}
+NAMES = {"ddp()": "ddp", "ddp(codec='int4')": "ddp, int4", "": "other libraries"}
 SETTINGS = {"svg.hashsalt": "laconic", "svg.fonttype": "none", "font.size": 10}
 """Of matplotlib; the salt makes equal pictures equal files."""
 
@@ -50,8 +62,9 @@ def picture(rows: Sequence[dict[str, str]]) -> Figure:
         axes.grid(alpha=0.25, linewidth=0.7)
         axes.spines[:].set_visible(False)
     sharing[0].set_ylabel("validation loss (nats)")
-    handles = sharing[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    handles, names = sharing[0].get_legend_handles_labels()
+    once = dict(zip(names, handles, strict=True))
+    figure.legend(once.values(), once.keys(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 

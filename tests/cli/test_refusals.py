@@ -58,7 +58,7 @@ compare --workload needs.py:mke : no function 'mke': it has make
 compare --workload raises.py : raises.py, line 2: ZeroDivisionError
 COMPARE --rules taken.py : which laconic already has: rename it
 COMPARE mine() --rules odd.py : must return a tuple of laconic.Round
-COMPARE --peer nobody : choose from accelerate, fairscale, torch-ddp, torch-postlocal, torchft
+COMPARE --peer nobody : choose from accelerate, fairscale, hivemind, torch-ddp, torch-postlocal
 lab : no program given
 lab -- no-such : program not found
 lab --latency 5ms --jitter 6ms true : jitter must be

@@ -122,7 +122,7 @@ def test_every_adapter_is_found_and_pinned() -> None:
     """What a row says to install is what make peers installs."""
     pinned = (rivals.ADAPTERS / "requirements.txt").read_text().splitlines()
     assert not any(line.startswith("torch==") for line in pinned)
-    for name in ("accelerate", "fairscale", "torch-ddp", "torch-postlocal", "torchft"):
+    for name in ("accelerate", "fairscale", "hivemind", "torch-ddp", "torch-postlocal", "torchft"):
         peer = rivals.find(name)
         assert (peer.package in pinned or peer.package == "torch") and peer.rounds
     (streaming,) = rivals.find("torchft(12, outer=True, fragments=2, delay=2)").rounds
