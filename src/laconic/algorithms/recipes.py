@@ -170,7 +170,7 @@ def sgp(graph: str = "exponential", peers: int = 1, *, delay: int = 0) -> Recipe
     """Stochastic gradient push: gossip with ``peers`` out-peers after every step.
 
     Assran et al., ICML 2019, arXiv 1811.10792; see `PushSum`. Sends ``peers`` times the model in
-    every step, whatever the number of workers.
+    every step, to at most all others.
 
     Args:
         graph: who sends to whom: a name in `laconic.algorithms.topology`, such as ``"exponential"``
