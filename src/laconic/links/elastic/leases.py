@@ -41,8 +41,8 @@ ENDED_SECONDS = 2.0
 REPORTS_SECONDS = 1.0
 """How long reports are collected: all that are about one event come within this time."""
 HEARD_SECONDS = 2.0
-"""Workers that were not heard for so long can be neither reported nor report: their leases say
-enough."""
+"""Workers that were not heard for so long are silent. They can be neither reported nor report:
+their leases say enough."""
 TWO_SECONDS = 3.0
 """The same of two workers that report each other: one that is cut off altogether is known by
 then."""
@@ -357,7 +357,8 @@ class Job:
 
     def _notice_cut(self, workers: Collection[Lease], now: float) -> None:
         expected = [w for w in workers if not w.over and w.closed is None]
-        if 2 * sum(w.lives(now) for w in expected) < len(expected):
+        # before the first lease expires: they were renewed at different moments
+        if 2 * sum(now - w.heard < HEARD_SECONDS for w in expected) < len(expected):
             self._cut = now
 
     def _lost(self, view: View, workers: Mapping[str, Lease], now: float) -> dict[str, str]:
