@@ -180,7 +180,7 @@ class Run:
         number = signal.Signals(process.slot.signal)
         self.tell(f"worker {process.number} sent itself {number.name}")
         if number == signal.SIGSTOP:
-            self.stop(process, self.deadline() + PAST, "silent")
+            self.go_on_after(process, self.deadline() + PAST, "silent")
         else:
             process.reasons.add(number.name)
 
@@ -222,9 +222,13 @@ class Run:
 
     def stop(self, process: Process, seconds: float, *reasons: str) -> None:
         """Stop it for a while."""
-        process.reasons.update(("hit", *reasons))
         self.tell(f"SIGSTOP to worker {process.number} for {seconds:.2f} s")
         os.kill(process.pid, signal.SIGSTOP)
+        self.go_on_after(process, seconds, *reasons)
+
+    def go_on_after(self, process: Process, seconds: float, *reasons: str) -> None:
+        """It is stopped, or about to stop itself: continue it later."""
+        process.reasons.update(("hit", *reasons))
 
         def go_on() -> None:
             self.tell(f"SIGCONT to worker {process.number}")
