@@ -238,6 +238,29 @@ def test_a_worker_is_killed_between_two_buckets_of_a_round(tmp_path: Path) -> No
     assert found[0][1] == pytest.approx(1 + second / 64, rel=2**-8)  # bfloat16
 
 
+@pytest.mark.fault("a newcomer whose donor polled first repeated the decision of the round before")
+def test_a_trace_repeats_a_newcomer_of_any_donor(tmp_path: Path) -> None:
+    """It contributes in its first round, and so has one round less to come."""
+    plan, seconds = laconic.Faults(3, join=(1,)), [1.0, 9.0, 1.0, 1.0]
+    run, again = (partial(two_buckets, folder=folder) for folder in (tmp_path, None))
+    laconic.simulate(run, faults=plan, step_seconds=seconds)
+    found = []
+    for donor in range(3):
+        for file in tmp_path.glob("*.jsonl"):
+            events = [json.loads(line) for line in file.read_text().splitlines()]
+            (first,) = (event["unit"] for event in events if len(event.get("workers", ())) > 3)
+            events = [event for event in events if event.get("serial", 0) < first + 4]
+            for event in events:
+                if "donor" in event:
+                    event["donor"] = str(donor)
+                if event.get("serial") == first:
+                    event["round"] |= {"roster": ["0", "2", "3"], "paces": [0, 0, 0]}
+            file.write_text("".join(json.dumps(event) + "\n" for event in events))
+        trace = laconic.Trace(tmp_path)
+        found += laconic.simulate(again, faults=trace, step_seconds=seconds)
+    assert len(found) == 12 and all(each == found[0] for each in found)
+
+
 @pytest.mark.fault("a trace could hold a lost worker's last unit, which the others did again")
 def test_what_the_others_did_again_does_not_count(tmp_path: Path) -> None:
     """The worker "c" alone has completed unit 5, a round with it, with which "d" began."""

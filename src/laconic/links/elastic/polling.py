@@ -55,8 +55,6 @@ class ElasticPolling(Polling):
         units.call, units.heard = POLL, {}
         # a worker that does not come to the next poll is behind those that wait for it there
         members.is_at(CallPosition(units.serial + 1, shown(POLL)))
-        if admit:
-            link.admit(POLL)
         decision = self.decide(own, polls, admit)
         members.is_at(CallPosition(units.serial, shown(POLL)))
         if decision is not None and decision.kind != CALLS:  # silence is judged by rounds
@@ -67,8 +65,10 @@ class ElasticPolling(Polling):
         return decision
 
     def decide(self, own: Standing, polls: Polls, admit: bool) -> Decision | None:
-        """Say ``own``, hear what the others say, and decide."""
+        """Say ``own``, hear what the others say, and decide. Newcomers begin with it: ``admit``."""
         link = self.link
+        if admit:
+            link.admit(POLL)
         rows = link.gather(own.row()).tolist()
         standings = dict(zip(link.units.ranks, map(Standing.of, rows), strict=True))
         limit = link.members.limit
