@@ -116,7 +116,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parallel", type=int, default=2 * (os.cpu_count() or 1), metavar="P")
     parser.add_argument("--recipe", choices=RECIPES, metavar="RECIPE", help="in all runs")
     parser.add_argument("--tls", action="store_true", help="with TLS and a secret")
-    return parser.parse_args()
+    options = parser.parse_args()
+    local = [kind for kind in options.kind if kind in KINDS]
+    if 0 < len(local) < len(options.kind):
+        parser.error(f"only some kinds need a network of their own: run {local} by themselves")
+    return options
 
 
 def carry_out_all(options: argparse.Namespace, jobs: Sequence[Plan], folder: Path) -> int:
