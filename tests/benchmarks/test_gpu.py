@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import study
-from benchmarks.cuda import FailedError, Part, page, training, tuning
+from benchmarks.cuda import FailedError, Part, page, running, training, tuning
 from benchmarks.cuda import __main__ as gpu
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def _has_failed(device: torch.device) -> dict[str, float]:
 
 @pytest.mark.fault("after an error of CUDA all later parts failed, and one that hung never ended")
 def test_an_error_stays_in_its_part() -> None:
-    run = partial(gpu.run_apart, device=CPU)
+    run = partial(running.run_apart, device=CPU)
     assert run(Part("", "", _dies, True))["error"] == "its process has ended"
     assert run(Part("", "", _hangs, True, most=0.5))["error"] == "took more than 0 s"
     row = run(Part("", "", _has_failed, True))
