@@ -384,6 +384,24 @@ def test_state_in_host_memory_that_an_update_deletes_is_gone(late_pool: gloo.Poo
     assert state.keys() == {"steps"} and torch.equal(state["steps"], torch.ones(3))
 
 
+def written_on_two_streams(rank: int) -> list[float]:
+    """A state in host memory, written from one stream and then from another."""
+    with late.device() as device:
+        kind, state = late.LateAccelerator(), HostState({"momentum": torch.zeros(2)}, device)
+        first, second = (kind.new_stream(device) for _ in range(2))
+        for stream, value in ((first, 1.0), (second, 2.0)):
+            with kind.on_stream(stream), state.on_device() as used:
+                used["momentum"] = torch.full((2,), value).to(device)
+        found: list[float] = state["momentum"].tolist()
+        first.run()
+        return found + state["momentum"].tolist()
+
+
+@pytest.mark.fault("an older copy to host memory could overwrite a newer one of another stream")
+def test_copies_of_a_state_are_in_order(late_pool: gloo.Pool) -> None:
+    assert late_pool.run(written_on_two_streams, ranks=1) == [[2.0] * 4]
+
+
 def waits_of(rank: int, name: str, offload: bool = False) -> list[str]:
     """What training waits for, in steps and backward passes after the first."""
     with late.device() as device, MonkeyPatch.context() as patched:
