@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from dataclasses import replace
@@ -75,6 +76,10 @@ def _dies(device: torch.device) -> dict[str, float]:
     os._exit(3)  # as a driver's fault does
 
 
+def _works(device: torch.device) -> dict[str, float]:
+    return {"x": 1}
+
+
 def _hangs(device: torch.device) -> dict[str, float]:
     time.sleep(1000)
     return {}
@@ -109,6 +114,30 @@ def test_the_page_says_when_each_part_ran(tmp_path: Path) -> None:
         "| ok |",
         "| ok |",
     ]
+
+
+def test_the_command_goes_on_and_writes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parts are in processes of their own, whatever becomes of them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    parts = [Part("codecs", "", _works, True), Part("recipes", "", _dies, True)]
+    for module, name, value in (
+        (gpu, "PARTS", parts),
+        (gpu, "ROOT", tmp_path),
+        (gpu, "RESULTS", tmp_path),
+        (page, "PAGE", tmp_path / "gpu.md"),
+    ):
+        monkeypatch.setattr(module, name, value)
+    page.PAGE.write_text(f"<!-- begin: {page.NAME} -->\n<!-- end -->\n")
+    assert gpu.main(["--only", "codecs"]) == 0 and "(`codecs`) | ok. x 1 |" in page.PAGE.read_text()
+    assert gpu.main(["--seconds", "1"]) == 0 and gpu.read(tmp_path / "a-gpu.json").keys() == {
+        "codecs"
+    }
+    assert gpu.main([]) == 1 and "(`recipes`) | failed: its process has" in page.PAGE.read_text()
 
 
 def test_the_page_is_that_of_the_results() -> None:
