@@ -44,7 +44,7 @@ from tests.support.training import Job
 STEPS = 10
 QUICK = ["slowmo over late sgp"]
 FAR = ["ddp, coded", "slowmo over late sgp"]
-STATE = ["streaming_diloco", "diloco, late", "local_sgd, coded", "easgd", "diloco, Adam"]
+STATE = ["streaming_diloco", "diloco, late", "local_sgd, coded", "diloco, Adam"]
 """Recipes of each kind that stores something between rounds."""
 
 

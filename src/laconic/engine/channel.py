@@ -269,8 +269,9 @@ class HostState(UserDict[str, Tensor]):
         yield copies
         for name in self.data.keys() - copies.keys():
             del self[name]
-        for name in copies.used & copies.keys():  # kernels may have changed it
-            self[name] = copies[name]
+        for name, copy in copies.data.items():
+            if name in copies.used:  # kernels may have changed it
+                self[name] = copy
 
     def to_device(self, name: str) -> Tensor:
         """Queue a copy of a tensor to the device."""
