@@ -45,7 +45,7 @@ class Light:
 
     def __init__(self, host: str) -> None:
         self.id, self.begun, self.at, self.ids = new_id(), time.monotonic(), 0.0, list[str]()
-        member, need = Member(self.id, *[str(Address(host, 1, NO_KEY))] * 3), Need(FEW, FEW, 1)
+        member, need = Member(self.id, *[str(Address(host, 1, NO_KEY))] * 2), Need(FEW, FEW, 1)
         self.reports: dict[str, tuple[str, str]] = {}
         self.client = Client(host, PORT, "light", member, "{}", need)
         self.client.connect(None)

@@ -167,7 +167,7 @@ def test_the_system_watches_every_socket(
         list(pool.map(lambda wire: wire.connect(addresses, secret, lambda: None), wires))
     calls, answers = Talks(), Talks()
     listening, _ = listen(forgetful.HERE)
-    answer = handshake.answer(b"", lambda key: secret, lambda *_: b"")
+    answer = handshake.answer([b""], lambda key: secret, lambda *_: b"")
     answers.serve([listening], lambda: answer, 5, print)
     exchange = partial(handshake.call, secret, b"", bytes(8), 0, b"")
     calls.call(forgetful.HERE, listening.getsockname()[1], exchange, 5, print, print)

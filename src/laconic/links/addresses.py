@@ -74,9 +74,9 @@ def listen(host: str | None = None) -> tuple[socket.socket, str]:
     )
 
 
-MOST_LISTENERS = 3
-"""How many ports a worker listens on: its beacon, and two in an elastic run or one while it makes a
-link."""
+MOST_LISTENERS = 2
+"""How many ports a worker listens on: its beacon, and one more in an elastic run, or while it makes
+a link."""
 
 
 def ports() -> range:

@@ -83,7 +83,7 @@ class Connecting:
 
     def _answer(self) -> handshake.Exchange:
         return handshake.answer(
-            PURPOSE,
+            [PURPOSE],
             lambda key: self._secret if key == self._key else None,
             lambda hello, _: self._welcome(hello.number),
             most=0,

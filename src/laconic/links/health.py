@@ -203,7 +203,9 @@ class Beacon:
         self.status = "starting"
         self.links: dict[str, LinkRecord] = {}
         self._since = time.monotonic()
-        at = "laconic-beacon", [server], self._exchange, ANSWER_SECONDS, lambda *ended: None
+        self.others: dict[bytes, Callable[[Talk], None]] = {}
+        """By what else callers may come for: what is called then, and may keep the connection."""
+        at = "laconic-beacon", [server], self._exchange, ANSWER_SECONDS, self._ended
         self._service = Service(*at)
         self._service.open()
 
@@ -222,13 +224,21 @@ class Beacon:
         self._service.close()
 
     def _exchange(self) -> handshake.Exchange:
-        return handshake.answer(PURPOSE, self._secret_of, self._reply)
+        return handshake.answer([PURPOSE, *self.others], self._secret_of, self._reply)
+
+    def _ended(self, talk: Talk, error: Exception | None) -> None:
+        if error is None:
+            hello = handshake.Hello.unpack(talk.result[: handshake.HELLO_BYTES])
+            if hello.purpose in self.others:
+                self.others[hello.purpose](talk)
 
     def _secret_of(self, key: bytes) -> bytes | None:
         link = self.links.get(key.hex())
         return None if link is None else link.secret
 
     def _reply(self, hello: handshake.Hello, text: bytes) -> bytes:
+        if hello.purpose in self.others:
+            return b""
         link, verdict = self.links[hello.key.hex()], unpack_verdict(text)
         if verdict is not None:
             link.adopt(verdict)

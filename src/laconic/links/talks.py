@@ -432,19 +432,13 @@ class Service:
                     look_at = now + self._pause
                 self.talks.turn(look_at - now)
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self.talks.close()
-        for server in self._servers:
-            server.close()
+            self.talks.close()
+            for server in self._servers:
+                server.close()
 
     def close(self) -> None:
         """Answer nobody from now on."""
         self._closed = True
-        if not self._thread.is_alive():
-            self._end()
-            return
         for server in self._servers:
             with contextlib.suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)  # wakes the thread, on most systems

@@ -136,7 +136,7 @@ class Coordinator:
     # -- callers ----
 
     def _exchange(self) -> handshake.Exchange:
-        return handshake.answer(PURPOSE, lambda key: self._secret, lambda hello, text: b"")
+        return handshake.answer([PURPOSE], lambda key: self._secret, lambda hello, text: b"")
 
     def _answered(self, talk: Talk, error: Exception | None) -> None:
         talk.kept = error is None

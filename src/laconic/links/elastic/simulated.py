@@ -183,9 +183,6 @@ class _Reception:
     def __init__(self, cast: Cast, me: int, units: Units) -> None:
         self._cast, self._me, self._units = cast, me, units
 
-    def open(self) -> None:
-        """Do nothing."""
-
     def callers(self, step: int) -> list[_Relay]:
         """The newcomers that the plan has this worker send its state to after ``step`` steps."""
         plan, active = self._cast.plan, [int(id) for id in self._units.active]

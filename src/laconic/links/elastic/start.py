@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -51,8 +50,10 @@ def start(
         own = own_address(host)
         beacon = Beacon(own)
         on_error.callback(beacon.close)
-        (mesh, at_mesh), (service, at_service) = _listen(on_error, own), _listen(on_error, own)
-        member = Member(new_id(), at_mesh, at_service, beacon.enroll())
+        mesh, announced = listen(own)
+        on_error.enter_context(mesh)
+        at_mesh = Address(announced, int(mesh.getsockname()[1]), NO_KEY)
+        member = Member(new_id(), str(at_mesh), beacon.enroll())
         client = Client(host, port, job, member, json.dumps(about), need)
         units = Units(member.id)
         members = Members(client, member, beacon, units, reports.note, wait, limit)
@@ -60,7 +61,7 @@ def start(
         reports.heard = members.signs.notes
         units.note = reports.record = recording(member.id)
         rendezvous = Rendezvous(members, mesh, units, reports)
-        link = ElasticLink(members, units, rendezvous, Reception(members, service, units), reports)
+        link = ElasticLink(members, units, rendezvous, Reception(members, beacon, units), reports)
         on_error.callback(link.close)
         try:
             view = _found(members, need)
@@ -133,10 +134,3 @@ def _different(said: str, about: dict[str, str], job: str, address: str) -> Exce
                 f"{own}: start the same program everywhere, or give this one another job="
             )
     return LinkError(f"what is at {clean(address)} is no coordinator of laconic's")
-
-
-def _listen(on_error: ExitStack, host: str) -> tuple[socket.socket, str]:
-    """A socket that listens, and the address to announce."""
-    server, announced = listen(host)
-    on_error.enter_context(server)
-    return server, str(Address(announced, int(server.getsockname()[1]), NO_KEY))
