@@ -33,8 +33,9 @@ from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.rank_link import RankLink, WorldLink
 from laconic.links.elastic.simulated import SimulatedElasticLink, current_part
 from laconic.links.elastic.start import start
+from laconic.links.null import NullLink
 from laconic.links.rank_sets import check_dimensions, check_shards
-from laconic.links.simulated import current_link, single_link
+from laconic.links.simulated import current_link
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 from laconic.links.torch_link import world_link
@@ -68,7 +69,7 @@ class Joined:
         """The links by set of ranks, of a worker of several ranks with shards on ``device``."""
         link, ranks = self.link, self.ranks
         assert isinstance(link, RankLink) and ranks is not None, "there are several ranks"
-        alone = single_link()
+        alone = NullLink()
         world = cast("Link", WorldLink(link))
         found: dict[str, Link] = {"world": world, "workers": link, "shards": ranks}
         if accelerator(device) is not None:

@@ -16,7 +16,8 @@ from laconic.device import common_device
 from laconic.errors import TIMEOUT, check_float, check_int, error_text
 from laconic.links.agreement import agree
 from laconic.links.link import Link
-from laconic.links.simulated import current_link, single_link
+from laconic.links.null import NullLink
+from laconic.links.simulated import current_link
 from laconic.links.throttled import Throttled
 from laconic.links.torch_link import (
     Choice,
@@ -221,7 +222,7 @@ def sets_of(
         raise ValueError(
             f"group_size must divide the number of workers: {grouped} does not divide {len(layout)}"
         )
-    sets = {"world": world, "workers": world, "replica": single_link(), "shards": single_link()}
+    sets = {"world": world, "workers": world, "replica": NullLink(), "shards": NullLink()}
     crossing = list(zip(*layout, strict=True))  # the ranks at the same place in their workers
     if len(layout[0]) > 1:
         sets["workers"] = world.split(crossing)
