@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from laconic.errors import TIMEOUT, LinkError
 from laconic.links import health, job_secret, long_wait
+from laconic.links.addresses import Address
 from laconic.links.calls import FINISH, SAME_CALLS, Call, CallPosition
 from laconic.links.health import Answer, LinkRecord, Unreachable, Verdict
 from laconic.links.long_wait import LongWait
@@ -77,7 +78,7 @@ class CallGuard:
         """Exchange the addresses of the beacons, and derive the link's secret from that of the
         ``rendezvous``. Returns every rank's ``text``, by rank. All ranks must call it."""
         address = self._beacon.enroll()
-        self._record = self._beacon.links[health.key_of(address)]
+        self._record = self._beacon.links[Address.parse(address).key]
         received = rendezvous.exchange(f"{address}/{text}", self._timeout)
         self._addresses = [said.partition("/")[0] for said in received]
         salt = self._addresses[0].encode()  # it has a random key
@@ -94,8 +95,7 @@ class CallGuard:
 
     def answering(self) -> Callable[[int], bool]:
         """A function that says whether the process of a rank answers. It holds no connection."""
-        addresses, secret = self._addresses, self.secret
-        return lambda rank: not health.ask_all([addresses[rank]], secret)[0].lost
+        return health.answering(self._addresses, self.secret)
 
     def check_connecting(self) -> None:
         """Raise if a rank's process has ended while the ranks connect to each other."""

@@ -198,8 +198,7 @@ class Beacon:
 
     def __init__(self, host: str | None = None) -> None:
         tls.contexts()  # what is wrong with variables is raised here, and not in a thread
-        server, self._host = listen(host)
-        self._port = int(server.getsockname()[1])
+        server, self._address = listen(host)
         self.status = "starting"
         self.links: dict[str, LinkRecord] = {}
         self._since = time.monotonic()
@@ -213,7 +212,7 @@ class Beacon:
         """Add a link of this process; returns the address under which others ask about it."""
         key = secrets.token_hex(KEY_BYTES)
         self.links[key] = LinkRecord(secret)
-        return str(Address(self._host, self._port, key))
+        return str(self._address._replace(key=key))
 
     def set(self, status: str) -> None:
         """Set what this process is doing from now on."""
@@ -269,11 +268,6 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def key_of(address: str) -> str:
-    """The last part of what `Beacon.enroll` returned."""
-    return address.rpartition("|")[2]
-
-
 # -- asking ----
 
 
@@ -284,6 +278,11 @@ def _missing(error: Exception) -> Answer:
     if isinstance(error, TimeoutError):
         return SILENT
     return OTHER if isinstance(error, handshake.RefusedError) else ENDING
+
+
+def answering(addresses: Sequence[str], secret: bytes) -> Callable[[int], bool]:
+    """A function that says whether the beacon at the address of that index answers."""
+    return lambda index: not ask_all([addresses[index]], secret)[0].lost
 
 
 def ask_all(

@@ -18,6 +18,7 @@ from typing import Any
 
 from laconic.errors import LinkError
 from laconic.links import health
+from laconic.links.addresses import Address
 from laconic.links.calls import CallPosition
 from laconic.links.elastic.client import (
     CALL_SECONDS,
@@ -89,7 +90,7 @@ class Members:
         self.waiting_since: float | None = None
         """Since when (`time.monotonic`) this worker is in a call, and `position` in the calls."""
         self.position = CallPosition()
-        self.record = beacon.links[health.key_of(me.beacon)]
+        self.record = beacon.links[Address.parse(me.beacon).key]
         """What the other members hear when they ask."""
         self.status, self.silence = beacon.set, beacon.close
         """Set what they are told that this process is doing; end the answers to them."""

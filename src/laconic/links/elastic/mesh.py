@@ -17,7 +17,7 @@ from laconic.links.connect import Connecting
 from laconic.links.connections import Connections
 from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import KEY_BYTES
-from laconic.links.health import ask_all
+from laconic.links.health import answering
 from laconic.links.wire import ChangedError, LostError
 
 log = logging.getLogger("laconic")
@@ -60,8 +60,7 @@ class Mesh:
             connecting.run(server, addresses, check)
         except LinkError as error:
             raise Interrupted(str(error)) from error
-        beacons = [m.beacon for m in self.view.members]
-        self.connections.answers = lambda rank: not ask_all([beacons[rank]], secret)[0].lost
+        self.connections.answers = answering([m.beacon for m in self.view.members], secret)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from laconic.errors import LinkError
-from laconic.links.addresses import Address, listen, own_address
+from laconic.links.addresses import listen, own_address
 from laconic.links.elastic.client import SAY_SECONDS, Client, OtherProgramError, UntrustedError
 from laconic.links.elastic.coordinator import parse_address
 from laconic.links.elastic.leases import Need
@@ -20,13 +20,10 @@ from laconic.links.elastic.reception import Reception
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View, new_id
-from laconic.links.handshake import KEY_BYTES
 from laconic.links.health import Beacon, ask_all
 from laconic.links.texts import clean
 
 log = logging.getLogger("laconic")
-
-NO_KEY = "00" * KEY_BYTES
 
 
 def start(
@@ -50,9 +47,8 @@ def start(
         own = own_address(host)
         beacon = Beacon(own)
         on_error.callback(beacon.close)
-        mesh, announced = listen(own)
+        mesh, at_mesh = listen(own)
         on_error.enter_context(mesh)
-        at_mesh = Address(announced, int(mesh.getsockname()[1]), NO_KEY)
         member = Member(new_id(), str(at_mesh), beacon.enroll())
         client = Client(host, port, job, member, json.dumps(about), need)
         units = Units(member.id)
