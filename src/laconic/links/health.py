@@ -9,7 +9,6 @@ and all raise the same.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -17,10 +16,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from laconic.links import handshake, tls
 from laconic.links.addresses import Address, listen
@@ -102,66 +101,38 @@ class Unreachable:
 # -- what travels ----
 
 
-def pack_verdict(verdict: Verdict | None) -> bytes:
-    """What a caller sends to a beacon about a link: a verdict, or nothing. At most `MOST_BYTES`."""
-    return _json(_plain(verdict))
-
-
-def unpack_verdict(data: bytes) -> Verdict | None:
-    """From any bytes; raises ``ValueError``."""
-    with _reading():
-        return _verdict_of(json.loads(data))
-
-
-def pack_answer(status: str, position: CallPosition, verdict: Verdict | None) -> bytes:
-    """The answer of a beacon."""
+def pack(status: str, position: CallPosition, verdict: Verdict | None) -> bytes:
+    """What a beacon and its caller tell each other about a link, of which callers have nothing but
+    perhaps a verdict to tell."""
     serial, call, left, broken = position
-    where = [serial, None if call is None else [*shown(call)[:2]], left, broken]
-    return _json([clean(status)[:MOST_STATUS], where, _plain(verdict)])
-
-
-def unpack_answer(data: bytes) -> Answer:
-    """From any bytes; raises ``ValueError``."""
-    with _reading():
-        status, (serial, call, left, broken), verdict = json.loads(data)
-        called = None if call is None else shown(Call(int(call[0]), str(call[1])))
-        position = CallPosition(int(serial), called, bool(left), bool(broken))
-        text = clean(str(status))[:MOST_STATUS]
-        return Answer(text, position, _verdict_of(verdict))
-
-
-def shown(call: Call) -> Call:
-    """``call`` as other ranks show it: its name without control characters, and not too long."""
-    return Call(call.step, clean(call.name + call.of)[:MOST_NAME])
-
-
-def _json(value: object) -> bytes:
+    where = [serial, None if call is None else call[:2], left, broken]
+    found = None
+    if verdict is not None:
+        found = clean(verdict.text)[:MOST_TEXT], verdict.ranks[:MOST_RANKS], verdict.finder
+    value = [clean(status)[:MOST_STATUS], where, found]
     data = json.dumps(value, ensure_ascii=False).encode()
     assert len(data) <= MOST_BYTES, "clipped before"
     return data
 
 
-def _plain(verdict: Verdict | None) -> list[object] | None:
-    if verdict is None:
-        return None
-    text = clean(verdict.text)[:MOST_TEXT]
-    return [text, list(verdict.ranks[:MOST_RANKS]), verdict.finder]
-
-
-def _verdict_of(value: Any) -> Verdict | None:
-    if value is None:
-        return None
-    text, ranks, finder = value
-    return Verdict(clean(str(text))[:MOST_TEXT], tuple(map(int, ranks)), int(finder))
-
-
-@contextlib.contextmanager
-def _reading() -> Iterator[None]:
-    """A context that raises ``ValueError`` for what another version of laconic has sent."""
+def unpack(data: bytes) -> Answer:
+    """The inverse of `pack`, from any bytes; raises ``ValueError``."""
     try:
-        yield
+        status, (serial, call, left, broken), verdict = json.loads(data)
+        if call is not None:
+            call = shown(Call(int(call[0]), str(call[1])))
+        if verdict is not None:
+            text, ranks, finder = verdict
+            verdict = Verdict(clean(str(text))[:MOST_TEXT], tuple(map(int, ranks)), int(finder))
+        position = CallPosition(int(serial), call, bool(left), bool(broken))
+        return Answer(clean(str(status))[:MOST_STATUS], position, verdict)
     except (ArithmeticError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(f"no message of this version's: {error!r}") from None
+
+
+def shown(call: Call) -> Call:
+    """``call`` as other ranks show it: its name without control characters, and not too long."""
+    return Call(call.step, clean(call.name + call.of)[:MOST_NAME])
 
 
 # -- the beacon ----
@@ -238,11 +209,11 @@ class Beacon:
     def _reply(self, hello: handshake.Hello, text: bytes) -> bytes:
         if hello.purpose in self.others:
             return b""
-        link, verdict = self.links[hello.key.hex()], unpack_verdict(text)
+        link, verdict = self.links[hello.key.hex()], unpack(text).verdict
         if verdict is not None:
             link.adopt(verdict)
         status = f"{self.status}, for {time.monotonic() - self._since:.0f} s"
-        return pack_answer(status, link.position, link.verdict)
+        return pack(status, link.position, link.verdict)
 
 
 _beacons: list[Beacon] = []
@@ -304,7 +275,7 @@ def ask_all(
 
     def agreed(index: int, talk: Talk) -> None:
         try:
-            answer = unpack_answer(talk.result)
+            answer = unpack(talk.result)
         except ValueError:
             answer = OTHER  # it knows the secret, and runs another version
         answered(index, answer)
@@ -316,7 +287,8 @@ def ask_all(
         while len(answers) < len(addresses):
             if begun < len(addresses) and begun - len(answers) < MOST_AT_ONCE:
                 host, port, key = Address.parse(addresses[begun])
-                say = secret, PURPOSE, bytes.fromhex(key), rank, pack_verdict(verdict)
+                text = pack("", CallPosition(), verdict)
+                say = secret, PURPOSE, bytes.fromhex(key), rank, text
                 deadline = time.monotonic() + ANSWER_SECONDS
                 ends = partial(agreed, begun), partial(failed, begun)
                 begun += 1

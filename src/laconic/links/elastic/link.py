@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links.calls import FINISH, SAME_CALLS, Call, CallPosition
+from laconic.links.calls import FINISH, SAME_CALLS, Call
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
 from laconic.links.elastic.reception import Reception
@@ -28,7 +28,6 @@ from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
-from laconic.links.health import shown
 from laconic.links.link import Quiet, Sent
 from laconic.links.wire import OtherCallError
 
@@ -205,7 +204,7 @@ class ElasticLink(Undivided, Quiet):
             return False
         units, rendezvous = self.units, self.rendezvous
         units.call, units.heard = call, {}
-        self.members.is_at(CallPosition(units.serial, shown(call)))
+        self.members.is_at(units.serial, call)
         self.members.signs.begins(time.monotonic())
         if call.starts:
             self.admit(call)

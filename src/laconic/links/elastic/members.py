@@ -19,7 +19,7 @@ from typing import Any
 from laconic.errors import LinkError
 from laconic.links import health
 from laconic.links.addresses import Address
-from laconic.links.calls import CallPosition
+from laconic.links.calls import Call, CallPosition
 from laconic.links.elastic.client import (
     CALL_SECONDS,
     RETRY_SECONDS,
@@ -167,11 +167,11 @@ class Members:
 
     # -- for the link ----
 
-    def is_at(self, position: CallPosition) -> None:
-        """This worker begins the call at ``position``."""
-        self.position = position
+    def is_at(self, serial: int, call: Call) -> None:
+        """This worker begins ``call``, in the unit ``serial``."""
+        self.position = CallPosition(serial, health.shown(call))
         if not self._removed:
-            self.record.position = position
+            self.record.position = self.position
         self._reconnects = 0
 
     def broken(self) -> None:
