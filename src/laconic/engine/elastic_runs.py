@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -26,7 +27,7 @@ from laconic.engine.saved_state import Stateful
 from laconic.errors import check_int
 from laconic.links import Link
 from laconic.links.agreement import agree, on_all_ranks
-from laconic.links.elastic.faults import Recording, Trace
+from laconic.links.elastic.faults import Trace, record
 from laconic.links.elastic.inside import Inside, Watch
 from laconic.links.elastic.leases import Need
 from laconic.links.elastic.link import ElasticLink
@@ -251,11 +252,11 @@ def join(
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
 
-    def record(id: str) -> Callable[[dict[str, Any]], None]:
-        return (lambda event: None) if trace is None else Recording(trace / f"{id}.jsonl").add
+    def recording(id: str) -> Callable[[dict[str, Any]], None]:
+        return (lambda event: None) if trace is None else partial(record, trace / f"{id}.jsonl")
 
     def begin() -> ElasticLink:
-        return start(elastic.address(), elastic.job, about, need, *within, reports, record)
+        return start(elastic.address(), elastic.job, about, need, *within, reports, recording)
 
     if ranks == 1:
         return Joined(begin(), reports, rest)

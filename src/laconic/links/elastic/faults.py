@@ -49,16 +49,10 @@ class Plan(Protocol):
         return None
 
 
-class Recording:
-    """The file of one worker's events. Each is written before the worker goes on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Append ``event``."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(event) + "\n")
+def record(path: Path, event: Mapping[str, Any]) -> None:
+    """Append ``event`` to the file of a worker's events, before the worker goes on."""
+    with path.open("a") as file:
+        file.write(json.dumps(event) + "\n")
 
 
 class Trace(Plan):
