@@ -22,7 +22,7 @@ from torch import Tensor
 from laconic.errors import LinkError
 from laconic.links import frames, handshake
 from laconic.links.addresses import listen
-from laconic.links.connect import Connecting
+from laconic.links.connect import connect
 from laconic.links.connections import Connections, Traffic
 from laconic.links.sockets import tcp_info
 
@@ -215,10 +215,10 @@ class Wire:
         """Connect to all ranks, at their ``addresses``. All of them prove to each other that they
         know the ``secret``. ``check()`` is called every second, and raises if a rank can no longer
         connect."""
-        connecting = Connecting(self._rank, self.connections, self._key, secret)
+        at = self._rank, self.connections, self._key, secret
         try:
             with self._server:
-                connecting.run(self._server, addresses, check)
+                connect(*at, self._server, addresses, check)
         except BaseException:
             self.connections.close()  # else other ranks wait as long as the error lives
             raise

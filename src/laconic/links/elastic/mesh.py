@@ -13,7 +13,7 @@ from torch import Tensor
 from laconic.errors import LinkError
 from laconic.links.addresses import Address
 from laconic.links.collectives import Collectives
-from laconic.links.connect import Connecting
+from laconic.links.connect import connect
 from laconic.links.connections import Connections
 from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import KEY_BYTES
@@ -56,8 +56,8 @@ class Mesh:
         key = blake2b(self.view.pack().encode(), key=secret, digest_size=KEY_BYTES).digest()
         addresses = [str(Address.parse(m.mesh)._replace(key=key.hex())) for m in self.view.members]
         try:
-            connecting = Connecting(self.place, self.connections, key, secret, CHECK_SECONDS)
-            connecting.run(server, addresses, check)
+            at = self.place, self.connections, key, secret
+            connect(*at, server, addresses, check, CHECK_SECONDS)
         except LinkError as error:
             raise Interrupted(str(error)) from error
         self.connections.answers = answering([m.beacon for m in self.view.members], secret)
