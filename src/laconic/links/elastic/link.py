@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links.calls import FINISH, SAME_CALLS, Call
+from laconic.links.calls import SAME_CALLS, Call
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
 from laconic.links.elastic.reception import Reception
@@ -133,7 +133,6 @@ class ElasticLink(Undivided, Quiet):
             if units.serial == serial:
                 units.complete()
             self.relays = send_record(self.relays, units)
-        self.members.finished(units.call.name == FINISH)
         return result
 
     def _attempts(self, job: Callable[[], T]) -> T:

@@ -56,7 +56,7 @@ class Reception:
             if members.view.place(donor.id) is None:
                 raise RelayError(f"the run goes on without {donor.name}")
 
-        stream = call_donor(donor, members.secret, members.me)
+        stream = call_donor(donor, members.client.secret, members.me)
         self._feed = Feed(stream, donor.id, check)
         return self._feed
 

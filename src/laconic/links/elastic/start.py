@@ -77,7 +77,7 @@ def _found(members: Members, need: Need) -> View:
     end, say = begun + members.wait, begun + SAY_SECONDS
     while True:
         view, lost, now = members.latest, members.coordinator_lost, time.monotonic()
-        if view is not None and (members.entered_view or _answers(view, members.secret)):
+        if view is not None and (members.entered_view or _answers(view, members.client.secret)):
             with members.changed:
                 if members.latest is view:  # else there is a newer one, or another run
                     members.founding = False
