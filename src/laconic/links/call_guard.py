@@ -241,12 +241,9 @@ class CallGuard:
 
     def _ask(self, verdict: Verdict | None = None, ranks: Sequence[int] | None = None) -> Answers:
         """The answers of the other ranks of this link (or those of ``ranks``) to ``verdict``."""
-        secret = self._record.secret
-        if secret is None:  # the ranks have not met
-            return {}
         others = [r for r in (range(self.size) if ranks is None else ranks) if r != self.rank]
         addresses = [self._addresses[r] for r in others]
-        received = health.ask_all(addresses, secret, self.ranks[self.rank], verdict)
+        received = health.ask_all(addresses, self.secret, self.ranks[self.rank], verdict)
         for answer in received:
             if answer.verdict is not None:
                 self._record.adopt(answer.verdict)
@@ -320,10 +317,9 @@ class CallGuard:
         parts = [self._describe(r, answers[r]) for r in silent + gone or behind or answers]
         if len(silent) == self.size - 1 > 1:
             parts.append("all others at once: this rank's own network may be down")
-        if cut and answers and not blamed:
+        if cut and not blamed:
             parts.append(ENDED)
-        who = "; ".join(parts) or "a rank was lost before the ranks had met"
-        text = f"{who}. {ADVICE}. ({reason})"
+        text = f"{'; '.join(parts)}. {ADVICE}. ({reason})"
         self.conclude(text, [self.ranks[r] for r in blamed], answers)
 
     def _describe(self, rank: int, answer: Answer) -> str:

@@ -57,6 +57,12 @@ def connect(
             hello = handshake.Hello.unpack(talk.result[: handshake.HELLO_BYTES])
             keep(hello.number, talk)
 
+    def called(other: int, host: str, port: int, end: Talk | Exception) -> None:
+        if isinstance(end, Talk):
+            keep(other, end)
+        else:
+            _failed(connections.names[other], host, port, end)
+
     answer = partial(handshake.answer, [PURPOSE], {key: secret}.get, welcome, most=0)
     deadline = time.monotonic() + connections.timeout
     check_at = time.monotonic() + check_seconds
@@ -65,9 +71,8 @@ def connect(
     try:
         for other, (host, port, its_key) in enumerate(map(Address.parse, addresses[:rank])):
             say = secret, PURPOSE, bytes.fromhex(its_key), rank, b"", 0
-            failed = partial(_failed, connections.names[other], host, port)
-            ends = partial(keep, other), failed
-            talks.call(host, port, partial(handshake.call, *say), deadline, *ends, again=True)
+            exchange, end = partial(handshake.call, *say), partial(called, other, host, port)
+            talks.call(host, port, exchange, deadline, end, again=True)
         while missing := {*range(len(addresses))} - {rank, *connections}:
             now = time.monotonic()
             if now >= deadline:

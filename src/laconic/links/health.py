@@ -268,20 +268,14 @@ def ask_all(
     ``heard(index, answer)`` is called as soon as each answer, or that there is none, is known."""
     answers, talks, begun = dict[int, Answer](), Talks(), 0
 
-    def answered(index: int, answer: Answer) -> None:
+    def ended(index: int, end: Talk | Exception) -> None:
+        try:
+            answer = unpack(end.result) if isinstance(end, Talk) else _missing(end)
+        except ValueError:
+            answer = OTHER  # it knows the secret, and runs another version
         answers[index] = answer
         if heard is not None:
             heard(index, answer)
-
-    def agreed(index: int, talk: Talk) -> None:
-        try:
-            answer = unpack(talk.result)
-        except ValueError:
-            answer = OTHER  # it knows the secret, and runs another version
-        answered(index, answer)
-
-    def failed(index: int, error: Exception) -> None:
-        answered(index, _missing(error))
 
     try:
         while len(answers) < len(addresses):
@@ -290,9 +284,9 @@ def ask_all(
                 text = pack("", CallPosition(), verdict)
                 say = secret, PURPOSE, bytes.fromhex(key), rank, text
                 deadline = time.monotonic() + ANSWER_SECONDS
-                ends = partial(agreed, begun), partial(failed, begun)
+                exchange, end = partial(handshake.call, *say), partial(ended, begun)
                 begun += 1
-                talks.call(host, port, partial(handshake.call, *say), deadline, *ends, again=True)
+                talks.call(host, port, exchange, deadline, end, again=True)
             else:
                 talks.turn()
     finally:

@@ -275,23 +275,22 @@ class Talks:
         port: int,
         exchange: Callable[[], Exchange],
         deadline: float,
-        agreed: Callable[[Talk], None],
-        failed: Callable[[Exception], None],
+        end: Callable[[Talk | Exception], None],
         *,
         again: bool = False,
     ) -> None:
-        """Call ``host``, a numeric address. Then ``agreed`` is called, or ``failed``: with an
-        `UnreachableError` where no connection was made. ``again``: where a connection ends before
-        the ``deadline``, make another one: strangers may have flooded the other side."""
+        """Call ``host``, a numeric address. ``end`` is called with the conversation, or with an
+        error: an `UnreachableError` where no connection was made. ``again``: where a connection
+        ends before the ``deadline``, make another one: strangers may have flooded the other
+        side."""
 
         def ended(talk: Talk, error: Exception | None) -> None:
-            if error is None:
-                agreed(talk)
-            elif again and _ends_early(error) and time.monotonic() + RETRY_SECONDS < deadline:
-                at = host, port, exchange, deadline, agreed, failed
+            early = again and error is not None and _ends_early(error)
+            if early and time.monotonic() + RETRY_SECONDS < deadline:
+                at = host, port, exchange, deadline, end
                 self.later(RETRY_SECONDS, partial(self.call, *at, again=True))
             else:
-                failed(error)
+                end(talk if error is None else error)
 
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -306,7 +305,7 @@ class Talks:
                 connection.close()
                 raise OSError(number, os.strerror(number))
         except OSError as error:
-            failed(UnreachableError(*error.args))
+            end(UnreachableError(*error.args))
             return
         context = None if self._contexts is None else self._contexts.client
         self.begin(Talk(connection, exchange(), deadline, ended, connecting=True, context=context))
@@ -457,11 +456,12 @@ def converse(
     """Call a listener. Returns the connection after the handshake of ``exchange()``, whose calls
     wait. All of that takes at most so many ``seconds``. Raises `UnreachableError`, `OSError` and
     `RefusedError`."""
-    ends: list[socket.socket | Exception] = []
+    ends: list[Talk | Exception] = []
 
-    def agreed(talk: Talk) -> None:
-        talk.kept = True
-        ends.append(talk.connection)
+    def ended(end: Talk | Exception) -> None:
+        if isinstance(end, Talk):
+            end.kept = True
+        ends.append(end)
 
     deadline, why = time.monotonic() + seconds, UnreachableError(f"{host} has no address")
     try:
@@ -470,12 +470,12 @@ def converse(
         raise UnreachableError(str(error)) from error
     for *_, address in found:
         talks = Talks()
-        talks.call(str(address[0]), port, exchange, deadline, agreed, ends.append)
+        talks.call(str(address[0]), port, exchange, deadline, ended)
         while not ends:
             talks.turn()
         end = ends.pop()
-        if isinstance(end, socket.socket):
-            return secured.waiting(end)
+        if isinstance(end, Talk):
+            return secured.waiting(end.connection)
         if not isinstance(end, UnreachableError):
             raise end
         why = end

@@ -58,6 +58,8 @@ class ElasticLink(Undivided, Quiet):
     A thread of its own looks after the other workers.
     """
 
+    threaded = True
+
     def __init__(
         self,
         members: Members,
@@ -65,11 +67,9 @@ class ElasticLink(Undivided, Quiet):
         rendezvous: Rendezvous,
         reception: Reception,
         reports: Reporting,
-        *,
-        threaded: bool = True,
     ) -> None:
         self.members, self.units, self.rendezvous = members, units, rendezvous
-        self.reception, self.reports, self.threaded = reception, reports, threaded
+        self.reception, self.reports = reception, reports
         self.replay = Replay(rendezvous.adopt)
         self.relays: list[Relay] = []
         """The newcomers that receive what this worker's collectives bring."""

@@ -196,10 +196,12 @@ class _Stream:
 class SimulatedElasticLink(ElasticLink):
     """The link of the worker ``me`` of a simulated run."""
 
+    threaded = False
+
     def __init__(self, cast: Cast, me: int, reports: Reporting) -> None:
         units = Units(str(me))
         planned: Any = _Planned(cast, me, units)
-        super().__init__(nobody(str(me), me + 1), units, planned, planned, reports, threaded=False)
+        super().__init__(nobody(str(me), me + 1), units, planned, planned, reports)
         self.cast = cast
         cast.reporting[me] = reports
         deals = cast.plan.deals(me)
