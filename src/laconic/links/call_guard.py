@@ -243,7 +243,7 @@ class CallGuard:
         """The answers of the other ranks of this link (or those of ``ranks``) to ``verdict``."""
         others = [r for r in (range(self.size) if ranks is None else ranks) if r != self.rank]
         addresses = [self._addresses[r] for r in others]
-        received = health.ask_all(addresses, self.secret, self.ranks[self.rank], verdict)
+        received = health.ask_all(addresses, self.secret, verdict)
         for answer in received:
             if answer.verdict is not None:
                 self._record.adopt(answer.verdict)

@@ -259,12 +259,11 @@ def answering(addresses: Sequence[str], secret: bytes) -> Callable[[int], bool]:
 def ask_all(
     addresses: Sequence[str],
     secret: bytes,
-    rank: int = 0,
     verdict: Verdict | None = None,
     heard: Heard | None = None,
 ) -> list[Answer]:
-    """The answers of the beacons at ``addresses`` to ``rank`` and its ``verdict``, or why there was
-    none, all at once. Waits for each at most `ANSWER_SECONDS`. ``secret``: the link's.
+    """The answers of the beacons at ``addresses`` to a ``verdict``, or why there was none, all at
+    once. Waits for each at most `ANSWER_SECONDS`. ``secret``: the link's.
     ``heard(index, answer)`` is called as soon as each answer, or that there is none, is known."""
     answers, talks, begun = dict[int, Answer](), Talks(), 0
 
@@ -282,7 +281,7 @@ def ask_all(
             if begun < len(addresses) and begun - len(answers) < MOST_AT_ONCE:
                 host, port, key = Address.parse(addresses[begun])
                 text = pack("", CallPosition(), verdict)
-                say = secret, PURPOSE, bytes.fromhex(key), rank, text
+                say = secret, PURPOSE, bytes.fromhex(key), 0, text
                 deadline = time.monotonic() + ANSWER_SECONDS
                 exchange, end = partial(handshake.call, *say), partial(ended, begun)
                 begun += 1

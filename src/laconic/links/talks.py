@@ -398,7 +398,7 @@ class Talks:
         self._strangers = 0
 
 
-class Service:
+class Service(Talks):
     """Answers all callers of ``servers`` from a thread called ``name``, from `open` to `close`; see
     `Talks.serve`. ``look()`` is called in it, every ``pause`` seconds."""
 
@@ -412,33 +412,33 @@ class Service:
         look: Callable[[], None] = lambda: None,
         pause: float = 1.0,
     ) -> None:
-        self.talks, self._servers = Talks(), servers
-        self.talks.serve(servers, exchange, seconds, ended)
+        super().__init__()
+        self.serve(servers, exchange, seconds, ended)
         self._look, self._pause = look, pause
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, daemon=True, name=name)
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
     def open(self) -> None:
         """Answer callers from now on."""
         self._thread.start()
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         look_at = time.monotonic()
         try:
             while not self._closed:
                 if (now := time.monotonic()) >= look_at:
                     self._look()
                     look_at = now + self._pause
-                self.talks.turn(look_at - now)
+                self.turn(look_at - now)
         finally:
-            self.talks.close()
-            for server in self._servers:
+            super().close()
+            for server in self._servers.values():
                 server.close()
 
     def close(self) -> None:
         """Answer nobody from now on."""
         self._closed = True
-        for server in self._servers:
+        for server in self._servers.values():
             with contextlib.suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)  # wakes the thread, on most systems
         self._thread.join(CLOSE_SECONDS)

@@ -143,7 +143,7 @@ class Coordinator:
         if talk.kept:
             until = time.monotonic() + HELLO_SECONDS
             lines = Lines(talk, until, lambda line: self._join(lines, line), lambda *_: None)
-            self._service.talks.begin(lines)
+            self._service.begin(lines)
         elif isinstance(error, handshake.RefusedError):
             with contextlib.suppress(OSError):
                 talk.connection.send(REFUSAL)

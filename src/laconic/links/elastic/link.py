@@ -119,7 +119,7 @@ class ElasticLink(Undivided, Quiet):
             return self.replay.unit(job)
         units, serial = self.units, self.units.serial
         assert not units.under_way, "one unit follows another"
-        units.begin()
+        units.under_way = True
         self.members.waiting_since = time.monotonic()
         try:
             result = self._attempts(job)

@@ -209,9 +209,8 @@ class Members:
     def add(self, newcomer: Member) -> None:
         """Take in ``newcomer``. Raises `LinkError` if it does not answer: the others would wait for
         it in vain."""
-        if all(
-            health.ask_all([newcomer.beacon], self.client.secret)[0].lost for _ in range(QUESTIONS)
-        ):
+        asked = [newcomer.beacon], self.client.secret
+        if all(health.ask_all(*asked)[0].lost for _ in range(QUESTIONS)):
             raise LinkError(f"{newcomer.name} does not answer: are its address and ports open?")
         self._newcomers[newcomer.id] = time.monotonic()
         self._wake_beat.set()
