@@ -68,10 +68,9 @@ def interrupting() -> Iterator[None]:
     """A context for messages: raises `Interrupted` where a connection has ended."""
     try:
         yield
-    except LostError as error:
-        raise Interrupted(str(error)) from error
-    except ChangedError as error:
-        log.warning("%s; it is sent again", error)
+    except (LostError, ChangedError) as error:
+        if isinstance(error, ChangedError):
+            log.warning("%s; it is sent again", error)
         raise Interrupted(str(error)) from error
 
 
