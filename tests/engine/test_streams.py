@@ -117,7 +117,7 @@ async def noted(order: list[int], bucket: int, _: AsyncLink) -> None:
 
 def test_a_bucket_sends_before_the_one_before_it_has_arrived() -> None:
     link, order = NullLink(), list[int]()
-    link.overlapping = one_by_one(link)  # type: ignore[misc]
+    link.overlapping = one_by_one(link)  # type: ignore[assignment]
     overlap = Overlapping(link, CommThread(False, torch.device("cpu"), lambda: None))
     assert not overlap.use(1) and overlap.use(3)
     results = [overlap.begin(partial(noted, order, bucket), "") for bucket in range(3)]
