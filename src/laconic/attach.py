@@ -43,8 +43,8 @@ from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check
 from laconic.links import Link, job_secret, rendezvous, tls
 from laconic.links.agreement import on_all_ranks
 from laconic.links.attempts import check_launcher, open_store
+from laconic.links.null import NullLink
 from laconic.links.rank_sets import agreed_link, layout_of, refused_by_all, sets_of
-from laconic.links.simulated import single_link
 from laconic.links.staged import StagedLink
 from laconic.links.torch_link import CHOICES, Choice
 from laconic.metrics import MetricsArgument, agree_on_metrics, check_metrics
@@ -174,7 +174,7 @@ def attach(
     choice: Any = "auto" if link is None or given is not None else link
     # a worker of an elastic run waits for no other one yet
     alone = isinstance(elastic, Elastic) and nprocs_per_node == 1 and mesh is None
-    with refused_by_all(single_link() if alone else given, timeout, choice):
+    with refused_by_all(NullLink() if alone else given, timeout, choice):
         check_choice("link", choice, CHOICES)
         check_float("timeout", timeout, 0.0, strict=True)
         optimizer, params = _check(model, optimizer, given, scaler, offload)
@@ -276,7 +276,7 @@ def _meet(
     if given is None:
         on_error.callback(world.close)
     shards = [p for p in (*params, *model.parameters()) if is_sharded(p)]
-    layout = layout_of(world, nprocs_per_node, mesh, shards)
+    layout = layout_of(world, nprocs_per_node, mesh, shards, group_size)
     at = world, layout, group_size, sharded, device
     sets = sets_of(*at, timeout if given is None else None)
     for other in sets.values():

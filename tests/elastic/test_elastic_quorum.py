@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import laconic
-from laconic.links.elastic.faults import Recording
+from laconic.links.elastic.faults import record
 from laconic.links.polls import (
     ARRIVED,
     BUSY,
@@ -192,7 +192,7 @@ def two_buckets(number: int, folder: Path | None) -> list[float]:
     sync: Any = laconic.attach(model, optimizer, recipe, elastic=elastic)
     if folder is not None:
         units = sync.driver.session.elastic.units
-        units.note = Recording(folder / f"{number}.jsonl").add
+        units.note = partial(record, folder / f"{number}.jsonl")
         units.note({"unit": 1, "workers": ["0", "1", "2"]})
         if sync.step:
             units.note({"donor": "0", "step": sync.step})
@@ -268,7 +268,7 @@ def test_what_the_others_did_again_does_not_count(tmp_path: Path) -> None:
 
     def closed(serial: int, *roster: str) -> dict[str, Any]:
         decision = Decision(0, 1, roster, (0,) * len(roster), 2, (0.1,))
-        return {"round": decision.as_json(), "serial": serial}
+        return {"round": vars(decision), "serial": serial}
 
     others = [begin, {"unit": 5, "workers": ["a", "b"]}, closed(6, "a")]
     others.append({"unit": 8, "workers": ["a", "b", "d"]})

@@ -18,7 +18,7 @@ LEASE = 5.0
 
 def member(id: str) -> Member:
     address = "127.0.0.1|1|" + "00" * 8
-    return Member(id * 12, address, address, address)
+    return Member(id * 12, address, address)
 
 
 @dataclass

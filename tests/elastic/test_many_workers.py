@@ -26,7 +26,6 @@ from laconic.links.addresses import Address
 from laconic.links.elastic.client import Client, CoordinatorError
 from laconic.links.elastic.coordinator import PORT
 from laconic.links.elastic.leases import GONE, Beat, Need
-from laconic.links.elastic.start import NO_KEY
 from laconic.links.elastic.view import Member, View, new_id
 
 from tests.lab.test_lab import with_namespaces
@@ -45,7 +44,7 @@ class Light:
 
     def __init__(self, host: str) -> None:
         self.id, self.begun, self.at, self.ids = new_id(), time.monotonic(), 0.0, list[str]()
-        member, need = Member(self.id, *[str(Address(host, 1, NO_KEY))] * 3), Need(FEW, FEW, 1)
+        member, need = Member(self.id, *[str(Address(host, 1))] * 2), Need(FEW, FEW, 1)
         self.reports: dict[str, tuple[str, str]] = {}
         self.client = Client(host, PORT, "light", member, "{}", need)
         self.client.connect(None)

@@ -204,7 +204,7 @@ def test_a_newcomer_whose_donor_is_lost_asks_another_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Here it has repeated steps of the first one."""
-    ask, monkey = simulated._Reception.call_donor, monkeypatch
+    ask, monkey = simulated._Planned.call_donor, monkeypatch
     monkey.setattr(newcomers, "NEAR_SECONDS", -1.0)  # it is never ready before the last frame
     monkey.setattr(Feed, "idle", lambda self: False)
     monkey.setattr(newcomers, "RETRY_SECONDS", 0.0)
@@ -217,7 +217,7 @@ def test_a_newcomer_whose_donor_is_lost_asks_another_one(
         stream: Any = simulated._Stream(frames[:lost])
         return Feed(stream, "lost", awake)
 
-    monkey.setattr(simulated._Reception, "call_donor", call_donor)
+    monkey.setattr(simulated._Planned, "call_donor", call_donor)
     with caplog.at_level(logging.INFO):
         found = laconic.simulate(program("laconic.ddp()"), faults=laconic.Faults(2, join=(7,)))
     only(left(found), "before")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import laconic as la
-from laconic.links.simulated import single_link
+from laconic.links.null import NullLink
 
 from tests.support import gloo, launched
 from tests.support.loops import attached, flat, refusal, sgd
@@ -295,7 +295,7 @@ class Ringing(la.links.Throttled):
 
 @pytest.mark.fault("a round was folded a step late after an exception, and nothing said so")
 def test_an_exception_between_a_step_and_its_rounds_is_told_next() -> None:
-    link = Ringing(single_link())
+    link = Ringing(NullLink())
     model, optimizer, sync = attached(0, RECIPES["delayed"][0], link=link)
     link.rings = True
     refusal(partial(step, model, optimizer), BrokenLoopError)

@@ -65,9 +65,9 @@ def test_the_address_to_listen_at_and_the_one_that_others_call(
     ):
         monkeypatch.setenv(addresses.BIND, bind)
         monkeypatch.setenv(addresses.ADDRESS, announced)
-        server, host = listen("127.0.0.1")
+        server, address = listen("127.0.0.1")
         with server:
-            assert (server.getsockname()[0], host) == at
+            assert (server.getsockname()[0], address.host) == at
     for variable, text, said in (
         (addresses.BIND, "192.0.2.1", "this host has no such addre"),  # for documentation
         (addresses.BIND, "no such name.invalid", "is not an address"),

@@ -151,7 +151,7 @@ PURPOSE, KEY = b"wire", b"k" * 8
 
 def answering() -> handshake.Exchange:
     callee = handshake.answer(
-        PURPOSE, lambda key: SECRET if key == KEY else None, lambda hello, text: b"reply"
+        [PURPOSE], lambda key: SECRET if key == KEY else None, lambda hello, text: b"reply"
     )
     next(callee)
     return callee

@@ -167,10 +167,10 @@ def test_the_system_watches_every_socket(
         list(pool.map(lambda wire: wire.connect(addresses, secret, lambda: None), wires))
     calls, answers = Talks(), Talks()
     listening, _ = listen(forgetful.HERE)
-    answer = handshake.answer(b"", lambda key: secret, lambda *_: b"")
+    answer = handshake.answer([b""], lambda key: secret, lambda *_: b"")
     answers.serve([listening], lambda: answer, 5, print)
     exchange = partial(handshake.call, secret, b"", bytes(8), 0, b"")
-    calls.call(forgetful.HERE, listening.getsockname()[1], exchange, 5, print, print)
+    calls.call(forgetful.HERE, listening.getsockname()[1], exchange, 5, print)
     joins = partial(handshake.call, secret_of_callers(), PURPOSE, KEY, 0, b"")
     with listening, contextlib.closing(converse(forgetful.HERE, port, joins, 5)):
         answers.turn(1)

@@ -43,7 +43,7 @@ class Stranger(NamedTuple):
 def recorded(secret: bytes, purpose: bytes, key: bytes, number: int, text: bytes = b"") -> bytes:
     """What a member sends in a handshake."""
     caller = handshake.call(secret, purpose, key, number, text)
-    callee = handshake.answer(purpose, lambda _: secret, lambda hello, said: b"")
+    callee = handshake.answer([purpose], lambda _: secret, lambda hello, said: b"")
     next(callee)
     hello, _ = next(caller)
     challenge, _ = callee.send(hello)

@@ -78,14 +78,13 @@ class Donor:
             signal.signal(signal.SIGTERM, self._leave)
 
     def open(self) -> None:
-        """This worker takes part from now on, and answers newcomers."""
+        """This worker takes part from now on, and sends newcomers its state."""
         driver, link = self._driver, self._link
         link.settings = self._settings_for
         driver.events.on("step begins", self._before_step)
         driver.events.on("step ended", self._after_step)
         driver.events.on("finish", self._after_finish)
         driver.events.on("switch", self._send_state)
-        link.reception.open()
 
     def _leave(self, *_: object) -> None:
         # a forked child has this handler, too

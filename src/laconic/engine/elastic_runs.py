@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -26,15 +27,16 @@ from laconic.engine.saved_state import Stateful
 from laconic.errors import check_int
 from laconic.links import Link
 from laconic.links.agreement import agree, on_all_ranks
-from laconic.links.elastic.faults import Recording, Trace
+from laconic.links.elastic.faults import Trace, record
 from laconic.links.elastic.inside import Inside, Watch
 from laconic.links.elastic.leases import Need
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.rank_link import RankLink, WorldLink
 from laconic.links.elastic.simulated import SimulatedElasticLink, current_part
 from laconic.links.elastic.start import start
+from laconic.links.null import NullLink
 from laconic.links.rank_sets import check_dimensions, check_shards
-from laconic.links.simulated import current_link, single_link
+from laconic.links.simulated import current_link
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 from laconic.links.torch_link import world_link
@@ -68,7 +70,7 @@ class Joined:
         """The links by set of ranks, of a worker of several ranks with shards on ``device``."""
         link, ranks = self.link, self.ranks
         assert isinstance(link, RankLink) and ranks is not None, "there are several ranks"
-        alone = single_link()
+        alone = NullLink()
         world = cast("Link", WorldLink(link))
         found: dict[str, Link] = {"world": world, "workers": link, "shards": ranks}
         if accelerator(device) is not None:
@@ -250,11 +252,11 @@ def join(
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
 
-    def record(id: str) -> Callable[[dict[str, Any]], None]:
-        return (lambda event: None) if trace is None else Recording(trace / f"{id}.jsonl").add
+    def recording(id: str) -> Callable[[dict[str, Any]], None]:
+        return (lambda event: None) if trace is None else partial(record, trace / f"{id}.jsonl")
 
     def begin() -> ElasticLink:
-        return start(elastic.address(), elastic.job, about, need, *within, reports, record)
+        return start(elastic.address(), elastic.job, about, need, *within, reports, recording)
 
     if ranks == 1:
         return Joined(begin(), reports, rest)
@@ -283,6 +285,6 @@ def _join_as_rank(
         watch.over = lambda: link.over
         link.tell()
     except BaseException:
-        watch.stop()
+        watch.over = lambda: True  # the ranks have not joined a run, and need not end together
         raise
     return Joined(link, reports, others, Inside(inside), everyone)

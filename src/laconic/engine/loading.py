@@ -29,7 +29,7 @@ from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved, difference, wide
 from laconic.engine.session import Session, Sets
 from laconic.links.agreement import agree
-from laconic.links.simulated import idle_link
+from laconic.links.null import NullLink
 from laconic.parts import module_buffers
 from laconic.tensors import local, overwrite
 
@@ -241,10 +241,10 @@ def _idle_links(part: Saved, sharded: bool) -> Sets:
     ranks, workers, group = part["ranks"], part["workers"], part["group_size"] or 1
     worker, each = _worker(part), ranks // workers
     return {
-        "world": idle_link(ranks, part["rank"]),
-        "workers": idle_link(workers, worker),
-        "group": idle_link(group, worker % group),
-        "replica": idle_link(1, 0) if sharded else idle_link(each, part["rank"] % each),
+        "world": NullLink(ranks, part["rank"]),
+        "workers": NullLink(workers, worker),
+        "group": NullLink(group, worker % group),
+        "replica": NullLink(1, 0) if sharded else NullLink(each, part["rank"] % each),
     }
 
 

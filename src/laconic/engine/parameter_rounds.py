@@ -23,7 +23,7 @@ from laconic.engine.session import Session, Sets
 from laconic.errors import after_step
 from laconic.links.comm_thread import Pending, coroutine, run_here
 from laconic.links.link import one_by_one
-from laconic.links.simulated import single_link
+from laconic.links.null import NullLink
 from laconic.parts import Fragment, module_buffers
 from laconic.tensors import overwrite
 
@@ -47,7 +47,7 @@ class ParameterRunner:
         # A set that crosses workers consists of the same rank of each: the ranks of a worker share
         # what the worker sends. In any other set each rank sends its own.
         crosses = round.over in ("workers", "group")
-        self._replica = links["replica"] if crosses else single_link()
+        self._replica = links["replica"] if crosses else NullLink()
         self._session, self._scores = session, scores
         self.set = ChannelSet(round, link, self._replica, session)
         self._messenger = Messenger(round, link, self._replica, session, scores)

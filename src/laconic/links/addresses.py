@@ -29,11 +29,11 @@ _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
 
 class Address(NamedTuple):
-    """Where a process listens, and the key of the link that callers ask about."""
+    """Where a process listens, and the key of the link that callers ask about, if there is one."""
 
     host: str
     port: int
-    key: str
+    key: str = "00" * KEY_BYTES
 
     def __str__(self) -> str:
         return f"{self.host}|{self.port}|{self.key}"
@@ -48,9 +48,9 @@ class Address(NamedTuple):
         raise ValueError(f"an address is host|port|key, not {clean(text)[:80]!r}")
 
 
-def listen(host: str | None = None) -> tuple[socket.socket, str]:
-    """Return a listening socket, and the address that other workers connect to. ``host``: the
-    address to listen on, unless LACONIC_BIND is set; None: `own_address`.
+def listen(host: str | None = None) -> tuple[socket.socket, Address]:
+    """Return a listening socket, and where other workers connect to it. ``host``: the address to
+    listen on, unless LACONIC_BIND is set; None: `own_address`.
 
     Raises ``ValueError`` if a variable is malformed, and `LinkError` if all ports of LACONIC_PORTS
     are in use.
@@ -60,7 +60,8 @@ def listen(host: str | None = None) -> tuple[socket.socket, str]:
     several = ports()
     for port in several:
         try:
-            return listening(bound, port), announced
+            server = listening(bound, port)
+            return server, Address(announced, server.getsockname()[1])
         except OSError as error:
             if os.environ.get(BIND) and error.errno == errno.EADDRNOTAVAIL:
                 raise ValueError(
@@ -74,9 +75,9 @@ def listen(host: str | None = None) -> tuple[socket.socket, str]:
     )
 
 
-MOST_LISTENERS = 3
-"""How many ports a worker listens on: its beacon, and two in an elastic run or one while it makes a
-link."""
+MOST_LISTENERS = 2
+"""How many ports a worker listens on: its beacon, and one more in an elastic run, or while it makes
+a link."""
 
 
 def ports() -> range:

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from laconic.errors import TIMEOUT, LinkError
 from laconic.links import health, job_secret, long_wait
+from laconic.links.addresses import Address
 from laconic.links.calls import FINISH, SAME_CALLS, Call, CallPosition
 from laconic.links.health import Answer, LinkRecord, Unreachable, Verdict
 from laconic.links.long_wait import LongWait
@@ -77,7 +78,7 @@ class CallGuard:
         """Exchange the addresses of the beacons, and derive the link's secret from that of the
         ``rendezvous``. Returns every rank's ``text``, by rank. All ranks must call it."""
         address = self._beacon.enroll()
-        self._record = self._beacon.links[health.key_of(address)]
+        self._record = self._beacon.links[Address.parse(address).key]
         received = rendezvous.exchange(f"{address}/{text}", self._timeout)
         self._addresses = [said.partition("/")[0] for said in received]
         salt = self._addresses[0].encode()  # it has a random key
@@ -94,8 +95,7 @@ class CallGuard:
 
     def answering(self) -> Callable[[int], bool]:
         """A function that says whether the process of a rank answers. It holds no connection."""
-        addresses, secret = self._addresses, self.secret
-        return lambda rank: not health.ask_all([addresses[rank]], secret)[0].lost
+        return health.answering(self._addresses, self.secret)
 
     def check_connecting(self) -> None:
         """Raise if a rank's process has ended while the ranks connect to each other."""
@@ -241,12 +241,9 @@ class CallGuard:
 
     def _ask(self, verdict: Verdict | None = None, ranks: Sequence[int] | None = None) -> Answers:
         """The answers of the other ranks of this link (or those of ``ranks``) to ``verdict``."""
-        secret = self._record.secret
-        if secret is None:  # the ranks have not met
-            return {}
         others = [r for r in (range(self.size) if ranks is None else ranks) if r != self.rank]
         addresses = [self._addresses[r] for r in others]
-        received = health.ask_all(addresses, secret, self.ranks[self.rank], verdict)
+        received = health.ask_all(addresses, self.secret, verdict)
         for answer in received:
             if answer.verdict is not None:
                 self._record.adopt(answer.verdict)
@@ -320,10 +317,9 @@ class CallGuard:
         parts = [self._describe(r, answers[r]) for r in silent + gone or behind or answers]
         if len(silent) == self.size - 1 > 1:
             parts.append("all others at once: this rank's own network may be down")
-        if cut and answers and not blamed:
+        if cut and not blamed:
             parts.append(ENDED)
-        who = "; ".join(parts) or "a rank was lost before the ranks had met"
-        text = f"{who}. {ADVICE}. ({reason})"
+        text = f"{'; '.join(parts)}. {ADVICE}. ({reason})"
         self.conclude(text, [self.ranks[r] for r in blamed], answers)
 
     def _describe(self, rank: int, answer: Answer) -> str:

@@ -44,8 +44,6 @@ class Collectives(Blocking):
         self.rank, self.size, self.connections = rank, size, connections
         self._header, self._blaming = header, blaming
         self._scratch = Scratch()
-        self._lent = False
-        """Whether a mean uses `_scratch`."""
         self.joined = time.perf_counter()
         self.digest = 0
         """What every message carries besides; see `Call.digest`."""
@@ -123,20 +121,16 @@ class Collectives(Blocking):
             return
         await self._all_gather(await self._reduce_scatter(x, overlaps), x, overlaps)
 
-    def _lend(self) -> Scratch:
-        """Memory that no other collective under way uses, until `_give_back`."""
-        scratch = Scratch() if self._lent else self._scratch
-        self._lent = True
-        return scratch
-
-    def _give_back(self, scratch: Scratch) -> None:
-        self._lent = self._lent and scratch is not self._scratch
+    def _room(self, count: int, x: Tensor, overlaps: bool) -> Tensor:
+        """Memory for ``count`` elements as those of ``x``, that no other collective uses which is
+        under way."""
+        scratch = Scratch() if overlaps else self._scratch
+        return scratch.take(count, x.dtype, x.device)
 
     async def _reduce_scatter(self, x: Tensor, overlaps: bool = False) -> Tensor:
         slices = x.view(self.size, -1).unbind()
         length = slices[0].numel()
-        scratch = self._lend()
-        room = scratch.take((self.size - 1) * length, x.dtype, x.device)
+        room = self._room((self.size - 1) * length, x, overlaps)
         pieces = list(torch.split(room, length)) if self.size > 1 else []
         pieces.insert(self.rank, slices[self.rank])
         transfer = self._post_all(slices, pieces, joins=overlaps)
@@ -150,7 +144,6 @@ class Collectives(Blocking):
 
         mean = mean_in_rank_order(arrived(), reuse=True, out=slices[self.rank])
         self._wait(transfer)
-        self._give_back(scratch)
         return mean
 
     async def _all_gather(self, mine: Tensor, out: Tensor, overlaps: bool = False) -> None:
@@ -177,15 +170,13 @@ class Collectives(Blocking):
     async def _swap(
         self, x: Tensor, to: Sequence[int], source: Sequence[int], overlaps: bool = False
     ) -> list[Tensor]:
-        scratch = self._lend()
-        room = scratch.take(x.numel() * len(source), x.dtype, x.device)
+        room = self._room(x.numel() * len(source), x, overlaps)
         pieces = list(room.view(-1, x.numel()).unbind())
         assert len({*to}) == len(to) and len({*source}) == len(source), "one message each"
         into = dict(zip(source, pieces, strict=True))
         transfer = self._post(dict.fromkeys(to, x), into, joins=overlaps)
         await self._sent(transfer, overlaps)
         self._wait(transfer)
-        self._give_back(scratch)
         return pieces
 
     async def _broadcast(self, x: Tensor, root: int = 0, overlaps: bool = False) -> None:

@@ -20,7 +20,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import NamedTuple
 
 SECRET_BYTES = 32
@@ -102,19 +102,19 @@ def call(
 
 
 def answer(
-    purpose: bytes,
+    purposes: Collection[bytes],
     secret_of: Callable[[bytes], bytes | None],
     reply: Callable[[Hello, bytes], bytes],
     most: int = MOST_BYTES,
 ) -> Exchange:
-    """The callee's side. ``secret_of(key)``: that link's secret, if there is such a link.
-    ``reply`` receives what the caller has proved, and returns the text for it or raises
-    `RefusedError`."""
+    """The callee's side, for callers with one of the ``purposes``. ``secret_of(key)``: that link's
+    secret, if there is such a link. ``reply`` receives what the caller has proved, and returns the
+    text for it or raises `RefusedError`."""
     data = yield b"", HELLO_BYTES
     hello = Hello.unpack(data)
     # a caller with an unknown key fails later, like one that does not know the secret
     secret = secret_of(hello.key) or secrets.token_bytes(SECRET_BYTES)
-    if hello.purpose != purpose:
+    if hello.purpose not in purposes:
         raise RefusedError("called for something else")
     challenge = secrets.token_bytes(NONCE_BYTES)
     text = yield from _read_frame(secret, b"caller", data, challenge, challenge, most)

@@ -9,7 +9,6 @@ and all raise the same.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -17,10 +16,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from laconic.links import handshake, tls
 from laconic.links.addresses import Address, listen
@@ -102,66 +101,38 @@ class Unreachable:
 # -- what travels ----
 
 
-def pack_verdict(verdict: Verdict | None) -> bytes:
-    """What a caller sends to a beacon about a link: a verdict, or nothing. At most `MOST_BYTES`."""
-    return _json(_plain(verdict))
-
-
-def unpack_verdict(data: bytes) -> Verdict | None:
-    """From any bytes; raises ``ValueError``."""
-    with _reading():
-        return _verdict_of(json.loads(data))
-
-
-def pack_answer(status: str, position: CallPosition, verdict: Verdict | None) -> bytes:
-    """The answer of a beacon."""
+def pack(status: str, position: CallPosition, verdict: Verdict | None) -> bytes:
+    """What a beacon and its caller tell each other about a link, of which callers have nothing but
+    perhaps a verdict to tell."""
     serial, call, left, broken = position
-    where = [serial, None if call is None else [*shown(call)[:2]], left, broken]
-    return _json([clean(status)[:MOST_STATUS], where, _plain(verdict)])
-
-
-def unpack_answer(data: bytes) -> Answer:
-    """From any bytes; raises ``ValueError``."""
-    with _reading():
-        status, (serial, call, left, broken), verdict = json.loads(data)
-        called = None if call is None else shown(Call(int(call[0]), str(call[1])))
-        position = CallPosition(int(serial), called, bool(left), bool(broken))
-        text = clean(str(status))[:MOST_STATUS]
-        return Answer(text, position, _verdict_of(verdict))
-
-
-def shown(call: Call) -> Call:
-    """``call`` as other ranks show it: its name without control characters, and not too long."""
-    return Call(call.step, clean(call.name + call.of)[:MOST_NAME])
-
-
-def _json(value: object) -> bytes:
+    where = [serial, None if call is None else call[:2], left, broken]
+    found = None
+    if verdict is not None:
+        found = clean(verdict.text)[:MOST_TEXT], verdict.ranks[:MOST_RANKS], verdict.finder
+    value = [clean(status)[:MOST_STATUS], where, found]
     data = json.dumps(value, ensure_ascii=False).encode()
     assert len(data) <= MOST_BYTES, "clipped before"
     return data
 
 
-def _plain(verdict: Verdict | None) -> list[object] | None:
-    if verdict is None:
-        return None
-    text = clean(verdict.text)[:MOST_TEXT]
-    return [text, list(verdict.ranks[:MOST_RANKS]), verdict.finder]
-
-
-def _verdict_of(value: Any) -> Verdict | None:
-    if value is None:
-        return None
-    text, ranks, finder = value
-    return Verdict(clean(str(text))[:MOST_TEXT], tuple(map(int, ranks)), int(finder))
-
-
-@contextlib.contextmanager
-def _reading() -> Iterator[None]:
-    """A context that raises ``ValueError`` for what another version of laconic has sent."""
+def unpack(data: bytes) -> Answer:
+    """The inverse of `pack`, from any bytes; raises ``ValueError``."""
     try:
-        yield
+        status, (serial, call, left, broken), verdict = json.loads(data)
+        if call is not None:
+            call = shown(Call(int(call[0]), str(call[1])))
+        if verdict is not None:
+            text, ranks, finder = verdict
+            verdict = Verdict(clean(str(text))[:MOST_TEXT], tuple(map(int, ranks)), int(finder))
+        position = CallPosition(int(serial), call, bool(left), bool(broken))
+        return Answer(clean(str(status))[:MOST_STATUS], position, verdict)
     except (ArithmeticError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(f"no message of this version's: {error!r}") from None
+
+
+def shown(call: Call) -> Call:
+    """``call`` as other ranks show it: its name without control characters, and not too long."""
+    return Call(call.step, clean(call.name + call.of)[:MOST_NAME])
 
 
 # -- the beacon ----
@@ -198,12 +169,13 @@ class Beacon:
 
     def __init__(self, host: str | None = None) -> None:
         tls.contexts()  # what is wrong with variables is raised here, and not in a thread
-        server, self._host = listen(host)
-        self._port = int(server.getsockname()[1])
+        server, self._address = listen(host)
         self.status = "starting"
         self.links: dict[str, LinkRecord] = {}
         self._since = time.monotonic()
-        at = "laconic-beacon", [server], self._exchange, ANSWER_SECONDS, lambda *ended: None
+        self.others: dict[bytes, Callable[[Talk], None]] = {}
+        """By what else callers may come for: what is called then, and may keep the connection."""
+        at = "laconic-beacon", [server], self._exchange, ANSWER_SECONDS, self._ended
         self._service = Service(*at)
         self._service.open()
 
@@ -211,7 +183,7 @@ class Beacon:
         """Add a link of this process; returns the address under which others ask about it."""
         key = secrets.token_hex(KEY_BYTES)
         self.links[key] = LinkRecord(secret)
-        return str(Address(self._host, self._port, key))
+        return str(self._address._replace(key=key))
 
     def set(self, status: str) -> None:
         """Set what this process is doing from now on."""
@@ -222,18 +194,26 @@ class Beacon:
         self._service.close()
 
     def _exchange(self) -> handshake.Exchange:
-        return handshake.answer(PURPOSE, self._secret_of, self._reply)
+        return handshake.answer([PURPOSE, *self.others], self._secret_of, self._reply)
+
+    def _ended(self, talk: Talk, error: Exception | None) -> None:
+        if error is None:
+            hello = handshake.Hello.unpack(talk.result[: handshake.HELLO_BYTES])
+            if hello.purpose in self.others:
+                self.others[hello.purpose](talk)
 
     def _secret_of(self, key: bytes) -> bytes | None:
         link = self.links.get(key.hex())
         return None if link is None else link.secret
 
     def _reply(self, hello: handshake.Hello, text: bytes) -> bytes:
-        link, verdict = self.links[hello.key.hex()], unpack_verdict(text)
+        if hello.purpose in self.others:
+            return b""
+        link, verdict = self.links[hello.key.hex()], unpack(text).verdict
         if verdict is not None:
             link.adopt(verdict)
         status = f"{self.status}, for {time.monotonic() - self._since:.0f} s"
-        return pack_answer(status, link.position, link.verdict)
+        return pack(status, link.position, link.verdict)
 
 
 _beacons: list[Beacon] = []
@@ -259,11 +239,6 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def key_of(address: str) -> str:
-    """The last part of what `Beacon.enroll` returned."""
-    return address.rpartition("|")[2]
-
-
 # -- asking ----
 
 
@@ -276,42 +251,41 @@ def _missing(error: Exception) -> Answer:
     return OTHER if isinstance(error, handshake.RefusedError) else ENDING
 
 
+def answering(addresses: Sequence[str], secret: bytes) -> Callable[[int], bool]:
+    """A function that says whether the beacon at the address of that index answers."""
+    return lambda index: not ask_all([addresses[index]], secret)[0].lost
+
+
 def ask_all(
     addresses: Sequence[str],
     secret: bytes,
-    rank: int = 0,
     verdict: Verdict | None = None,
     heard: Heard | None = None,
 ) -> list[Answer]:
-    """The answers of the beacons at ``addresses`` to ``rank`` and its ``verdict``, or why there was
-    none, all at once. Waits for each at most `ANSWER_SECONDS`. ``secret``: the link's.
+    """The answers of the beacons at ``addresses`` to a ``verdict``, or why there was none, all at
+    once. Waits for each at most `ANSWER_SECONDS`. ``secret``: the link's.
     ``heard(index, answer)`` is called as soon as each answer, or that there is none, is known."""
     answers, talks, begun = dict[int, Answer](), Talks(), 0
 
-    def answered(index: int, answer: Answer) -> None:
+    def ended(index: int, end: Talk | Exception) -> None:
+        try:
+            answer = unpack(end.result) if isinstance(end, Talk) else _missing(end)
+        except ValueError:
+            answer = OTHER  # it knows the secret, and runs another version
         answers[index] = answer
         if heard is not None:
             heard(index, answer)
-
-    def agreed(index: int, talk: Talk) -> None:
-        try:
-            answer = unpack_answer(talk.result)
-        except ValueError:
-            answer = OTHER  # it knows the secret, and runs another version
-        answered(index, answer)
-
-    def failed(index: int, error: Exception) -> None:
-        answered(index, _missing(error))
 
     try:
         while len(answers) < len(addresses):
             if begun < len(addresses) and begun - len(answers) < MOST_AT_ONCE:
                 host, port, key = Address.parse(addresses[begun])
-                say = secret, PURPOSE, bytes.fromhex(key), rank, pack_verdict(verdict)
+                text = pack("", CallPosition(), verdict)
+                say = secret, PURPOSE, bytes.fromhex(key), 0, text
                 deadline = time.monotonic() + ANSWER_SECONDS
-                ends = partial(agreed, begun), partial(failed, begun)
+                exchange, end = partial(handshake.call, *say), partial(ended, begun)
                 begun += 1
-                talks.call(host, port, partial(handshake.call, *say), deadline, *ends, again=True)
+                talks.call(host, port, exchange, deadline, end, again=True)
             else:
                 talks.turn()
     finally:

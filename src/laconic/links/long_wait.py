@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Sequence
 
+from laconic.links.agreement import rank_list
+
 log = logging.getLogger("laconic")
 
 FIRST_SECONDS = 30.0
@@ -41,8 +43,7 @@ def report(
 ) -> None:
     """Log that ``rank`` has waited for other ``ranks``. ``where``: what they do together; ``why``:
     what is known about them."""
-    names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     log.warning(
         "rank %d has waited %.0f s for %s in %s: %s. It gives up after %g s (timeout=)",
-        *(rank, seconds, names, where, why, timeout),
+        *(rank, seconds, rank_list(ranks), where, why, timeout),
     )

@@ -1,4 +1,5 @@
-"""A link that sends nothing, to time the computation of rounds without a network.
+"""A link that sends nothing: of a set of one rank, or to time the computation of rounds without a
+network.
 
 It acts as if every other rank sent what this one sends, so that everything that is decoded, checked
 and summed is well-formed.
@@ -17,14 +18,13 @@ from laconic.links.link import Quiet
 
 
 class NullLink(Quiet):
-    """The link of rank 0 among ``size`` ranks that all have the same tensors. `mean` does nothing:
-    a real link's sum is timed with the network."""
+    """The link of ``rank`` among ``size`` ranks that all have the same tensors. `mean` does
+    nothing: a real link's sum is timed with the network."""
 
-    rank = 0
     threaded = True
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int = 1, rank: int = 0) -> None:
+        self.size, self.rank = size, rank
 
     @property
     def joined(self) -> float:
@@ -37,7 +37,7 @@ class NullLink(Quiet):
         """Does nothing: all ranks have the same."""
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return x.view(self.size, -1)[0]
+        return x.view(self.size, -1)[self.rank]
 
     def all_gather(self, mine: Tensor, out: Tensor) -> None:
         rows = out.view(self.size, -1)
@@ -58,4 +58,5 @@ class NullLink(Quiet):
         return torch.stack([x] * self.size)
 
     def split(self, sets: Sequence[Sequence[int]]) -> NullLink:
-        return NullLink(next(len(ranks) for ranks in sets if self.rank in ranks))
+        mine = next(ranks for ranks in sets if self.rank in ranks)
+        return NullLink(len(mine), mine.index(self.rank))

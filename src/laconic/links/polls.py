@@ -124,18 +124,14 @@ class Decision:
     step: int = 0
     rates: tuple[float, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return asdict(self)
-
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Decision:
-        """The inverse of `as_json`, also of what has been through JSON."""
+        """From its `vars`, also what JSON makes of them."""
         return cls(**_with_tuples(fields))
 
     def pack(self) -> Tensor:
         """As bytes."""
-        text = json.dumps(self.as_json()).encode()
+        text = json.dumps(vars(self)).encode()
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     @classmethod

@@ -85,10 +85,6 @@ def _in_words(said: Mapping[int, str]) -> str:
     return "; ".join(f"rank {r} {text}" for r, text in said.items())
 
 
-def _text(value: bytes) -> str:
-    return bytes(value).decode()
-
-
 class Rendezvous:
     """Rank ``rank`` of ``size`` that share torch's ``store``."""
 
@@ -116,7 +112,7 @@ class Rendezvous:
                 drawn = secrets.token_hex(SECRET_BYTES)
                 with self._failing():
                     found = self._store.compare_set("secret", "", drawn)
-                self.secret = bytes.fromhex(_text(found))
+                self.secret = bytes.fromhex(found.decode())
             else:
                 self.secret = job_secret.derive(shared, "rendezvous")
             beacon = health.beacon().enroll(self.secret)
@@ -173,7 +169,7 @@ class Rendezvous:
     def _read(self, store: Store, key: str, ranks: Iterable[int]) -> dict[int, Entry]:
         """What those of the ``ranks`` have put into the ``store`` that have."""
         there = [r for r in ranks if store.check([f"{key}/{r}"])]
-        return {r: Entry(*json.loads(_text(store.get(f"{key}/{r}")))) for r in there}
+        return {r: Entry(*json.loads(store.get(f"{key}/{r}"))) for r in there}
 
     def _compare(self, here: Store, entries: Mapping[int, Entry]) -> None:
         """Conclude that a rank's settings are wrong, if one's are."""
@@ -194,14 +190,14 @@ class Rendezvous:
             known = self._read(self._store, "beacon", missing)
             self._compare(here, {**come, **known})
         addresses = [entry.beacon for entry in known.values()]
-        answers = dict(zip(known, health.ask_all(addresses, self.secret, self._rank), strict=True))
+        answers = dict(zip(known, health.ask_all(addresses, self.secret), strict=True))
         lost = self._unreachable.lost(answers, time.monotonic())
         lost += [r for r, answer in answers.items() if answer.missing == "gone"]
         return {r: answers[r].status for r in lost}
 
     def _raise(self, here: Store, come: Mapping[int, Entry]) -> NoReturn:
         """Raise the verdict. Rank 0 first waits for the others to read it."""
-        text, ranks = json.loads(_text(here.get("verdict")))
+        text, ranks = json.loads(here.get("verdict"))
         readers, until = here.add("readers", 1), time.monotonic() + LINGER_SECONDS
         expected = self._size - len([r for r in ranks if r not in come])
         while self._rank == 0 and readers < expected and time.monotonic() < until:

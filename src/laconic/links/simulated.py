@@ -264,13 +264,3 @@ class SimulatedLink(Quiet):
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         mine = next(ranks for ranks in sets if self.rank in ranks)
         return SimulatedLink(self.stage, self.me, [self._members[r] for r in mine])
-
-
-def single_link() -> Link:
-    """The link of a set of one rank. It sends nothing."""
-    return SimulatedLink(Stage(1), 0, [0])
-
-
-def idle_link(size: int, rank: int) -> Link:
-    """A link that reports ``rank`` and ``size``, and must not be used for collectives."""
-    return SimulatedLink(Stage(1), rank, range(size))

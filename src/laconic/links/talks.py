@@ -275,23 +275,22 @@ class Talks:
         port: int,
         exchange: Callable[[], Exchange],
         deadline: float,
-        agreed: Callable[[Talk], None],
-        failed: Callable[[Exception], None],
+        end: Callable[[Talk | Exception], None],
         *,
         again: bool = False,
     ) -> None:
-        """Call ``host``, a numeric address. Then ``agreed`` is called, or ``failed``: with an
-        `UnreachableError` where no connection was made. ``again``: where a connection ends before
-        the ``deadline``, make another one: strangers may have flooded the other side."""
+        """Call ``host``, a numeric address. ``end`` is called with the conversation, or with an
+        error: an `UnreachableError` where no connection was made. ``again``: where a connection
+        ends before the ``deadline``, make another one: strangers may have flooded the other
+        side."""
 
         def ended(talk: Talk, error: Exception | None) -> None:
-            if error is None:
-                agreed(talk)
-            elif again and _ends_early(error) and time.monotonic() + RETRY_SECONDS < deadline:
-                at = host, port, exchange, deadline, agreed, failed
+            early = again and error is not None and _ends_early(error)
+            if early and time.monotonic() + RETRY_SECONDS < deadline:
+                at = host, port, exchange, deadline, end
                 self.later(RETRY_SECONDS, partial(self.call, *at, again=True))
             else:
-                failed(error)
+                end(talk if error is None else error)
 
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -306,7 +305,7 @@ class Talks:
                 connection.close()
                 raise OSError(number, os.strerror(number))
         except OSError as error:
-            failed(UnreachableError(*error.args))
+            end(UnreachableError(*error.args))
             return
         context = None if self._contexts is None else self._contexts.client
         self.begin(Talk(connection, exchange(), deadline, ended, connecting=True, context=context))
@@ -399,7 +398,7 @@ class Talks:
         self._strangers = 0
 
 
-class Service:
+class Service(Talks):
     """Answers all callers of ``servers`` from a thread called ``name``, from `open` to `close`; see
     `Talks.serve`. ``look()`` is called in it, every ``pause`` seconds."""
 
@@ -413,39 +412,33 @@ class Service:
         look: Callable[[], None] = lambda: None,
         pause: float = 1.0,
     ) -> None:
-        self.talks, self._servers = Talks(), servers
-        self.talks.serve(servers, exchange, seconds, ended)
+        super().__init__()
+        self.serve(servers, exchange, seconds, ended)
         self._look, self._pause = look, pause
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, daemon=True, name=name)
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
     def open(self) -> None:
         """Answer callers from now on."""
         self._thread.start()
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         look_at = time.monotonic()
         try:
             while not self._closed:
                 if (now := time.monotonic()) >= look_at:
                     self._look()
                     look_at = now + self._pause
-                self.talks.turn(look_at - now)
+                self.turn(look_at - now)
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self.talks.close()
-        for server in self._servers:
-            server.close()
+            super().close()
+            for server in self._servers.values():
+                server.close()
 
     def close(self) -> None:
         """Answer nobody from now on."""
         self._closed = True
-        if not self._thread.is_alive():
-            self._end()
-            return
-        for server in self._servers:
+        for server in self._servers.values():
             with contextlib.suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)  # wakes the thread, on most systems
         self._thread.join(CLOSE_SECONDS)
@@ -463,11 +456,12 @@ def converse(
     """Call a listener. Returns the connection after the handshake of ``exchange()``, whose calls
     wait. All of that takes at most so many ``seconds``. Raises `UnreachableError`, `OSError` and
     `RefusedError`."""
-    ends: list[socket.socket | Exception] = []
+    ends: list[Talk | Exception] = []
 
-    def agreed(talk: Talk) -> None:
-        talk.kept = True
-        ends.append(talk.connection)
+    def ended(end: Talk | Exception) -> None:
+        if isinstance(end, Talk):
+            end.kept = True
+        ends.append(end)
 
     deadline, why = time.monotonic() + seconds, UnreachableError(f"{host} has no address")
     try:
@@ -476,12 +470,12 @@ def converse(
         raise UnreachableError(str(error)) from error
     for *_, address in found:
         talks = Talks()
-        talks.call(str(address[0]), port, exchange, deadline, agreed, ends.append)
+        talks.call(str(address[0]), port, exchange, deadline, ended)
         while not ends:
             talks.turn()
         end = ends.pop()
-        if isinstance(end, socket.socket):
-            return secured.waiting(end)
+        if isinstance(end, Talk):
+            return secured.waiting(end.connection)
         if not isinstance(end, UnreachableError):
             raise end
         why = end

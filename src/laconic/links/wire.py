@@ -21,8 +21,8 @@ from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links import frames, handshake
-from laconic.links.addresses import Address, listen
-from laconic.links.connect import Connecting
+from laconic.links.addresses import listen
+from laconic.links.connect import connect
 from laconic.links.connections import Connections, Traffic
 from laconic.links.sockets import tcp_info
 
@@ -205,20 +205,20 @@ class Wire:
     the others before it calls `connect`."""
 
     def __init__(self, rank: int, host: str | None, timeout: float, names: Sequence[int]) -> None:
-        self._server, announced = listen(host)
+        self._server, address = listen(host)
         self._rank = rank
         self._key = secrets.token_bytes(handshake.KEY_BYTES)
         self.connections = Connections(names, timeout)
-        self.address = str(Address(announced, self._server.getsockname()[1], self._key.hex()))
+        self.address = str(address._replace(key=self._key.hex()))
 
     def connect(self, addresses: Sequence[str], secret: bytes, check: Callable[[], None]) -> None:
         """Connect to all ranks, at their ``addresses``. All of them prove to each other that they
         know the ``secret``. ``check()`` is called every second, and raises if a rank can no longer
         connect."""
-        connecting = Connecting(self._rank, self.connections, self._key, secret)
+        at = self._rank, self.connections, self._key, secret
         try:
             with self._server:
-                connecting.run(self._server, addresses, check)
+                connect(*at, self._server, addresses, check)
         except BaseException:
             self.connections.close()  # else other ranks wait as long as the error lives
             raise

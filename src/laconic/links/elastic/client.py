@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from laconic.errors import LinkError
@@ -97,9 +98,8 @@ class Client:
         except OSError as error:
             stream.close()
             raise self._failed(error) from error
-        self._stream = stream
-        answer = self.receive(CALL_SECONDS)
-        match answer:
+        self._stream = stream  # beats follow
+        match self.receive(CALL_SECONDS):
             case {"salt": str(salt), "number": int(number), "embedded": bool(embedded)}:
                 self._salt, self.number, self.embedded = salt, number, embedded
                 return
@@ -113,8 +113,9 @@ class Client:
 
     def _open(self) -> secured.Stream:
         """A connection, after the handshake."""
+        exchange = partial(handshake.call, self._secret, PURPOSE, KEY, 0, b"")
         try:
-            return converse(self.host, self.port, self._exchange, CALL_SECONDS)
+            return converse(self.host, self.port, exchange, CALL_SECONDS)
         except UnreachableError as error:
             raise CoordinatorError(
                 f"no coordinator answers at {self.at}: start one by `laconic coordinator "
@@ -123,9 +124,6 @@ class Client:
             ) from error
         except (OSError, handshake.RefusedError) as error:
             raise self._failed(error) from error
-
-    def _exchange(self) -> handshake.Exchange:
-        return handshake.call(self._secret, PURPOSE, KEY, 0, b"")
 
     def _failed(self, error: Exception) -> CoordinatorError:
         """What the failure of a connection, or of its handshake, means."""

@@ -136,14 +136,14 @@ class Coordinator:
     # -- callers ----
 
     def _exchange(self) -> handshake.Exchange:
-        return handshake.answer(PURPOSE, lambda key: self._secret, lambda hello, text: b"")
+        return handshake.answer([PURPOSE], lambda key: self._secret, lambda hello, text: b"")
 
     def _answered(self, talk: Talk, error: Exception | None) -> None:
         talk.kept = error is None
         if talk.kept:
             until = time.monotonic() + HELLO_SECONDS
             lines = Lines(talk, until, lambda line: self._join(lines, line), lambda *_: None)
-            self._service.talks.begin(lines)
+            self._service.begin(lines)
         elif isinstance(error, handshake.RefusedError):
             with contextlib.suppress(OSError):
                 talk.connection.send(REFUSAL)

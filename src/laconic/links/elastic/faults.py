@@ -10,58 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from laconic.errors import check_int
 from laconic.links.calls import Call
 from laconic.links.polls import Decision
 
 
-class Plan(Protocol):
-    """Who takes part. Workers are numbers from 0."""
-
-    recorded: bool = False
-    """Whether it says which rounds with a quorum close: see `decided`."""
-
-    @property
-    def workers(self) -> int:
-        """How many there are over the whole run."""
-
-    def joins(self, worker: int) -> int | None:
-        """After which step a newcomer's donor sends its state; None for a worker of the start."""
-
-    def donor(self, worker: int, active: Sequence[int]) -> int:
-        """The donor of a newcomer, one of the ``active`` workers then."""
-
-    def present(self, serial: int, call: Call) -> list[int]:
-        """Those that take part in the unit ``serial`` of ``call``, in order of their ranks."""
-
-    def decided(self, serial: int) -> Decision | None:
-        """The round with a quorum that closed in that unit, in a recorded run."""
-        return None
-
-    def killed(self, worker: int, step: int) -> bool:
-        """Whether it ends at the first round with a quorum after so many steps of its own."""
-        return False
-
-    def deals(self, worker: int) -> list[Any] | None:
-        """The recorded deals of samples; None: they are dealt when workers come and go."""
-        return None
+def record(path: Path, event: Mapping[str, Any]) -> None:
+    """Append ``event`` to the file of a worker's events, before the worker goes on."""
+    with path.open("a") as file:
+        file.write(json.dumps(event) + "\n")
 
 
-class Recording:
-    """The file of one worker's events. Each is written before the worker goes on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Append ``event``."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(event) + "\n")
-
-
-class Trace(Plan):
+class Trace:
     """What the workers of an elastic run have recorded in a directory (``Elastic(trace=)``): who
     took part in what.
 
@@ -79,7 +41,8 @@ class Trace(Plan):
         >>> results = laconic.simulate(train, faults=trace)  # train(number): a worker's program
     """
 
-    recorded: bool = True
+    recorded = True
+    """Whether it says which rounds with a quorum close: see `decided`."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         files, where = sorted(Path(directory).glob("*.jsonl")), os.fspath(directory)
@@ -123,28 +86,32 @@ class Trace(Plan):
         return len(self.ids)
 
     def joins(self, worker: int) -> int | None:
-        """See `Plan.joins`."""
+        """After which step a newcomer's donor sends its state; None for a worker of the start."""
         joins = self._recorded(worker, "donor")
         return joins[-1]["step"] if joins else None
 
     def donor(self, worker: int, active: Sequence[int]) -> int:
-        """See `Plan.donor`."""
+        """The donor of a newcomer, one of the ``active`` workers then."""
         return self.ids.index(self._recorded(worker, "donor")[-1]["donor"])
 
     def present(self, serial: int, call: Call) -> list[int]:
-        """See `Plan.present`."""
+        """Those that take part in the unit ``serial`` of ``call``, in order of their ranks."""
         at = bisect_right(self._changes, serial)
         return [self.ids.index(id) for id in self._by_unit[self._changes[max(at, 1) - 1]]]
 
     def decided(self, serial: int) -> Decision | None:
-        """See `Plan.decided`."""
+        """The round with a quorum that closed in that unit, if one did."""
         found = self._decisions.get(serial)
         if found is None:
             return None
         return replace(found, roster=tuple(str(self.ids.index(id)) for id in found.roster))
 
-    def deals(self, worker: int) -> list[Any]:
-        """See `Plan.deals`."""
+    def killed(self, worker: int, step: int) -> bool:
+        """See `Faults.killed`: the units say who takes part."""
+        return False
+
+    def deals(self, worker: int) -> list[Any] | None:
+        """The recorded deals of samples."""
         return [event["deals"] for event in self._recorded(worker, "deals")]
 
 
@@ -166,7 +133,7 @@ def _events(file: Path) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Faults(Plan):
+class Faults:
     """A plan for `laconic.simulate`, in steps.
 
     Args:
@@ -181,6 +148,8 @@ class Faults(Plan):
         >>> laconic.Faults(start=4, kill=((2, 90),), join=(120,)).workers
         5
     """
+
+    recorded = False
 
     start: int
     kill: tuple[tuple[int, int], ...] = ()
@@ -223,20 +192,32 @@ class Faults(Plan):
         return [w for w in range(self.workers) if self._born(w) < step and w not in dead]
 
     def joins(self, worker: int) -> int | None:
-        """See `Plan.joins`."""
+        """See `Trace.joins`."""
         step = self._born(worker)
         return None if step < 0 else step
 
     def killed(self, worker: int, step: int) -> bool:
-        """See `Plan.killed`."""
+        """Whether it ends at the first round with a quorum after so many steps of its own."""
         return step >= dict(self.kill).get(worker, math.inf)
 
     def donor(self, worker: int, active: Sequence[int]) -> int:
-        """See `Plan.donor`: the one that is killed last."""
+        """See `Trace.donor`: the one that is killed last."""
         last = dict(self.kill)
         alive = set(active) & set(self._alive(self._born(worker)))
         return max(alive, key=lambda w: (last.get(w, math.inf), -w), default=-1)
 
     def present(self, serial: int, call: Call) -> list[int]:
-        """See `Plan.present`."""
+        """See `Trace.present`."""
         return self._alive(call.step)
+
+    def decided(self, serial: int) -> Decision | None:
+        """See `Trace.decided`: times decide."""
+        return None
+
+    def deals(self, worker: int) -> list[Any] | None:
+        """None: samples are dealt when workers come and go."""
+        return None
+
+
+Plan = Trace | Faults
+"""Who takes part in a simulated run. Workers are numbers from 0."""

@@ -7,13 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.elastic.relay import MOST_WAITING, READY, STATE, RelayError, Stream, size_of
 from laconic.links.elastic.relay_frames import Frame, Record, Refusal, Snapshot, Start, StepSettings
 
+T = TypeVar("T")
 CHECK_SECONDS = 0.02
 """The seconds after which a thread that waits for a frame checks its donor and the views. The
 members of a view may wait for it meanwhile."""
@@ -28,11 +29,13 @@ class Feed:
         self._stream, self.donor, self._check = stream, donor, check
         self.first_step = 0
         """After which step the donor has begun to send its state."""
-        self._frames: deque[Frame | RelayError] = deque()
+        self._frames: deque[Frame] = deque()
+        """Those that have come and were not taken, but for settings."""
+        self._settings: dict[int, list[dict[str, Any]]] = {}
+        """By the number of steps before the one that begins with them."""
+        self._end: RelayError | LinkError | None = None
+        """Why nothing more will come."""
         self._changed = threading.Condition()
-        self._seen: list[Frame] = []
-        self.settings: dict[int, list[dict[str, Any]]] = {}
-        self._patience = math.inf
         self._waiting = 0
         """How many bytes have come and were not taken."""
         self._limit: float = math.inf
@@ -46,76 +49,70 @@ class Feed:
             self._stream.close()
             with self._changed:
                 self._frames.clear()  # they would take memory only
-            self._put(RelayError("this worker falls behind, and needs a newer state"))
-        except RelayError as error:
-            self._put(error)
+            raise RelayError("this worker falls behind, and needs a newer state")
+        except (RelayError, LinkError) as error:
+            with self._changed:
+                self._end = error
+                self._changed.notify()
 
-    def _put(self, frame: Frame | RelayError) -> None:
+    def _put(self, frame: Frame) -> None:
+        if isinstance(frame, Refusal):
+            raise LinkError(f"the run does not take in this worker: {frame.why}")
         with self._changed:
-            self._waiting += size_of(vars(frame))
+            if isinstance(frame, StepSettings):
+                self._settings[frame.step] = frame.groups
+            else:
+                self._waiting += size_of(vars(frame))
+                self._frames.append(frame)
             if isinstance(frame, Snapshot):
                 self._limit = MOST_WAITING + 2 * size_of(frame.state)
-            self._frames.append(frame)
             self._changed.notify()
 
-    def _next(self) -> Frame | RelayError:
+    def _take(
+        self, come: Callable[[], bool], take: Callable[[], T], patience: float = math.inf
+    ) -> T:
+        """``take()`` once ``come()``. Raises why that cannot be any more, and `RelayError` if
+        nothing comes for ``patience`` seconds."""
         while True:
             with self._changed:
-                if not self._frames:
-                    self._changed.wait(CHECK_SECONDS)
-                if self._frames and isinstance(self._frames[0], RelayError):
-                    return self._frames[0]  # nothing follows
-                if self._frames:
-                    self._waiting -= size_of(vars(self._frames[0]))
-                    return self._frames.popleft()
-            if time.monotonic() - self._stream.moved >= self._patience:
+                self._changed.wait_for(lambda: come() or self._end is not None, CHECK_SECONDS)
+                if come():
+                    return take()
+                if self._end is not None:
+                    raise self._end
+            if time.monotonic() - self._stream.moved >= patience:
                 raise RelayError("it takes no steps: it has finished, or waits for others")
             self._check()
 
     @property
     def waiting(self) -> int:
-        """How many frames have come and were not taken."""
-        return len(self._frames) + len(self._seen)
+        """How many frames have come and were not taken, but for settings."""
+        return len(self._frames)
 
     def idle(self) -> bool:
-        """Whether all frames that have come were taken."""
-        while self._frames and isinstance(self._frames[0], StepSettings):
-            self.wait()
-        return not self._seen and not self._frames
-
-    def wait(self) -> None:
-        """Take in the next frame."""
-        frame = self._next()
-        if isinstance(frame, RelayError):
-            raise frame
-        if isinstance(frame, Refusal):
-            raise LinkError(f"the run does not take in this worker: {frame.why}")
-        if isinstance(frame, StepSettings):
-            self.settings[frame.step] = frame.groups
-        else:
-            self._seen.append(frame)
+        """Whether all frames that have come were taken, and others may come."""
+        return not self._frames and self._end is None
 
     def settings_of(self, step: int) -> list[dict[str, Any]]:
         """The settings of the step after ``step`` steps. Raises `RelayError` if they do not come
         before `Start`."""
-        while step not in self.settings:
-            if any(isinstance(frame, Start) for frame in self._seen):
-                raise RelayError("the other worker has taken other steps than this one repeats")
-            self.wait()
-        return self.settings.pop(step)
+        settings = self._take(
+            lambda: step in self._settings or any(isinstance(f, Start) for f in self._frames),
+            lambda: self._settings.pop(step, None),
+        )
+        if settings is None:
+            raise RelayError("the other worker has taken other steps than this one repeats")
+        return settings
 
     def peek(self) -> Frame:
         """The next frame that is no settings."""
-        while not self._seen:
-            self.wait()
-        return self._seen[0]
+        return self._take(lambda: bool(self._frames), lambda: self._frames[0])
 
     def pop(self, patience: float = math.inf) -> Frame:
         """Take that frame. Raises `RelayError` if nothing comes for ``patience`` seconds."""
-        self._patience = patience
-        frame = self.peek()
-        self._patience = math.inf
-        self._seen.pop(0)
+        frame = self._take(lambda: bool(self._frames), self._frames.popleft, patience)
+        with self._changed:
+            self._waiting -= size_of(vars(frame))
         if isinstance(frame, Snapshot):
             self.first_step = self.first_step or frame.step
         return frame

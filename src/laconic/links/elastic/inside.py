@@ -111,10 +111,6 @@ class Watch:
         self._thread.start()
         when_uncaught(self._wait_for_news)
 
-    def stop(self) -> None:
-        """The ranks have not joined a run, and need not end together."""
-        self.over = lambda: True
-
     def _run(self) -> None:
         while not (closed := self._link.wire.closed()):
             time.sleep(WATCH_SECONDS)

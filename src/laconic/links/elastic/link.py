@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links.calls import FINISH, SAME_CALLS, Call, CallPosition
+from laconic.links.calls import SAME_CALLS, Call
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
 from laconic.links.elastic.reception import Reception
@@ -28,7 +28,6 @@ from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
-from laconic.links.health import shown
 from laconic.links.link import Quiet, Sent
 from laconic.links.wire import OtherCallError
 
@@ -59,6 +58,8 @@ class ElasticLink(Undivided, Quiet):
     A thread of its own looks after the other workers.
     """
 
+    threaded = True
+
     def __init__(
         self,
         members: Members,
@@ -66,11 +67,9 @@ class ElasticLink(Undivided, Quiet):
         rendezvous: Rendezvous,
         reception: Reception,
         reports: Reporting,
-        *,
-        threaded: bool = True,
     ) -> None:
         self.members, self.units, self.rendezvous = members, units, rendezvous
-        self.reception, self.reports, self.threaded = reception, reports, threaded
+        self.reception, self.reports = reception, reports
         self.replay = Replay(rendezvous.adopt)
         self.relays: list[Relay] = []
         """The newcomers that receive what this worker's collectives bring."""
@@ -128,7 +127,7 @@ class ElasticLink(Undivided, Quiet):
             return self.replay.unit(job)
         units, serial = self.units, self.units.serial
         assert not units.under_way, "one unit follows another"
-        units.begin()
+        units.under_way = True
         self.members.waiting_since = time.monotonic()
         try:
             result = self._attempts(job)
@@ -142,7 +141,6 @@ class ElasticLink(Undivided, Quiet):
             if units.serial == serial:
                 units.complete()
             self.relays = send_record(self.relays, units)
-        self.members.finished(units.call.name == FINISH)
         return result
 
     def _attempts(self, job: Callable[[], T]) -> T:
@@ -213,7 +211,7 @@ class ElasticLink(Undivided, Quiet):
             return False
         units, rendezvous = self.units, self.rendezvous
         units.call, units.heard = call, {}
-        self.members.is_at(CallPosition(units.serial, shown(call)))
+        self.members.is_at(units.serial, call)
         self.members.signs.begins(time.monotonic())
         if call.starts:
             self.admit(call)

@@ -18,7 +18,8 @@ from typing import Any
 
 from laconic.errors import LinkError
 from laconic.links import health
-from laconic.links.calls import CallPosition
+from laconic.links.addresses import Address
+from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.elastic.client import (
     CALL_SECONDS,
     RETRY_SECONDS,
@@ -89,7 +90,7 @@ class Members:
         self.waiting_since: float | None = None
         """Since when (`time.monotonic`) this worker is in a call, and `position` in the calls."""
         self.position = CallPosition()
-        self.record = beacon.links[health.key_of(me.beacon)]
+        self.record = beacon.links[Address.parse(me.beacon).key]
         """What the other members hear when they ask."""
         self.status, self.silence = beacon.set, beacon.close
         """Set what they are told that this process is doing; end the answers to them."""
@@ -108,9 +109,8 @@ class Members:
         self._broken_since: float | None = None
         self.come = 0
         """How many workers wait for a run to begin."""
-        self._short: tuple[int, int, float] | None = None
-        """How many workers are left, how many are needed, and since when (`time.monotonic`), where
-        too few are left."""
+        self._short: tuple[int, int] | None = None
+        """How many workers are left, and how many are needed, where too few are left."""
         self.coordinator_lost: CoordinatorError | None = CoordinatorError(
             f"the coordinator at {client.at} does not answer"
         )
@@ -123,11 +123,6 @@ class Members:
             threading.Thread(target=partial(self._run, work), daemon=True, name=name).start()
 
     # -- what is known ----
-
-    @property
-    def secret(self) -> bytes:
-        """What the workers of the run share."""
-        return self.client.secret
 
     @property
     def number(self) -> int:
@@ -166,11 +161,11 @@ class Members:
 
     # -- for the link ----
 
-    def is_at(self, position: CallPosition) -> None:
-        """This worker begins the call at ``position``."""
-        self.position = position
+    def is_at(self, serial: int, call: Call) -> None:
+        """This worker begins ``call``, in the unit ``serial``."""
+        self.position = CallPosition(serial, health.shown(call))
         if not self._removed:
-            self.record.position = position
+            self.record.position = self.position
         self._reconnects = 0
 
     def broken(self) -> None:
@@ -198,9 +193,8 @@ class Members:
                 return self.view
             short, other = self._short, self.coordinator_lost
             stalled_since = (stalled_since or time.monotonic()) if short or other else None
-            since = stalled_since if short is None else short[2]
-            if since is not None and time.monotonic() - since >= self.wait:
-                why = f"a worker was lost, and {other}" if short is None else _too_few(*short[:2])
+            if stalled_since is not None and time.monotonic() - stalled_since >= self.wait:
+                why = f"a worker was lost, and {other}" if short is None else _too_few(*short)
                 raise LinkError(
                     f"{why}. Nothing has changed within {self.wait:g} s: start the coordinator or "
                     "workers again, or lower min_workers="
@@ -219,21 +213,17 @@ class Members:
     def add(self, newcomer: Member) -> None:
         """Take in ``newcomer``. Raises `LinkError` if it does not answer: the others would wait for
         it in vain."""
-        if all(health.ask_all([newcomer.beacon], self.secret)[0].lost for _ in range(QUESTIONS)):
+        asked = [newcomer.beacon], self.client.secret
+        if all(health.ask_all(*asked)[0].lost for _ in range(QUESTIONS)):
             raise LinkError(f"{newcomer.name} does not answer: are its address and ports open?")
         self._newcomers[newcomer.id] = time.monotonic()
         self._wake_beat.set()
 
     def idle(self) -> None:
         """No transfer is under way."""
+        before, self.ended = self.ended, self._units.call.name == FINISH
         self.waiting_since = None
-        if self._newcomers:
-            self._wake_beat.set()
-
-    def finished(self, ended: bool) -> None:
-        """The latest call has returned. ``ended``: this worker needs no further view."""
-        if ended != self.ended:
-            self.ended = ended
+        if self._newcomers or self.ended != before:
             self._wake_beat.set()
 
     def leave(self) -> None:
@@ -291,7 +281,7 @@ class Members:
     def _ask(self, asked: Sequence[Member]) -> None:
         start = time.monotonic()
         beacons = [m.beacon for m in asked]
-        health.ask_all(beacons, self.secret, heard=partial(self._answered, asked, start))
+        health.ask_all(beacons, self.client.secret, heard=partial(self._answered, asked, start))
 
     def _answered(
         self, asked: Sequence[Member], start: float, index: int, answer: health.Answer
@@ -329,7 +319,7 @@ class Members:
                 self.latest = None  # that of the coordinator's run follows, perhaps another one
             known = self.latest
         self.client.connect(known)
-        self.record.secret = self.secret
+        self.record.secret = self.client.secret
         if not self.founding:
             log.warning("the coordinator is back")
         self.coordinator_lost = None
@@ -377,8 +367,7 @@ class Members:
             more = f"Elastic(min_workers={left}) goes on with so many" if left else ""
             text = f"{_too_few(left, least)}: training waits up to {self.wait:g} s for others"
             log.warning("%s", text + (more and f" ({more})"))
-        since = self._short[2] if self._short else time.monotonic()
-        self._short = left, least, since
+        self._short = left, least
 
     def _decided(self, view: View) -> None:
         with self.changed:
@@ -408,7 +397,7 @@ def nobody(me: str, number: int) -> Any:
     def nothing(*_: object) -> None:
         pass
 
-    does = "is_at", "check", "status", "leave", "idle", "finished", "close", "silence"
+    does = "is_at", "check", "status", "leave", "idle", "close", "silence"
     return SimpleNamespace(
         me=SimpleNamespace(id=me),
         number=number,

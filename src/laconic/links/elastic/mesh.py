@@ -13,11 +13,11 @@ from torch import Tensor
 from laconic.errors import LinkError
 from laconic.links.addresses import Address
 from laconic.links.collectives import Collectives
-from laconic.links.connect import Connecting
+from laconic.links.connect import connect
 from laconic.links.connections import Connections
 from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import KEY_BYTES
-from laconic.links.health import ask_all
+from laconic.links.health import answering
 from laconic.links.wire import ChangedError, LostError
 
 log = logging.getLogger("laconic")
@@ -56,12 +56,11 @@ class Mesh:
         key = blake2b(self.view.pack().encode(), key=secret, digest_size=KEY_BYTES).digest()
         addresses = [str(Address.parse(m.mesh)._replace(key=key.hex())) for m in self.view.members]
         try:
-            connecting = Connecting(self.place, self.connections, key, secret, CHECK_SECONDS)
-            connecting.run(server, addresses, check)
+            at = self.place, self.connections, key, secret
+            connect(*at, server, addresses, check, CHECK_SECONDS)
         except LinkError as error:
             raise Interrupted(str(error)) from error
-        beacons = [m.beacon for m in self.view.members]
-        self.connections.answers = lambda rank: not ask_all([beacons[rank]], secret)[0].lost
+        self.connections.answers = answering([m.beacon for m in self.view.members], secret)
 
 
 @contextmanager
@@ -69,10 +68,9 @@ def interrupting() -> Iterator[None]:
     """A context for messages: raises `Interrupted` where a connection has ended."""
     try:
         yield
-    except LostError as error:
-        raise Interrupted(str(error)) from error
-    except ChangedError as error:
-        log.warning("%s; it is sent again", error)
+    except (LostError, ChangedError) as error:
+        if isinstance(error, ChangedError):
+            log.warning("%s; it is sent again", error)
         raise Interrupted(str(error)) from error
 
 

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from laconic.errors import LinkError
-from laconic.links.calls import CallPosition
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.simulated import EndedError, SimulatedElasticLink
-from laconic.links.health import shown
 from laconic.links.polls import (
     CALLS,
     POLL,
@@ -54,9 +52,9 @@ class ElasticPolling(Polling):
             return Decision.unpack(link.replay.decided())
         units.call, units.heard = POLL, {}
         # a worker that does not come to the next poll is behind those that wait for it there
-        members.is_at(CallPosition(units.serial + 1, shown(POLL)))
+        members.is_at(units.serial + 1, POLL)
         decision = self.decide(own, polls, admit)
-        members.is_at(CallPosition(units.serial, shown(POLL)))
+        members.is_at(units.serial, POLL)
         if decision is not None and decision.kind != CALLS:  # silence is judged by rounds
             members.signs.begins(time.monotonic())
         units.collectives = 0 if decision is None else max(units.collectives, 1)
@@ -91,7 +89,7 @@ class ElasticPolling(Polling):
     def note(self, decision: Decision) -> None:
         link = self.link
         if not link.replaying:
-            link.units.note({"round": decision.as_json(), "serial": link.units.serial - 1})
+            link.units.note({"round": vars(decision), "serial": link.units.serial - 1})
 
 
 class SimulatedElasticPolling(ElasticPolling):

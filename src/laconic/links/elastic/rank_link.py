@@ -400,7 +400,7 @@ class _Followed(Quiet):
         self.units, self.replay, self.relays = Units(""), Replay(lambda: None), list[Any]()
         self.heard: Sequence[int] = []
         self.members = nobody("", 0)
-        self.reception = SimpleNamespace(open=lambda: None, callers=lambda step: [])
+        self.reception = SimpleNamespace(callers=lambda step: [])
 
     @property
     def replaying(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -12,7 +11,6 @@ from laconic.links import handshake, secured
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.relay import (
-    HANDSHAKE_SECONDS,
     PIECE,
     PURPOSE,
     Relay,
@@ -22,27 +20,21 @@ from laconic.links.elastic.relay import (
 )
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import View
-from laconic.links.talks import Service, Talk
-
-log = logging.getLogger("laconic")
+from laconic.links.health import Beacon
+from laconic.links.talks import Talk
 
 _NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not on Windows
 
 
 class Reception:
-    """Where newcomers call this worker, at the socket ``server``, answered by a thread of its own;
-    and where it calls, if it is a newcomer itself. ``units``: see `Relay`."""
+    """Where newcomers call this worker, at its ``beacon``; and where it calls, if it is a newcomer
+    itself. ``units``: see `Relay`."""
 
-    def __init__(self, members: Members, server: socket.socket, units: Units) -> None:
+    def __init__(self, members: Members, beacon: Beacon, units: Units) -> None:
         self._members, self._units = members, units
         self._feed: Feed | None = None
         self._waiting: SimpleQueue[Relay] = SimpleQueue()
-        at = "laconic-service", [server], self._exchange, HANDSHAKE_SECONDS, self._answered
-        self._service = Service(*at)
-
-    def open(self) -> None:
-        """Answer newcomers from now on."""
-        self._service.open()
+        beacon.others[PURPOSE] = self._enter
 
     def callers(self, step: int) -> list[Relay]:
         """The newcomers that have called, and get the state after ``step`` steps."""
@@ -64,15 +56,14 @@ class Reception:
             if members.view.place(donor.id) is None:
                 raise RelayError(f"the run goes on without {donor.name}")
 
-        stream = call_donor(donor, members.secret, members.me)
+        stream = call_donor(donor, members.client.secret, members.me)
         self._feed = Feed(stream, donor.id, check)
         return self._feed
 
     def close(self) -> None:
-        """Answer nobody from now on, and ask nobody."""
+        """Ask nobody from now on."""
         if self._feed is not None:
             self._feed.close()
-        self._service.close()
 
     def end(self, until: float) -> None:
         """As `close`, and wait until the time ``until`` for the thread of a donor's frames."""
@@ -80,22 +71,15 @@ class Reception:
         if self._feed is not None:
             self._feed.join(until)
 
-    # -- who calls ----
-
-    def _exchange(self) -> handshake.Exchange:
-        return handshake.answer(PURPOSE, lambda key: self._members.secret, self._welcome)
-
-    def _welcome(self, hello: handshake.Hello, text: bytes) -> bytes:
-        View.unpack(text.decode())
-        return b""
-
-    def _answered(self, talk: Talk, error: Exception | None) -> None:
-        if error is not None:
+    def _enter(self, talk: Talk) -> None:
+        """A newcomer has called."""
+        try:
+            newcomer = View.unpack(talk.result[handshake.HELLO_BYTES :].decode()).members[0]
+        except ValueError:  # of another version
             return
         talk.kept = True
-        stream = Stream(secured.waiting(talk.connection))
-        hello = View.unpack(talk.result[handshake.HELLO_BYTES :].decode())
         if _NOT_SENT is not None:  # else the kernel takes in MiB, and sends them beside a round
             with contextlib.suppress(OSError):  # it has ended already
                 talk.connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, PIECE)
-        self._waiting.put(Relay(hello.members[0], stream, self._members.add, self._units))
+        stream = Stream(secured.waiting(talk.connection))
+        self._waiting.put(Relay(newcomer, stream, self._members.add, self._units))

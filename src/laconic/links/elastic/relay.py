@@ -43,7 +43,6 @@ from laconic.links.talks import converse
 log = logging.getLogger("laconic")
 
 PURPOSE = b"join"
-KEY = bytes(handshake.KEY_BYTES)
 HANDSHAKE_SECONDS = 5.0
 LOOK_SECONDS = 1.0
 """How often a thread looks whether it is over, where nothing wakes it."""
@@ -152,9 +151,9 @@ class Stream:
 
 def call_donor(donor: Member, secret: bytes, newcomer: Member) -> Stream:
     """Ask ``donor`` for the state of the run; raises `RelayError`."""
-    host, port, _ = Address.parse(donor.service)
+    host, port, key = Address.parse(donor.beacon)
     hello = View(1, (newcomer,)).pack().encode()
-    exchange = partial(handshake.call, secret, PURPOSE, KEY, 0, hello)
+    exchange = partial(handshake.call, secret, PURPOSE, bytes.fromhex(key), 0, hello)
     try:
         return Stream(converse(host, port, exchange, HANDSHAKE_SECONDS))
     except (OSError, handshake.RefusedError) as error:

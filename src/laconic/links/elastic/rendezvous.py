@@ -145,7 +145,7 @@ class Rendezvous:
             try:
                 check, members = partial(self._check_latest, view), self._members
                 try:
-                    mesh.connect(self._server, members.secret, check)
+                    mesh.connect(self._server, members.client.secret, check)
                 finally:
                     members.signs.connected(mesh.missing)
                 with self._lock:

@@ -73,9 +73,9 @@ class Cast:
                 self.reporting[worker].hear(json.loads(json.dumps(reports)), str(worker))
 
 
-class _Rendezvous:
-    """In place of `laconic.links.elastic.rendezvous.Rendezvous`: nothing is ever interrupted, since
-    the plan knows beforehand who completes a unit."""
+class _Planned:
+    """In place of `Rendezvous` and `Reception`: nothing is ever interrupted, since the plan knows
+    beforehand who completes a unit, and who is a newcomer's donor."""
 
     def __init__(self, cast: Cast, me: int, units: Units) -> None:
         self._cast, self._me, self._units = cast, me, units
@@ -108,6 +108,22 @@ class _Rendezvous:
             return  # a newcomer: it begins with the next call that starts a step's rounds
         self.link = SimulatedLink(self._cast.stage, self._me, workers)
         self.link.begin_digest(self._units.call.digest)
+
+    def callers(self, step: int) -> list[_Relay]:
+        """The newcomers that the plan has this worker send its state to after ``step`` steps."""
+        plan, active = self._cast.plan, [int(id) for id in self._units.active]
+        called = [w for w in range(plan.workers) if plan.joins(w) == step]
+        called = [w for w in called if plan.donor(w, active) == self._me]
+        self._cast.donors.update(dict.fromkeys(called, self._me))
+        return [_Relay(self._cast, w) for w in called if w not in self._cast.feeds]
+
+    def call_donor(self, number: int, look: Callable[[], None]) -> Feed:
+        """See `Reception.call_donor`."""
+        frames = self._cast.feeds.get(self._me, [])
+        if number or not frames:
+            raise EndedError  # the run has ended before this worker could take part
+        stream: Any = _Stream(frames)
+        return Feed(stream, str(self._cast.donors[self._me]), look)
 
     def drop(self) -> None:
         """Do nothing."""
@@ -177,42 +193,15 @@ class _Stream:
         """Do nothing."""
 
 
-class _Reception:
-    """In place of `laconic.links.elastic.reception.Reception`."""
-
-    def __init__(self, cast: Cast, me: int, units: Units) -> None:
-        self._cast, self._me, self._units = cast, me, units
-
-    def open(self) -> None:
-        """Do nothing."""
-
-    def callers(self, step: int) -> list[_Relay]:
-        """The newcomers that the plan has this worker send its state to after ``step`` steps."""
-        plan, active = self._cast.plan, [int(id) for id in self._units.active]
-        called = [w for w in range(plan.workers) if plan.joins(w) == step]
-        called = [w for w in called if plan.donor(w, active) == self._me]
-        self._cast.donors.update(dict.fromkeys(called, self._me))
-        return [_Relay(self._cast, w) for w in called if w not in self._cast.feeds]
-
-    def call_donor(self, number: int, look: Callable[[], None]) -> Feed:
-        """See `Reception.call_donor`."""
-        frames = self._cast.feeds.get(self._me, [])
-        if number or not frames:
-            raise EndedError  # the run has ended before this worker could take part
-        stream: Any = _Stream(frames)
-        return Feed(stream, str(self._cast.donors[self._me]), look)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class SimulatedElasticLink(ElasticLink):
     """The link of the worker ``me`` of a simulated run."""
 
+    threaded = False
+
     def __init__(self, cast: Cast, me: int, reports: Reporting) -> None:
         units = Units(str(me))
-        parts: Any = _Rendezvous(cast, me, units), _Reception(cast, me, units), reports
-        super().__init__(nobody(str(me), me + 1), units, *parts, threaded=False)
+        planned: Any = _Planned(cast, me, units)
+        super().__init__(nobody(str(me), me + 1), units, planned, planned, reports)
         self.cast = cast
         cast.reporting[me] = reports
         deals = cast.plan.deals(me)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from laconic.errors import LinkError
-from laconic.links.addresses import Address, listen, own_address
+from laconic.links.addresses import listen, own_address
 from laconic.links.elastic.client import SAY_SECONDS, Client, OtherProgramError, UntrustedError
 from laconic.links.elastic.coordinator import parse_address
 from laconic.links.elastic.leases import Need
@@ -21,13 +20,10 @@ from laconic.links.elastic.reception import Reception
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View, new_id
-from laconic.links.handshake import KEY_BYTES
 from laconic.links.health import Beacon, ask_all
 from laconic.links.texts import clean
 
 log = logging.getLogger("laconic")
-
-NO_KEY = "00" * KEY_BYTES
 
 
 def start(
@@ -51,8 +47,9 @@ def start(
         own = own_address(host)
         beacon = Beacon(own)
         on_error.callback(beacon.close)
-        (mesh, at_mesh), (service, at_service) = _listen(on_error, own), _listen(on_error, own)
-        member = Member(new_id(), at_mesh, at_service, beacon.enroll())
+        mesh, at_mesh = listen(own)
+        on_error.enter_context(mesh)
+        member = Member(new_id(), str(at_mesh), beacon.enroll())
         client = Client(host, port, job, member, json.dumps(about), need)
         units = Units(member.id)
         members = Members(client, member, beacon, units, reports.note, wait, limit)
@@ -60,7 +57,7 @@ def start(
         reports.heard = members.signs.notes
         units.note = reports.record = recording(member.id)
         rendezvous = Rendezvous(members, mesh, units, reports)
-        link = ElasticLink(members, units, rendezvous, Reception(members, service, units), reports)
+        link = ElasticLink(members, units, rendezvous, Reception(members, beacon, units), reports)
         on_error.callback(link.close)
         try:
             view = _found(members, need)
@@ -80,7 +77,7 @@ def _found(members: Members, need: Need) -> View:
     end, say = begun + members.wait, begun + SAY_SECONDS
     while True:
         view, lost, now = members.latest, members.coordinator_lost, time.monotonic()
-        if view is not None and (members.entered_view or _answers(view, members.secret)):
+        if view is not None and (members.entered_view or _answers(view, members.client.secret)):
             with members.changed:
                 if members.latest is view:  # else there is a newer one, or another run
                     members.founding = False
@@ -133,10 +130,3 @@ def _different(said: str, about: dict[str, str], job: str, address: str) -> Exce
                 f"{own}: start the same program everywhere, or give this one another job="
             )
     return LinkError(f"what is at {clean(address)} is no coordinator of laconic's")
-
-
-def _listen(on_error: ExitStack, host: str) -> tuple[socket.socket, str]:
-    """A socket that listens, and the address to announce."""
-    server, announced = listen(host)
-    on_error.enter_context(server)
-    return server, str(Address(announced, int(server.getsockname()[1]), NO_KEY))

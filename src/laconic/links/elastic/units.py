@@ -76,10 +76,6 @@ class Units:
         """This worker's rank in the unit under way."""
         return self.ranks.index(self.me) if self.me in self.ranks else len(self.ranks)
 
-    def begin(self) -> None:
-        """A unit is under way."""
-        self.under_way = True
-
     def end(self) -> None:
         """None is under way."""
         with self.changed:

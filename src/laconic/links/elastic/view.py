@@ -22,13 +22,12 @@ MOST_WHY = 1000
 
 
 class Member(NamedTuple):
-    """One worker. ``id`` is drawn when its process attaches, and never used again. ``mesh``,
-    ``service`` and ``beacon``: where it accepts the connections of a view, newcomers, and questions
-    about its health (`laconic.links.addresses.Address` as text)."""
+    """One worker. ``id`` is drawn when its process attaches, and never used again. ``mesh`` and
+    ``beacon``: where it accepts the connections of a view; and newcomers, and questions about its
+    health (`laconic.links.addresses.Address` as text)."""
 
     id: str
     mesh: str
-    service: str
     beacon: str
 
     @property
@@ -98,11 +97,11 @@ class View:
 def unpack_member(value: Any) -> Member:
     """From what JSON holds; raises ``ValueError``."""
     match value:
-        case [str(id), *texts] if _ID.fullmatch(id) and len(texts) == 3:
+        case [str(id), *texts] if _ID.fullmatch(id) and len(texts) == 2:
             addresses = [str(Address.parse(str(text))) for text in texts]
             if all(address.isprintable() for address in addresses):
                 return Member(id, *addresses)
-    raise ValueError("a member is an id and three addresses")
+    raise ValueError("a member is an id and two addresses")
 
 
 def new_id() -> str:
