@@ -165,7 +165,7 @@ class ParameterRunner:
             return InFlightRound(step, self.executed, Pending.of(sent))
         each = [self._send(c, step, c.bucket.empty()) for c in self.channels]
         self._overlap.complete(label)
-        checked = self._session.nonfinite.check(self.exchange, label)
+        checked = self._messenger.nonfinite.check(label)
         return InFlightRound(step + delay, self.executed, Pending.of(each), checked=checked)
 
     def _sent_in_turn(self, step: int, ahead: int) -> Iterator[InFlightBucket]:
@@ -177,7 +177,7 @@ class ParameterRunner:
             if len(sent) > ahead:
                 yield sent.popleft()
         yield from sent
-        self._session.nonfinite.check(self.exchange, self.label(step)).wait()
+        self._messenger.nonfinite.check(self.label(step)).wait()
 
     def _send(self, channel: Channel, step: int, memory: Tensor) -> InFlightBucket:
         """Send a bucket's message, made in ``memory`` from x."""

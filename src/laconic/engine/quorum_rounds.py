@@ -25,7 +25,7 @@ from laconic.algorithms.exchanges.quorum import QuorumMean
 from laconic.algorithms.schedules import Every, own_pace
 from laconic.algorithms.update import Clock
 from laconic.engine.channel import Channel
-from laconic.engine.messages import combined, owned_names
+from laconic.engine.messages import exchanged
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.errors import LinkError
@@ -132,7 +132,7 @@ class Kind:
         """The round on channel number ``at``. ``x``: this worker's, None if it does not contribute;
         ``arrived``: how many do. Returns the result if this one does."""
         running, channel = self.all[at]
-        exchange, update, bucket = _exchange(channel.exchange), running.round.update, channel.bucket
+        update, bucket = running.round.update, channel.bucket
         late = self.base != decision.number - 1
         base = self.bases[at] if late else None
         own = bucket.empty() if x is None else x
@@ -142,17 +142,13 @@ class Kind:
             seed=seed,
             arrived=arrived,
         )
-        names, link = owned_names(update, channel.state), one_by_one(running.link)
-        with channel.states() as (state, carried):
+        with channel.states() as (state, _):
             anchor = None if update.anchor is None else state[update.anchor]
-            message = exchange.contribution(
-                own, x is not None, base, anchor, all_arrive=arrived == n
-            )
-            combine = partial(combined, update, state=state, names=names, clock=clock)
-            arrival = run_here(
-                None, coroutine(lambda: exchange.run(link, message, combine, clock, carried))
-            )
-            return None if x is None else arrival.flat.to(bucket.dtype, copy=True)
+            worker = own, x is not None, base, anchor
+            message = _exchange(channel.exchange).contribution(*worker, all_arrive=arrived == n)
+        job = partial(exchanged, channel, update, message, clock, one_by_one(running.link))
+        arrival = run_here(None, coroutine(job))
+        return None if x is None else arrival.flat.to(bucket.dtype, copy=True)
 
     def anchors(self) -> list[Tensor | None]:
         """Copies of the anchors, as x has them."""
