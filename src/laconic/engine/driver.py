@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -263,27 +262,17 @@ class Driver:
         self.ending.missing = False
         return saved
 
-    def load_on_all(self, parts: Sequence[Saved], load_model: LoadModel | None = None) -> None:
+    def load(
+        self, parts: Sequence[Saved], load_model: LoadModel | None = None, *, alone: bool = False
+    ) -> None:
         """Load ``parts`` on every rank, or raise on every rank; see `loading.load`. With
         ``load_model`` the run goes on from the consensus of other ranks: what `finish` averages is
-        replaced by it, and the rest is what ``load_model(None)`` loads."""
+        replaced by it, and the rest is what ``load_model(None)`` loads. ``alone``: on this rank,
+        without communication."""
         session = self.session
-        session.call("load_state_dict()", 0)  # the ranks' present steps may differ
-        self._load(parts, partial(loading.check_all, session), load_model)
-        if self.run.quorum is not None:
-            session.gather(torch.zeros(1))  # no worker arrives before all have loaded
-
-    def load_here(self, state: Saved) -> str | None:
-        """As `load_state_dict`, without communication. Returns what is wrong, if anything is; then
-        nothing has changed."""
-        try:
-            self._load([state], loading.check_here)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def _load(
-        self, parts: Sequence[Saved], check: loading.Check, load_model: LoadModel | None = None
-    ) -> None:
-        self.run = loading.load(self.run, parts, check, load_model)
+        if not alone:
+            session.call("load_state_dict()", 0)  # the ranks' present steps may differ
+        self.run = loading.load(self.run, parts, load_model, alone=alone)
         self.ending.missing = False
+        if self.run.quorum is not None and not alone:
+            session.gather(torch.zeros(1))  # no worker arrives before all have loaded

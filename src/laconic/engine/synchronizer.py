@@ -233,7 +233,7 @@ class Synchronizer:
 
         Raises ``ValueError`` on every rank where any of them cannot load its state.
         """
-        self.driver.load_on_all([state])
+        self.driver.load([state])
 
     @contextmanager
     def gathering(
