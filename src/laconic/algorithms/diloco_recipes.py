@@ -21,7 +21,6 @@ from laconic.algorithms.recipe_parts import (
     outer_update,
     outermost,
     pseudo_gradients,
-    quorum_mean,
     skip,
     with_quorum,
 )
@@ -85,12 +84,11 @@ def diloco(
         >>> sync = laconic.attach(model, optimizer, laconic.diloco(100, momentum=0.6))
     """
     check_int("period", period, 1)
-    some = quorum_mean(quorum, grace, pace, codec, delay, outer)
-    decided = {"codec": codec is not None, "quorum": some is not None}
-    check_sharded(sharded, outer=outer == "muon", **decided)
     check_merge(merge, mix, delay)
     step = outer_update(outer, lr, momentum, (0.7, 0.9), merge, mix)
-    update, exchange = with_quorum(step, codec, some, sharded=sharded)
+    update, exchange = with_quorum(step, codec, quorum, grace, pace, delay, sharded=sharded)
+    decided = {"codec": codec is not None, "quorum": isinstance(exchange, QuorumMean)}
+    check_sharded(sharded, outer=step.sends == "change", **decided)
     check_delay(delay, period)
     return (Round(every(period), update, exchange, delay=delay),)
 
@@ -152,20 +150,16 @@ def streaming_diloco(
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.streaming_diloco(16))
     """
-    muon = outer == "muon"
     check_merge("mix" if merge is None else merge, MIX if mix is None else mix, delay)
     check_effect("with fragments=1", by=by is not None and fragments == 1)
-    merge = ("loscar" if muon and mix is None else "mix") if merge is None else merge
-    mix = MIX if mix is None else mix
-    by = ("layers" if muon else "bytes") if by is None else by
     step = outer_update(outer, lr, momentum, (None, 0.6), merge, mix)
+    by = ("layers" if step.scope == "tensors" else "bytes") if by is None else by
     check_int("period", period, 1)
     if check_int("fragments", fragments, 1) > period:
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
     check_choice("by", by, ("bytes", "layers"))
     check_delay(delay, period)
-    some = quorum_mean(quorum, grace, pace, codec, delay, outer)
-    update, exchange = with_quorum(step, codec, some, sharded=True)
+    update, exchange = with_quorum(step, codec, quorum, grace, pace, delay, sharded=True)
     return tuple(
         Round(
             every(period, offset=(k + 1) * period // fragments),
@@ -240,10 +234,10 @@ def outer_step(
             raise ValueError("average=False needs a base without quorum= and pace='own'")
         if callable(outer):
             raise ValueError("with average=False, outer must be None or 'muon', not a function")
-        own = OwnStep(update.lr, momentum, muon=outer == "muon")
+        own = OwnStep(update.lr, momentum, muon=update.scope == "tensors")
         return (outermost(slow, own, Alone(), optimizer_state), *base)
     if workers_differ(base):
-        check_sharded(sharded, outer=outer == "muon", codec=codec is not None)
+        check_sharded(sharded, outer=update.sends == "change", codec=codec is not None)
         exchange = pseudo_gradients(update, codec, sharded=sharded)
     else:
         exchange = identical(sharded, codec, optimizer_state, average=average)

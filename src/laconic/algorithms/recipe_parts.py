@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, get_args
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import (
-    CodedMean,
-    Identical,
-    Mean,
-    QuorumMean,
-    ShardedMean,
-)
+from laconic.algorithms.exchanges import CodedMean, Identical, Mean, QuorumMean, ShardedMean
 from laconic.algorithms.exchanges.quorum import Pace
-from laconic.algorithms.round import (
-    AnyRound,
-    GradientRound,
-    OptimizerState,
-    Round,
-    is_recipe,
-)
+from laconic.algorithms.round import AnyRound, GradientRound, OptimizerState, Round, is_recipe
 from laconic.algorithms.schedules import After, Every, Unless
 from laconic.algorithms.update import Update
 from laconic.algorithms.updates import DelayedNesterov, MuonStep, OuterStep
@@ -37,13 +26,12 @@ MIX = 0.5
 Outer = OuterFactory | Literal["muon"]
 """An outer optimizer in place of Nesterov SGD: a function that makes one from tensors, or
 ``"muon"`` (`MuonStep`)."""
+OUTER_STEPS: Mapping[object, type[OuterStep]] = {"muon": MuonStep, None: OuterStep}
+"""The outer steps, by the value of ``outer=`` that asks for them."""
 
 
 def mean_over_workers(
-    codec: CodecOption,
-    *,
-    relative: bool = True,
-    sharded: bool = False,
+    codec: CodecOption, *, relative: bool = True, sharded: bool = False
 ) -> Exchange:
     """Return the average over workers, coded or not."""
     if codec is not None:
@@ -59,56 +47,34 @@ def check_effect(why: str, **given: bool) -> None:
         raise ValueError(f"{' and '.join(names)} {has} no effect {why}: leave out {names[0]}")
 
 
-def quorum_mean(
-    quorum: int | None,
-    grace: float,
-    pace: Pace,
-    codec: CodecOption,
-    delay: int,
-    outer: Outer | None,
-) -> QuorumMean | None:
-    """Return the average over the workers that have arrived, or None if a round waits for all."""
-    exchange = QuorumMean(quorum, grace, pace)  # checks them
-    if quorum is None and pace == "equal":
-        if grace:
-            raise ValueError(
-                "grace= is for rounds that do not wait for all workers at equal pace: give quorum= "
-                "or pace='own'"
-            )
-        return None
-    if delay:
-        raise ValueError("rounds with quorum= or pace='own' fold results at once: use delay=0")
-    if outer == "muon":
-        raise ValueError(
-            "outer='muon' waits for all workers: leave out quorum= and pace=, or use another outer="
-        )
-    return exchange if codec is None else replace(exchange, codec=codec_of(codec))
-
-
 def outer_update(
     outer: Outer | None,
     lr: float | None,
     momentum: float,
     usual: tuple[float | None, float],
-    merge: Merge = "mix",
-    mix: float = MIX,
+    merge: Merge | None = "mix",
+    mix: float | None = MIX,
 ) -> OuterStep:
-    """Return the outer step. ``usual``: the defaults of ``lr``, where None depends on ``outer``,
-    and of ``momentum``."""
+    """Return the outer step. ``usual``: the defaults of ``lr`` and of ``momentum``. None as ``lr``,
+    ``merge`` or ``mix``: what suits ``outer``."""
+    made = None
     if callable(outer):
+        made, kind = outer, OuterStep
         given = {"lr": lr != usual[0], "momentum": momentum != usual[1]}
         check_effect("with a function as outer=", **given)
-    lr = (1.0 if outer == "muon" else 0.7) if lr is None else lr
+    elif outer in [*OUTER_STEPS]:  # which also takes what has no hash
+        kind = OUTER_STEPS[outer]
+    else:
+        raise ValueError(
+            f"outer must be {', '.join(map(repr, OUTER_STEPS))}, or a function that makes an "
+            "optimizer from tensors, such as lambda tensors: torch.optim.Adam(tensors, lr=1e-3), "
+            f"not {outer!r}"
+        )
+    lr = kind.usual_lr if lr is None else lr
     check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
-    if outer == "muon":
-        return MuonStep(lr, momentum, None, mix, merge)
-    if isinstance(outer, str) or not (outer is None or callable(outer)):
-        raise ValueError(
-            "outer must be 'muon', None, or a function that makes an optimizer from tensors, such "
-            f"as lambda tensors: torch.optim.Adam(tensors, lr=1e-3), not {outer!r}"
-        )
-    return OuterStep(lr, momentum, outer, mix, merge)
+    merge = merge or (kind.usual_merge if mix is None else "mix")
+    return kind(lr, momentum, made, MIX if mix is None else mix, merge)
 
 
 def check_merge(merge: Merge, mix: float, delay: int) -> None:
@@ -136,13 +102,34 @@ def pseudo_gradients(update: OuterStep, codec: CodecOption, *, sharded: bool) ->
 
 
 def with_quorum(
-    update: OuterStep, codec: CodecOption, some: QuorumMean | None, *, sharded: bool
+    update: OuterStep,
+    codec: CodecOption,
+    quorum: int | None,
+    grace: float,
+    pace: Pace,
+    delay: int,
+    *,
+    sharded: bool,
 ) -> tuple[Update, Exchange]:
-    """Return the update and the exchange of rounds that do not wait for all workers, if there is
-    ``some`` average over those that have arrived."""
-    if some is None:
+    """Return the update and the exchange of outer steps: over all workers, or over those that have
+    arrived."""
+    some = QuorumMean(quorum, grace, pace)  # checks them
+    if quorum is None and pace == "equal":
+        if grace:
+            raise ValueError(
+                "grace= is for rounds that do not wait for all workers at equal pace: give quorum= "
+                "or pace='own'"
+            )
         return update, pseudo_gradients(update, codec, sharded=sharded)
-    return (update if update.outer else DelayedNesterov(update.lr, update.momentum)), some
+    if delay:
+        raise ValueError("rounds with quorum= or pace='own' fold results at once: use delay=0")
+    if not update.combines_only:
+        raise ValueError(
+            f"{type(update).__name__} waits for all workers: leave out quorum= and pace=, or use "
+            "another outer="
+        )
+    own = update if update.outer else DelayedNesterov(update.lr, update.momentum)
+    return own, some if codec is None else replace(some, codec=codec_of(codec))
 
 
 def identical(
