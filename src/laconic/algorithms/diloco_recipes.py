@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal, get_args
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import Alone, QuorumMean
 from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
-    MIX,
     CodecOption,
-    Outer,
     check_base,
     check_delay,
     check_effect,
-    check_merge,
     check_sharded,
     identical,
-    outer_update,
+    mean_over_workers,
     outermost,
-    pseudo_gradients,
     skip,
-    with_quorum,
 )
 from laconic.algorithms.round import OptimizerState, Recipe, Round, workers_differ
 from laconic.algorithms.schedules import Every, every
-from laconic.algorithms.updates import OwnStep
-from laconic.algorithms.updates.outer_step import Merge
-from laconic.errors import check_bool, check_choice, check_int
+from laconic.algorithms.update import Update
+from laconic.algorithms.updates import DelayedNesterov, MuonStep, OuterStep, OwnStep
+from laconic.algorithms.updates.outer_step import Merge, OuterFactory
+from laconic.codecs import codec_of
+from laconic.errors import check_bool, check_choice, check_float, check_int
 from laconic.parts import Fragment, parameters
+
+MIX = 0.5
+"""The fraction of x that remains with ``merge="mix"``, by default."""
+Outer = OuterFactory | Literal["muon"]
+"""An outer optimizer in place of Nesterov SGD: a function that makes one from tensors, or
+``"muon"`` (`MuonStep`)."""
+OUTER_STEPS: Mapping[object, type[OuterStep]] = {"muon": MuonStep, None: OuterStep}
+"""The outer steps, by the value of ``outer=`` that asks for them."""
 
 
 @named
@@ -243,3 +250,80 @@ def outer_step(
         exchange = identical(sharded, codec, optimizer_state, average=average)
     last = outermost(slow, update, exchange, optimizer_state)
     return (*(skip(r, slow) for r in base), last)
+
+
+def outer_update(
+    outer: Outer | None,
+    lr: float | None,
+    momentum: float,
+    usual: tuple[float | None, float],
+    merge: Merge | None = "mix",
+    mix: float | None = MIX,
+) -> OuterStep:
+    """Return the outer step. ``usual``: the defaults of ``lr`` and of ``momentum``. None as ``lr``,
+    ``merge`` or ``mix``: what suits ``outer``."""
+    made = None
+    if callable(outer):
+        made, kind = outer, OuterStep
+        given = {"lr": lr != usual[0], "momentum": momentum != usual[1]}
+        check_effect("with a function as outer=", **given)
+    elif outer in [*OUTER_STEPS]:  # which also takes what has no hash
+        kind = OUTER_STEPS[outer]
+    else:
+        raise ValueError(
+            f"outer must be {', '.join(map(repr, OUTER_STEPS))}, or a function that makes an "
+            "optimizer from tensors, such as lambda tensors: torch.optim.Adam(tensors, lr=1e-3), "
+            f"not {outer!r}"
+        )
+    lr = kind.usual_lr if lr is None else lr
+    check_float("momentum", momentum, 0.0, 1.0)
+    check_float("lr", lr, 0.0, strict=True)
+    merge = merge or (kind.usual_merge if mix is None else "mix")
+    return kind(lr, momentum, made, MIX if mix is None else mix, merge)
+
+
+def check_merge(merge: Merge, mix: float, delay: int) -> None:
+    """Check how x and the new anchor are combined; raise ``ValueError`` for what has no effect."""
+    check_choice("merge", merge, get_args(Merge))
+    check_float("mix", mix, 0.0, most=1.0)
+    given = {"merge": merge != "mix", "mix": mix != MIX}
+    if not delay:
+        check_effect("without delay=", **given)
+    check_effect(f"with merge={merge!r}", mix=merge != "mix" and given["mix"])
+
+
+def pseudo_gradients(update: OuterStep, codec: CodecOption, *, sharded: bool) -> Exchange:
+    """Return the exchange for the pseudo-gradients of ``update``."""
+    relative = update.sends == "model"
+    return mean_over_workers(codec, relative=relative, sharded=sharded and relative)
+
+
+def with_quorum(
+    update: OuterStep,
+    codec: CodecOption,
+    quorum: int | None,
+    grace: float,
+    pace: Pace,
+    delay: int,
+    *,
+    sharded: bool,
+) -> tuple[Update, Exchange]:
+    """Return the update and the exchange of outer steps: over all workers, or over those that have
+    arrived."""
+    some = QuorumMean(quorum, grace, pace)  # checks them
+    if quorum is None and pace == "equal":
+        if grace:
+            raise ValueError(
+                "grace= is for rounds that do not wait for all workers at equal pace: give quorum= "
+                "or pace='own'"
+            )
+        return update, pseudo_gradients(update, codec, sharded=sharded)
+    if delay:
+        raise ValueError("rounds with quorum= or pace='own' fold results at once: use delay=0")
+    if not update.combines_only:
+        raise ValueError(
+            f"{type(update).__name__} waits for all workers: leave out quorum= and pace=, or use "
+            "another outer="
+        )
+    own = update if update.outer else DelayedNesterov(update.lr, update.momentum)
+    return own, some if codec is None else replace(some, codec=codec_of(codec))
