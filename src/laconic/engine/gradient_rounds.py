@@ -62,7 +62,6 @@ class GradientRunner:
 
     def __init__(self, r: GradientRound, session: Session, announce: Callable[[], str]) -> None:
         self.round = r
-        self.exchange = r.exchange
         self._update = r.update
         self._session, self._comm = session, session.comm
         self._link = link = session.links[r.over]
@@ -271,7 +270,7 @@ class GradientRunner:
                 "are not averaged yet: call it after backward(), or attach a recipe that averages "
                 "parameters, such as laconic.local_sgd(1)"
             )
-        if self._averaged and self.exchange.slots:
+        if self._averaged and self.round.exchange.slots:
             raise ValueError(JOINED)
         self._begin(-1)
         self._end()

@@ -40,7 +40,7 @@ LoadModel = Callable[[int | None], None]
 def _stateful(run: RecipeRun) -> list[GradientRunner]:
     """The gradient rounds with state. Averages inside a worker have none; another layout of ranks
     need not have them."""
-    return [gradients for gradients in run.gradients if gradients.exchange.slots]
+    return [gradients for gradients in run.gradients if gradients.round.exchange.slots]
 
 
 def header(run: RecipeRun) -> Saved:

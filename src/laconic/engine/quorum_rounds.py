@@ -84,7 +84,7 @@ class Kind:
     @property
     def exchange(self) -> QuorumMean:
         """That of its rounds, which have the same rules."""
-        return _exchange(self.runners[0].exchange)
+        return _exchange(self.runners[0].round.exchange)
 
     @property
     def all(self) -> list[tuple[ParameterRunner, Channel]]:

@@ -123,7 +123,7 @@ class RecipeRun:
     def rebase(self) -> None:
         """x is the anchor on all workers now. All ranks must call it."""
         for running in self.rounds:
-            if running.round.update.anchor and running.exchange.agrees:
+            if running.round.update.anchor and running.round.exchange.agrees:
                 running.rebase()
         if self.quorum is not None:
             self.quorum.rebase()
