@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.algorithms.exchange import Arrival
+from laconic.algorithms.exchange import Arrival, Combine
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores, of_worker
-from laconic.algorithms.update import Clock, Tensors, Update, computed, rated
+from laconic.algorithms.update import Clock, State, Tensors, Update, computed, rated
 from laconic.buckets import Bucket
 from laconic.engine.channel import ByGroup, Channel, is_owned
 from laconic.engine.comparison import NonfiniteCheck
@@ -25,25 +25,19 @@ from laconic.links.link import AsyncLink, Job, Link
 from laconic.tensors import as_shard, is_sharded, local, state_dtype
 
 
-async def exchanged(
-    channel: Channel, update: Update, message: Tensor, clock: Clock, link: AsyncLink
-) -> Arrival:
-    """Exchange the channel's ``message`` over the collectives of ``link``, with the outer step of
-    ``update`` in between. `Update.combine` gets the numbers of its state, and what belongs to the
-    owner."""
+def outer_step(channel: Channel, update: Update, state: State, clock: Clock) -> Combine:
+    """The outer step on a mean, where it arrives: `Update.combine` with the numbers in ``state``,
+    the channel's on the device, and what belongs to the owner."""
     names = [k for k, t in channel.state.items() if not t.dim() or is_owned(update, k, t)]
-    slice_clock = replace(clock, tensors=Tensors())
-    with channel.states() as (state, exchange_state):
+    clock = replace(clock, tensors=Tensors())
 
-        def combine(mean: Tensor) -> Tensor:
-            owned = {name: state[name] for name in names}
-            wide = mean.to(state_dtype(mean.dtype))
-            result = computed(update, "combine", [wide], owned, slice_clock)
-            state.update(owned)  # an outer optimizer makes its state in its first step
-            return result
+    def combine(mean: Tensor) -> Tensor:
+        owned = {name: state[name] for name in names}
+        result = computed(update, "combine", [mean.to(state_dtype(mean.dtype))], owned, clock)
+        state.update(owned)  # an outer optimizer makes its state in its first step
+        return result
 
-        now = rated(update, clock)
-        return await channel.exchange.run(link, message, combine, now, exchange_state)
+    return combine
 
 
 class Messenger:
@@ -121,7 +115,9 @@ class Messenger:
             ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
             clock = replace(clock, score=of_worker(ranks))
         try:
-            result = await exchanged(channel, update, part, clock, link)
+            with channel.states() as (state, exchange_state):
+                combine, now = outer_step(channel, update, state, clock), rated(update, clock)
+                result = await channel.exchange.run(link, part, combine, now, exchange_state)
         except NotFiniteError as error:
             self.nonfinite.report(error)
             result = Arrival(part)

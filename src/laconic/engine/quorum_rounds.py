@@ -25,7 +25,7 @@ from laconic.algorithms.exchanges.quorum import QuorumMean
 from laconic.algorithms.schedules import Every, own_pace
 from laconic.algorithms.update import Clock
 from laconic.engine.channel import Channel
-from laconic.engine.messages import exchanged
+from laconic.engine.messages import outer_step
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.errors import LinkError
@@ -135,13 +135,15 @@ class Kind:
             seed=seed,
             arrived=arrived,
         )
-        with channel.states() as (state, _):
+        exchange, link = _exchange(channel.exchange), one_by_one(running.link)
+        with channel.states() as (state, carried):
             anchor = None if update.anchor is None else state[update.anchor]
             worker = own, x is not None, base, anchor
-            message = _exchange(channel.exchange).contribution(*worker, all_arrive=arrived == n)
-        job = partial(exchanged, channel, update, message, clock, one_by_one(running.link))
-        arrival = run_here(None, coroutine(job))
-        return None if x is None else arrival.flat.to(bucket.dtype, copy=True)
+            message = exchange.contribution(*worker, all_arrive=arrived == n)
+            combine = outer_step(channel, update, state, clock)
+            job = partial(exchange.run, link, message, combine, clock, carried)
+            arrival = run_here(None, coroutine(job))
+            return None if x is None else arrival.flat.to(bucket.dtype, copy=True)
 
     def anchors(self) -> list[Tensor | None]:
         """Copies of the anchors, as x has them."""
