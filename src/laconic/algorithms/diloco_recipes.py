@@ -93,7 +93,9 @@ def diloco(
     check_int("period", period, 1)
     check_merge(merge, mix, delay)
     step = outer_update(outer, lr, momentum, (0.7, 0.9), merge, mix)
-    update, exchange = with_quorum(step, codec, quorum, grace, pace, delay, sharded=sharded)
+    update, exchange = with_quorum(
+        step, codec, QuorumMean(quorum, grace, pace), delay, sharded=sharded
+    )
     decided = {"codec": codec is not None, "quorum": isinstance(exchange, QuorumMean)}
     check_sharded(sharded, outer=step.sends == "change", **decided)
     check_delay(delay, period)
@@ -166,7 +168,9 @@ def streaming_diloco(
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
     check_choice("by", by, ("bytes", "layers"))
     check_delay(delay, period)
-    update, exchange = with_quorum(step, codec, quorum, grace, pace, delay, sharded=True)
+    update, exchange = with_quorum(
+        step, codec, QuorumMean(quorum, grace, pace), delay, sharded=True
+    )
     return tuple(
         Round(
             every(period, offset=(k + 1) * period // fragments),
@@ -299,20 +303,12 @@ def pseudo_gradients(update: OuterStep, codec: CodecOption, *, sharded: bool) ->
 
 
 def with_quorum(
-    update: OuterStep,
-    codec: CodecOption,
-    quorum: int | None,
-    grace: float,
-    pace: Pace,
-    delay: int,
-    *,
-    sharded: bool,
+    update: OuterStep, codec: CodecOption, some: QuorumMean, delay: int, *, sharded: bool
 ) -> tuple[Update, Exchange]:
-    """Return the update and the exchange of outer steps: over all workers, or over those that have
-    arrived."""
-    some = QuorumMean(quorum, grace, pace)  # checks them
-    if quorum is None and pace == "equal":
-        if grace:
+    """Return the update and the exchange of outer steps: over all workers, or, by ``some``, over
+    those that have arrived."""
+    if some.workers is None and some.pace == "equal":
+        if some.grace:
             raise ValueError(
                 "grace= is for rounds that do not wait for all workers at equal pace: give quorum= "
                 "or pace='own'"
