@@ -182,7 +182,7 @@ def test_own_steps_count_a_step_that_is_begun_once() -> None:
     ("make", "said"),
     [
         (lambda: la.diloco(4, outer="adam"), "outer must be 'muon', None, or a function"),  # type: ignore[arg-type]
-        (lambda: la.diloco(4, outer="muon", quorum=1), "outer='muon' waits for all workers"),
+        (lambda: la.diloco(4, outer="muon", quorum=1), "MuonStep waits for all workers"),
         (lambda: la.streaming_diloco(4, delay=0, outer="muon", pace="own"), "waits for all"),
         (lambda: la.streaming_diloco(4, outer="muon", by="bytes"), 'by="layers"'),
         (lambda: la.outer_step(la.ddp(), average=False), "average= has no effect"),

@@ -205,7 +205,7 @@ def test_what_one_shard_refuses_is_refused_on_all_ranks(
 ) -> None:
     for rank, said in enumerate(pool.run(poisoned, recipe, closure, ranks=4)):
         assert said.startswith(f"step {last}:"), said
-        assert ("another shard" if rank % 2 else "ranks [0] of its link") in said
+        assert ("another rank of this worker" if rank % 2 else "ranks [0] of its link") in said
 
 
 # -- mistakes ----

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal, get_args
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import Alone, QuorumMean
 from laconic.algorithms.exchanges.quorum import Pace
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
-    MIX,
     CodecOption,
-    Outer,
     check_base,
     check_delay,
     check_effect,
-    check_merge,
     check_sharded,
     identical,
-    outer_update,
+    mean_over_workers,
     outermost,
-    pseudo_gradients,
-    quorum_mean,
     skip,
-    with_quorum,
 )
 from laconic.algorithms.round import OptimizerState, Recipe, Round, workers_differ
 from laconic.algorithms.schedules import Every, every
-from laconic.algorithms.updates import OwnStep
-from laconic.algorithms.updates.outer_step import Merge
-from laconic.errors import check_bool, check_choice, check_int
+from laconic.algorithms.update import Update
+from laconic.algorithms.updates import DelayedNesterov, MuonStep, OuterStep, OwnStep
+from laconic.algorithms.updates.outer_step import Merge, OuterFactory
+from laconic.codecs import codec_of
+from laconic.errors import check_bool, check_choice, check_float, check_int
 from laconic.parts import Fragment, parameters
+
+MIX = 0.5
+"""The fraction of x that remains with ``merge="mix"``, by default."""
+Outer = OuterFactory | Literal["muon"]
+"""An outer optimizer in place of Nesterov SGD: a function that makes one from tensors, or
+``"muon"`` (`MuonStep`)."""
+OUTER_STEPS: Mapping[object, type[OuterStep]] = {"muon": MuonStep, None: OuterStep}
+"""The outer steps, by the value of ``outer=`` that asks for them."""
 
 
 @named
@@ -85,12 +91,13 @@ def diloco(
         >>> sync = laconic.attach(model, optimizer, laconic.diloco(100, momentum=0.6))
     """
     check_int("period", period, 1)
-    some = quorum_mean(quorum, grace, pace, codec, delay, outer)
-    decided = {"codec": codec is not None, "quorum": some is not None}
-    check_sharded(sharded, outer=outer == "muon", **decided)
     check_merge(merge, mix, delay)
     step = outer_update(outer, lr, momentum, (0.7, 0.9), merge, mix)
-    update, exchange = with_quorum(step, codec, some, sharded=sharded)
+    update, exchange = with_quorum(
+        step, codec, QuorumMean(quorum, grace, pace), delay, sharded=sharded
+    )
+    decided = {"codec": codec is not None, "quorum": isinstance(exchange, QuorumMean)}
+    check_sharded(sharded, outer=step.sends == "change", **decided)
     check_delay(delay, period)
     return (Round(every(period), update, exchange, delay=delay),)
 
@@ -152,20 +159,18 @@ def streaming_diloco(
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.streaming_diloco(16))
     """
-    muon = outer == "muon"
     check_merge("mix" if merge is None else merge, MIX if mix is None else mix, delay)
     check_effect("with fragments=1", by=by is not None and fragments == 1)
-    merge = ("loscar" if muon and mix is None else "mix") if merge is None else merge
-    mix = MIX if mix is None else mix
-    by = ("layers" if muon else "bytes") if by is None else by
     step = outer_update(outer, lr, momentum, (None, 0.6), merge, mix)
+    by = ("layers" if step.scope == "tensors" else "bytes") if by is None else by
     check_int("period", period, 1)
     if check_int("fragments", fragments, 1) > period:
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
     check_choice("by", by, ("bytes", "layers"))
     check_delay(delay, period)
-    some = quorum_mean(quorum, grace, pace, codec, delay, outer)
-    update, exchange = with_quorum(step, codec, some, sharded=True)
+    update, exchange = with_quorum(
+        step, codec, QuorumMean(quorum, grace, pace), delay, sharded=True
+    )
     return tuple(
         Round(
             every(period, offset=(k + 1) * period // fragments),
@@ -240,12 +245,81 @@ def outer_step(
             raise ValueError("average=False needs a base without quorum= and pace='own'")
         if callable(outer):
             raise ValueError("with average=False, outer must be None or 'muon', not a function")
-        own = OwnStep(update.lr, momentum, muon=outer == "muon")
+        own = OwnStep(update.lr, momentum, muon=update.scope == "tensors")
         return (outermost(slow, own, Alone(), optimizer_state), *base)
     if workers_differ(base):
-        check_sharded(sharded, outer=outer == "muon", codec=codec is not None)
+        check_sharded(sharded, outer=update.sends == "change", codec=codec is not None)
         exchange = pseudo_gradients(update, codec, sharded=sharded)
     else:
         exchange = identical(sharded, codec, optimizer_state, average=average)
     last = outermost(slow, update, exchange, optimizer_state)
     return (*(skip(r, slow) for r in base), last)
+
+
+def outer_update(
+    outer: Outer | None,
+    lr: float | None,
+    momentum: float,
+    usual: tuple[float | None, float],
+    merge: Merge | None = "mix",
+    mix: float | None = MIX,
+) -> OuterStep:
+    """Return the outer step. ``usual``: the defaults of ``lr`` and of ``momentum``. None as ``lr``,
+    ``merge`` or ``mix``: what suits ``outer``."""
+    made = None
+    if callable(outer):
+        made, kind = outer, OuterStep
+        given = {"lr": lr != usual[0], "momentum": momentum != usual[1]}
+        check_effect("with a function as outer=", **given)
+    elif outer in [*OUTER_STEPS]:  # which also takes what has no hash
+        kind = OUTER_STEPS[outer]
+    else:
+        raise ValueError(
+            f"outer must be {', '.join(map(repr, OUTER_STEPS))}, or a function that makes an "
+            "optimizer from tensors, such as lambda tensors: torch.optim.Adam(tensors, lr=1e-3), "
+            f"not {outer!r}"
+        )
+    lr = kind.usual_lr if lr is None else lr
+    check_float("momentum", momentum, 0.0, 1.0)
+    check_float("lr", lr, 0.0, strict=True)
+    merge = merge or (kind.usual_merge if mix is None else "mix")
+    return kind(lr, momentum, made, MIX if mix is None else mix, merge)
+
+
+def check_merge(merge: Merge, mix: float, delay: int) -> None:
+    """Check how x and the new anchor are combined; raise ``ValueError`` for what has no effect."""
+    check_choice("merge", merge, get_args(Merge))
+    check_float("mix", mix, 0.0, most=1.0)
+    given = {"merge": merge != "mix", "mix": mix != MIX}
+    if not delay:
+        check_effect("without delay=", **given)
+    check_effect(f"with merge={merge!r}", mix=merge != "mix" and given["mix"])
+
+
+def pseudo_gradients(update: OuterStep, codec: CodecOption, *, sharded: bool) -> Exchange:
+    """Return the exchange for the pseudo-gradients of ``update``."""
+    relative = update.sends == "model"
+    return mean_over_workers(codec, relative=relative, sharded=sharded and relative)
+
+
+def with_quorum(
+    update: OuterStep, codec: CodecOption, some: QuorumMean, delay: int, *, sharded: bool
+) -> tuple[Update, Exchange]:
+    """Return the update and the exchange of outer steps: over all workers, or, by ``some``, over
+    those that have arrived."""
+    if some.workers is None and some.pace == "equal":
+        if some.grace:
+            raise ValueError(
+                "grace= is for rounds that do not wait for all workers at equal pace: give quorum= "
+                "or pace='own'"
+            )
+        return update, pseudo_gradients(update, codec, sharded=sharded)
+    if delay:
+        raise ValueError("rounds with quorum= or pace='own' fold results at once: use delay=0")
+    if not update.combines_only:
+        raise ValueError(
+            f"{type(update).__name__} waits for all workers: leave out quorum= and pace=, or use "
+            "another outer="
+        )
+    own = update if update.outer else DelayedNesterov(update.lr, update.momentum)
+    return own, some if codec is None else replace(some, codec=codec_of(codec))

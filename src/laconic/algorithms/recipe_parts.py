@@ -1,49 +1,25 @@
-"""What several recipes share: the codec option, outer steps, checks of their arguments."""
+"""What several recipes share: the codec option, rounds over a base, checks of their arguments."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Literal, get_args
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import (
-    CodedMean,
-    Identical,
-    Mean,
-    QuorumMean,
-    ShardedMean,
-)
-from laconic.algorithms.exchanges.quorum import Pace
-from laconic.algorithms.round import (
-    AnyRound,
-    GradientRound,
-    OptimizerState,
-    Round,
-    is_recipe,
-)
+from laconic.algorithms.exchanges import CodedMean, Identical, Mean, ShardedMean
+from laconic.algorithms.round import AnyRound, GradientRound, OptimizerState, Round, is_recipe
 from laconic.algorithms.schedules import After, Every, Unless
 from laconic.algorithms.update import Update
-from laconic.algorithms.updates import DelayedNesterov, MuonStep, OuterStep
-from laconic.algorithms.updates.outer_step import Merge, OuterFactory
 from laconic.codecs import Codec, codec_of
-from laconic.errors import check_bool, check_choice, check_float
+from laconic.errors import check_bool
 
 CodecOption = Codec | str | None
 """How messages are coded: a codec, the name of one in `laconic.codecs.CODECS`, or None for no
 coding. The next message sends what a code leaves out (error feedback)."""
-MIX = 0.5
-"""The fraction of x that remains with ``merge="mix"``, by default."""
-Outer = OuterFactory | Literal["muon"]
-"""An outer optimizer in place of Nesterov SGD: a function that makes one from tensors, or
-``"muon"`` (`MuonStep`)."""
 
 
 def mean_over_workers(
-    codec: CodecOption,
-    *,
-    relative: bool = True,
-    sharded: bool = False,
+    codec: CodecOption, *, relative: bool = True, sharded: bool = False
 ) -> Exchange:
     """Return the average over workers, coded or not."""
     if codec is not None:
@@ -59,90 +35,12 @@ def check_effect(why: str, **given: bool) -> None:
         raise ValueError(f"{' and '.join(names)} {has} no effect {why}: leave out {names[0]}")
 
 
-def quorum_mean(
-    quorum: int | None,
-    grace: float,
-    pace: Pace,
-    codec: CodecOption,
-    delay: int,
-    outer: Outer | None,
-) -> QuorumMean | None:
-    """Return the average over the workers that have arrived, or None if a round waits for all."""
-    exchange = QuorumMean(quorum, grace, pace)  # checks them
-    if quorum is None and pace == "equal":
-        if grace:
-            raise ValueError(
-                "grace= is for rounds that do not wait for all workers at equal pace: give quorum= "
-                "or pace='own'"
-            )
-        return None
-    if delay:
-        raise ValueError("rounds with quorum= or pace='own' fold results at once: use delay=0")
-    if outer == "muon":
-        raise ValueError(
-            "outer='muon' waits for all workers: leave out quorum= and pace=, or use another outer="
-        )
-    return exchange if codec is None else replace(exchange, codec=codec_of(codec))
-
-
-def outer_update(
-    outer: Outer | None,
-    lr: float | None,
-    momentum: float,
-    usual: tuple[float | None, float],
-    merge: Merge = "mix",
-    mix: float = MIX,
-) -> OuterStep:
-    """Return the outer step. ``usual``: the defaults of ``lr``, where None depends on ``outer``,
-    and of ``momentum``."""
-    if callable(outer):
-        given = {"lr": lr != usual[0], "momentum": momentum != usual[1]}
-        check_effect("with a function as outer=", **given)
-    lr = (1.0 if outer == "muon" else 0.7) if lr is None else lr
-    check_float("momentum", momentum, 0.0, 1.0)
-    check_float("lr", lr, 0.0, strict=True)
-    if outer == "muon":
-        return MuonStep(lr, momentum, None, mix, merge)
-    if isinstance(outer, str) or not (outer is None or callable(outer)):
-        raise ValueError(
-            "outer must be 'muon', None, or a function that makes an optimizer from tensors, such "
-            f"as lambda tensors: torch.optim.Adam(tensors, lr=1e-3), not {outer!r}"
-        )
-    return OuterStep(lr, momentum, outer, mix, merge)
-
-
-def check_merge(merge: Merge, mix: float, delay: int) -> None:
-    """Check how x and the new anchor are combined; raise ``ValueError`` for what has no effect."""
-    check_choice("merge", merge, get_args(Merge))
-    check_float("mix", mix, 0.0, most=1.0)
-    given = {"merge": merge != "mix", "mix": mix != MIX}
-    if not delay:
-        check_effect("without delay=", **given)
-    check_effect(f"with merge={merge!r}", mix=merge != "mix" and given["mix"])
-
-
 def check_sharded(sharded: bool, **others: bool) -> None:
     """Raise ``ValueError`` if ``sharded`` is False beside ``others`` that decide where outer state
     is stored."""
     check_bool("sharded", sharded)
     for name, given in others.items():
         check_effect(f"with {name}=", sharded=given and not sharded)
-
-
-def pseudo_gradients(update: OuterStep, codec: CodecOption, *, sharded: bool) -> Exchange:
-    """Return the exchange for the pseudo-gradients of ``update``."""
-    relative = update.sends == "model"
-    return mean_over_workers(codec, relative=relative, sharded=sharded and relative)
-
-
-def with_quorum(
-    update: OuterStep, codec: CodecOption, some: QuorumMean | None, *, sharded: bool
-) -> tuple[Update, Exchange]:
-    """Return the update and the exchange of rounds that do not wait for all workers, if there is
-    ``some`` average over those that have arrived."""
-    if some is None:
-        return update, pseudo_gradients(update, codec, sharded=sharded)
-    return (update if update.outer else DelayedNesterov(update.lr, update.momentum)), some
 
 
 def identical(

@@ -140,6 +140,6 @@ def _load_consensus(
             holder.load_state_dict(state["objects"][name])
 
     parts = [file["sync"] for _, file in sorted(averaged.items())]
-    training.sync.driver.load_on_all(parts, load_model)
+    training.sync.driver.load(parts, load_model)
     if training.front is not None:
         training.front.copy_masters()

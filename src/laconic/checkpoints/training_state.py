@@ -93,7 +93,7 @@ class TrainingState:
             if own.driver.session.optimizer is None:
                 check_free(optimizer)
                 attached = own
-        elif attached is not None and not attached.driver.hooked:
+        elif attached is not None and not attached.driver.session.settings.hooked:
             raise ValueError(
                 "a wrapper of the model follows this optimizer: pass it as model, as it has state "
                 "of its own"

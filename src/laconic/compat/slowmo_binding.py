@@ -135,7 +135,11 @@ class Binding:
         self._driver.bind(optimizer)
         claim(optimizer, self._sync)
         if self.waiting is not None:
-            self._problem, self.waiting = self._driver.load_here(self.waiting), None
+            try:
+                self._driver.load([self.waiting], alone=True)
+            except ValueError as error:  # `_finish` raises it on all ranks
+                self._problem = str(error)
+            self.waiting = None
         else:
             self._common_start = sums(held)
 

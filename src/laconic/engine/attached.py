@@ -95,7 +95,7 @@ class _Watched(torch.amp.GradScaler):
         sync = synchronizer_of(optimizer)
         before = None if sync is None else sync.step
         result = super().step(optimizer, *args, **kwargs)
-        if sync is not None and sync.attached and sync.driver.hooked and sync.step == before:
+        if sync is not None and sync.attached and sync.step == before:
             sync.driver.skip(optimizer)
         return result
 

@@ -74,31 +74,32 @@ def held_by_all(
 
 
 class NonfiniteCheck:
-    """Raises a `NotFiniteError` on all ranks of a worker, its ``shards``, if any had one."""
+    """Raises a `NotFiniteError` on all ranks of a worker if any had one. They are the ranks of
+    ``inside``, and each of them carries its own part of the worker's messages by ``exchange``."""
 
-    def __init__(self, shards: Link, comm: CommThread) -> None:
-        self._shards = shards
+    def __init__(self, inside: Link, exchange: Exchange, comm: CommThread) -> None:
+        self._inside = inside
+        self._needed = inside.size > 1 and bool(exchange.slots)
         self._comm = comm
         self._error: NotFiniteError | None = None
 
     def report(self, error: NotFiniteError) -> None:
-        """Raise ``error``, or keep it for `check` if there are other shards. Runs in the
+        """Raise ``error``, or keep it for `check` if there are other ranks. Runs in the
         communication thread."""
-        if self._shards.size == 1:
+        if not self._needed:
             raise error
         self._error = self._error or error
 
-    def check(self, exchange: Exchange, label: str) -> Pending[None]:
-        """Behind all messages of a round, compare the shards. The result raises if any shard had an
-        error."""
-        needed = self._shards.size > 1 and exchange.slots
-        return self._comm.submit(self._compare, label) if needed else Pending.of(None)
+    def check(self, label: str) -> Pending[None]:
+        """Behind all messages of a round, compare the ranks. The result raises if any of them had
+        an error."""
+        return self._comm.submit(self._compare, label) if self._needed else Pending.of(None)
 
     def _compare(self) -> None:
-        failed = self._shards.gather(torch.tensor([float(self._error is not None)]))
+        failed = self._inside.gather(torch.tensor([float(self._error is not None)]))
         error, self._error = self._error, None
         if bool(failed.any()):
-            raise error or NotFiniteError("another shard of this worker's model was not finite")
+            raise error or NotFiniteError("what another rank of this worker carries is not finite")
 
 
 def fingerprint(params: Sequence[Tensor], device: torch.device) -> Tensor:

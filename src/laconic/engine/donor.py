@@ -72,7 +72,7 @@ class Donor:
         self._rounds = 0
         self._leaving = False
         self._process = os.getpid()
-        driver.events.on("failure", self._failed)
+        driver.on("failure", self._failed)
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._leave)
@@ -81,10 +81,10 @@ class Donor:
         """This worker takes part from now on, and sends newcomers its state."""
         driver, link = self._driver, self._link
         link.settings = self._settings_for
-        driver.events.on("step begins", self._before_step)
-        driver.events.on("step ended", self._after_step)
-        driver.events.on("finish", self._after_finish)
-        driver.events.on("switch", self._send_state)
+        driver.on("step begins", self._before_step)
+        driver.on("step ended", self._after_step)
+        driver.on("finish", self._after_finish)
+        driver.on("switch", self._send_state)
 
     def _leave(self, *_: object) -> None:
         # a forked child has this handler, too

@@ -135,15 +135,15 @@ class DriftCheck:
 
     def _possible(self, running: ParameterRunner) -> bool:
         """Whether all workers receive the same result, and every worker sees all digests."""
-        return running.exchange.agrees and not running.link.queues
+        return running.round.exchange.agrees and not running.link.queues
 
     def _equal_state(self, running: ParameterRunner) -> list[Tensor]:
         """The state that is the same on all workers, and that each of them keeps. In an elastic
         run, nothing here depends on their number."""
         workers = 1 if self._session.elastic is not None else running.link.size
-        every_worker_owns = running.exchange.owners(workers) is None
+        every_worker_owns = running.round.exchange.owners(workers) is None
         slots = ("everywhere", "owner") if every_worker_owns else ("everywhere",)
-        update, exchange = running.round.update, running.exchange
+        update, exchange = running.round.update, running.round.exchange
         return [
             t
             for channel in running.channels

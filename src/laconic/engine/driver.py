@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,18 +17,17 @@ from laconic.engine import loading
 from laconic.engine.consensus import ScalerAlignment, switched
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
-from laconic.engine.joint_optimizer import (
-    Events,
-    JointOptimizer,
-    StepHooks,
-    listen,
-)
+from laconic.engine.joint_optimizer import JointOptimizer, StepHooks, listen
 from laconic.engine.loading import LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session, Sets, Settings
 from laconic.links.comm_thread import EXIT_SECONDS
 
+Event = Literal["step begins", "step ended", "finish", "switch", "failure"]
+"""Before the optimizer's step; after all of its rounds; after `Synchronizer.finish`, with ``mean``;
+after a change of recipe; and, with the error that has ended the training, before the other ranks
+hear of it."""
 OWN_CLOSURE = (
     "the optimizer's step() makes a closure and passes it to its parent's step(): laconic has "
     "averaged the gradients before it. Pass the closure to optimizer.step(), or attach a recipe "
@@ -63,14 +61,12 @@ class Driver:
         settings: Settings,
     ) -> None:
         self.session = session = Session(model, sets, settings, lambda: self.run.before_call())
-        self.hooked = settings.hooked
-        """Whether the optimizer's hooks run what follows a step; otherwise `advance` does."""
         self.facade: object = None
         """The `Synchronizer`, which the optimizer's hooks keep alive by this reference."""
         self.alignment = ScalerAlignment(session)
         self._handles: list[StepHooks] = []
         self.rounds_done = 0
-        self.events = Events()
+        self._listeners: list[tuple[Event, Callable[..., None]]] = []
         self._closure = False
         """Whether a closure computes this step's gradients."""
         if optimizer is not None:
@@ -115,12 +111,24 @@ class Driver:
 
     def _listen(self, optimizer: Optimizer) -> None:
         self._ignore()
-        after = self._after_step if self.hooked else lambda *_: None
-        self._handles = listen(optimizer, self._before_optimizer, after, watch=self.hooked)
+        hooked = self.session.settings.hooked  # otherwise `advance` runs what follows a step
+        after = self._after_step if hooked else lambda *_: None
+        self._handles = listen(optimizer, self._before_optimizer, after, watch=hooked)
 
     def _ignore(self) -> None:
         while self._handles:
             self._handles.pop().remove()
+
+    # -- events ----
+
+    def on(self, event: Event, listener: Callable[..., None]) -> None:
+        """Call ``listener`` at each ``event``, from now on."""
+        self._listeners.append((event, listener))
+
+    def tell(self, event: Event, *about: Any) -> None:
+        """Call those of ``event``."""
+        for listener in [each for kind, each in self._listeners if kind == event]:
+            listener(*about)
 
     # -- one step ----
 
@@ -157,7 +165,7 @@ class Driver:
         if not closure:
             run.check_gradients()
         session.begin_step()
-        self.events.tell("step begins")
+        self.tell("step begins")
         run.before_step(session.step + 1)
 
     @torch.no_grad()
@@ -180,7 +188,7 @@ class Driver:
         follows = elastic is not None and elastic.replaying  # its donor decides
         if policy is not None and not follows and policy.after_step():
             self.switch(policy.recipe)
-        self.events.tell("step ended")
+        self.tell("step ended")
 
     def advance(self) -> None:
         """Do what follows an optimizer step, for a front end without hooks. Skipped steps count,
@@ -195,7 +203,8 @@ class Driver:
         """A GradScaler has called ``optimizer``, perhaps one of several, and no step was counted:
         count it if that completes a step."""
         bound = self.session.optimizer
-        if not isinstance(bound, JointOptimizer) or bound.done(optimizer):
+        whole = not isinstance(bound, JointOptimizer) or bound.done(optimizer)
+        if whole and self.session.settings.hooked:  # else the front end counts it
             self.advance()
 
     def _count(self) -> None:
@@ -227,7 +236,7 @@ class Driver:
         self.ending.missing = False
         session.recorder.event("switch", recipe=recipe_text(self.run.recipe))
         session.status("computing")
-        self.events.tell("switch")
+        self.tell("switch")
 
     # -- ending ----
 
@@ -263,27 +272,17 @@ class Driver:
         self.ending.missing = False
         return saved
 
-    def load_on_all(self, parts: Sequence[Saved], load_model: LoadModel | None = None) -> None:
+    def load(
+        self, parts: Sequence[Saved], load_model: LoadModel | None = None, *, alone: bool = False
+    ) -> None:
         """Load ``parts`` on every rank, or raise on every rank; see `loading.load`. With
         ``load_model`` the run goes on from the consensus of other ranks: what `finish` averages is
-        replaced by it, and the rest is what ``load_model(None)`` loads."""
+        replaced by it, and the rest is what ``load_model(None)`` loads. ``alone``: on this rank,
+        without communication."""
         session = self.session
-        session.call("load_state_dict()", 0)  # the ranks' present steps may differ
-        self._load(parts, partial(loading.check_all, session), load_model)
-        if self.run.quorum is not None:
-            session.gather(torch.zeros(1))  # no worker arrives before all have loaded
-
-    def load_here(self, state: Saved) -> str | None:
-        """As `load_state_dict`, without communication. Returns what is wrong, if anything is; then
-        nothing has changed."""
-        try:
-            self._load([state], loading.check_here)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def _load(
-        self, parts: Sequence[Saved], check: loading.Check, load_model: LoadModel | None = None
-    ) -> None:
-        self.run = loading.load(self.run, parts, check, load_model)
+        if not alone:
+            session.call("load_state_dict()", 0)  # the ranks' present steps may differ
+        self.run = loading.load(self.run, parts, load_model, alone=alone)
         self.ending.missing = False
+        if self.run.quorum is not None and not alone:
+            session.gather(torch.zeros(1))  # no worker arrives before all have loaded

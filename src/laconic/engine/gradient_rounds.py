@@ -29,6 +29,7 @@ from laconic.algorithms.schedules import ends
 from laconic.algorithms.update import Clock, State, computed, rated
 from laconic.buckets import RESHAPED
 from laconic.device import Stream, not_compiled, refuse_capture
+from laconic.engine.comparison import NonfiniteCheck
 from laconic.engine.gradient_channels import GradientChannel, GradientChannels
 from laconic.engine.overlap import Overlapping, turns_at_once
 from laconic.engine.session import Session
@@ -61,13 +62,13 @@ class GradientRunner:
 
     def __init__(self, r: GradientRound, session: Session, announce: Callable[[], str]) -> None:
         self.round = r
-        self.exchange = r.exchange
         self._update = r.update
         self._session, self._comm = session, session.comm
         self._link = link = session.links[r.over]
         self._elastic = session.elastic is not None
         self._scaler = session.settings.scaler
         self._announce = announce
+        self.nonfinite = NonfiniteCheck(session.links["shards"], r.exchange, session.comm)
         self.set = GradientChannels(r.exchange, link, self._elastic)
         self._hooks: dict[int, RemovableHandle] = {}
         self._pending: list[Pending[None]] = []
@@ -239,7 +240,7 @@ class GradientRunner:
                 flat.copy_(arrival.flat)
         except NotFiniteError as error:
             if self._scaler is None:
-                self._session.nonfinite.report(error)
+                self.nonfinite.report(error)
             flat.fill_(math.nan)
 
     def _end(self) -> None:
@@ -270,7 +271,7 @@ class GradientRunner:
                 "are not averaged yet: call it after backward(), or attach a recipe that averages "
                 "parameters, such as laconic.local_sgd(1)"
             )
-        if self._averaged and self.exchange.slots:
+        if self._averaged and self.round.exchange.slots:
             raise ValueError(JOINED)
         self._begin(-1)
         self._end()

@@ -9,7 +9,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 from torch import Tensor
@@ -137,28 +137,6 @@ ABSTRACT_STEP = getattr(Optimizer.step, "__wrapped__", Optimizer.step)
 """`Optimizer.step`, which raises, without the wrapper that an instance may have put on it."""
 MOVES = 3
 """After how many steps of other optimizers there is a warning."""
-
-
-Event = Literal["step begins", "step ended", "finish", "switch", "failure"]
-"""Before the optimizer's step; after all of its rounds; after `Synchronizer.finish`, with ``mean``;
-after a change of recipe; and, with the error that has ended the training, before the other ranks
-hear of it."""
-
-
-class Events:
-    """What is called at each `Event` of one driver."""
-
-    def __init__(self) -> None:
-        self._listeners: list[tuple[Event, Callable[..., None]]] = []
-
-    def on(self, event: Event, listener: Callable[..., None]) -> None:
-        """Call ``listener`` at each ``event``, from now on."""
-        self._listeners.append((event, listener))
-
-    def tell(self, event: Event, *about: Any) -> None:
-        """Call those of ``event``."""
-        for listener in [each for kind, each in self._listeners if kind == event]:
-            listener(*about)
 
 
 class StepHooks(RemovableHandle):

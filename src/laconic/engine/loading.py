@@ -35,15 +35,12 @@ from laconic.tensors import local, overwrite
 
 LoadModel = Callable[[int | None], None]
 """Loads the model that a rank has saved into this one's; of None, the one to go on with."""
-Check = Callable[[str | None, Sequence[int]], None]
-"""Called with the problem that a load has on this rank, None if there is none, and the number of
-rounds with a quorum that this worker has seen close, by kind. Raises if the load is not to be."""
 
 
 def _stateful(run: RecipeRun) -> list[GradientRunner]:
     """The gradient rounds with state. Averages inside a worker have none; another layout of ranks
     need not have them."""
-    return [gradients for gradients in run.gradients if gradients.exchange.slots]
+    return [gradients for gradients in run.gradients if gradients.round.exchange.slots]
 
 
 def header(run: RecipeRun) -> Saved:
@@ -91,11 +88,16 @@ def state_dict(run: RecipeRun) -> dict[str, Any]:
 
 @torch.no_grad()
 def load(
-    run: RecipeRun, parts: Sequence[Saved], check: Check, load_model: LoadModel | None = None
+    run: RecipeRun,
+    parts: Sequence[Saved],
+    load_model: LoadModel | None = None,
+    *,
+    alone: bool = False,
 ) -> RecipeRun:
     """Load the state of this rank, the only one of ``parts``, or, with ``load_model``, those of
     other ranks, which have this rank's shard of the model. Returns what to go on with in place of
-    ``run``. If ``check`` raises, nothing has changed."""
+    ``run``. Raises ``ValueError``, and has changed nothing, where any rank cannot load; ``alone``:
+    where this one cannot."""
     session, problem, seen = run.session, None, list[int]()
     put, undo = list[Callable[[], None]](), list[Callable[[], None]]()
     try:
@@ -107,7 +109,10 @@ def load(
         kind = type(error).__name__
         problem = f"this is not what sync.state_dict() returned: {kind}: {error}"
     try:
-        check(problem, seen)
+        if not alone:
+            _check_all(session, problem, seen)
+        elif problem is not None:
+            raise ValueError(problem)
     except BaseException:
         for each in undo:
             each()
@@ -121,14 +126,9 @@ def load(
     return run
 
 
-def check_here(problem: str | None, seen: Sequence[int]) -> None:
-    """The `Check` of a rank that loads without the others."""
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def check_all(session: Session, problem: str | None, seen: Sequence[int]) -> None:
-    """The `Check` of all ranks. They must go on from the same rounds with a quorum, too."""
+def _check_all(session: Session, problem: str | None, seen: Sequence[int]) -> None:
+    """Raise on all ranks where any has a ``problem``, or they would not go on from the same rounds
+    with a quorum. ``seen``: how many of these this worker has seen close, by kind."""
     agree(session.gather, problem)
     if seen:
         everyone = session.gather(torch.tensor(seen))

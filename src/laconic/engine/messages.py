@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.algorithms.exchange import Arrival
+from laconic.algorithms.exchange import Arrival, Combine
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores, of_worker
 from laconic.algorithms.update import Clock, State, Tensors, Update, computed, rated
 from laconic.buckets import Bucket
 from laconic.engine.channel import ByGroup, Channel, is_owned
+from laconic.engine.comparison import NonfiniteCheck
 from laconic.engine.session import Session
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import Pending
@@ -24,20 +25,19 @@ from laconic.links.link import AsyncLink, Job, Link
 from laconic.tensors import as_shard, is_sharded, local, state_dtype
 
 
-def owned_names(update: Update, state: State) -> list[str]:
-    """Of the state tensors that `Update.combine` gets: numbers, and what belongs to the owner."""
-    return [k for k, t in state.items() if not t.dim() or is_owned(update, k, t)]
+def outer_step(channel: Channel, update: Update, state: State, clock: Clock) -> Combine:
+    """The outer step on a mean, where it arrives: `Update.combine` with the numbers in ``state``,
+    the channel's on the device, and what belongs to the owner."""
+    names = [k for k, t in channel.state.items() if not t.dim() or is_owned(update, k, t)]
+    clock = replace(clock, tensors=Tensors())
 
+    def combine(mean: Tensor) -> Tensor:
+        owned = {name: state[name] for name in names}
+        result = computed(update, "combine", [mean.to(state_dtype(mean.dtype))], owned, clock)
+        state.update(owned)  # an outer optimizer makes its state in its first step
+        return result
 
-def combined(
-    update: Update, mean: Tensor, state: State, names: Sequence[str], clock: Clock
-) -> Tensor:
-    """The outer step on ``mean``: `Update.combine`, which may change the tensors ``names`` of
-    ``state``."""
-    owned = {name: state[name] for name in names}
-    result = computed(update, "combine", [mean.to(state_dtype(mean.dtype))], owned, clock)
-    state.update(owned)  # an outer optimizer makes its state in its first step
-    return result
+    return combine
 
 
 class Messenger:
@@ -51,6 +51,8 @@ class Messenger:
         self._link = link
         self._replica = replica
         self._session, self._scores = session, scores
+        inside = replica if replica.size > 1 else session.links["shards"]
+        self.nonfinite = NonfiniteCheck(inside, round.exchange, session.comm)
 
     def clock(self, bucket: Bucket, step: int, executed: int, present: tuple[int, int]) -> Clock:
         """What the update and the exchange know at ``step``, after ``executed`` rounds.
@@ -107,31 +109,20 @@ class Messenger:
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
             if channel.exchange.slots:
                 message = message.clone()
-        slice_clock = replace(clock, tensors=Tensors())
-
-        names = owned_names(update, channel.state)
         replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]
         if channel.exchange.score_window and replica.size > 1:
             ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
             clock = replace(clock, score=of_worker(ranks))
-        error: NotFiniteError | None = None
         try:
             with channel.states() as (state, exchange_state):
-                combine = partial(combined, update, state=state, names=names, clock=slice_clock)
-                now = rated(update, clock)
+                combine, now = outer_step(channel, update, state, clock), rated(update, clock)
                 result = await channel.exchange.run(link, part, combine, now, exchange_state)
-            if elastic:
-                result = result._replace(present=(clock.workers, clock.worker))
-        except NotFiniteError as raised:
-            error = raised
-        if replica.size > 1 and channel.exchange.slots:  # the worker's other ranks must learn of it
-            failed = replica.gather(torch.tensor([float(error is not None)]))
-            if bool(failed.any()) and error is None:
-                error = NotFiniteError("what other ranks of this worker carry is not finite")
-        if error is not None:
-            self._session.nonfinite.report(error)
-            return Arrival(message)
+        except NotFiniteError as error:
+            self.nonfinite.report(error)
+            result = Arrival(part)
+        if elastic:
+            result = result._replace(present=(clock.workers, clock.worker))
         if replica.size > 1:
             replica.all_gather(result.flat, message)
             return result._replace(flat=message, lent=False)

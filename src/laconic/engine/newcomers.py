@@ -358,9 +358,10 @@ def load(driver: Driver, data: Tensor) -> Tensor | None:
     session.bound.load_state_dict(state["optimizer"])
     world, workers = session.world, session.workers.size  # those of the donor's latest unit
     here = {"ranks": world.size, "workers": workers, "rank": world.rank}
-    problem = driver.load_here({**state["sync"], **here, "in_step": False, "stepped": []})
-    if problem is not None:
-        raise LinkError(f"the state of another worker cannot be loaded: {problem}")
+    try:
+        driver.load([{**state["sync"], **here, "in_step": False, "stepped": []}], alone=True)
+    except ValueError as error:
+        raise LinkError(f"the state of another worker cannot be loaded: {error}") from None
     for running in driver.run.rounds:
         if running.round.exchange.out_degree is not None:
             running.in_flight.clear()

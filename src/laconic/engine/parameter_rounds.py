@@ -9,7 +9,6 @@ from functools import partial
 
 from torch import Tensor
 
-from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock, NotOwned, computed, seen_by
@@ -65,11 +64,6 @@ class ParameterRunner:
     def channels(self) -> list[Channel]:
         """One for each bucket of the present tensors."""
         return self.set.all
-
-    @property
-    def exchange(self) -> Exchange:
-        """With whom messages are exchanged."""
-        return self.round.exchange
 
     @property
     def communicates(self) -> bool:
@@ -146,7 +140,7 @@ class ParameterRunner:
     def _can_select_later(self) -> bool:
         """Whether nothing done here depends on which tensors all ranks have, so that the ranks can
         agree on them while training goes on."""
-        update, exchange = self.round.update, self.exchange
+        update, exchange = self.round.update, self.round.exchange
         stateless = not exchange.slots and not update.slots
         return stateless and not (update.uses_lr or exchange.score_window)
 
@@ -165,7 +159,7 @@ class ParameterRunner:
             return InFlightRound(step, self.executed, Pending.of(sent))
         each = [self._send(c, step, c.bucket.empty()) for c in self.channels]
         self._overlap.complete(label)
-        checked = self._session.nonfinite.check(self.exchange, label)
+        checked = self._messenger.nonfinite.check(label)
         return InFlightRound(step + delay, self.executed, Pending.of(each), checked=checked)
 
     def _sent_in_turn(self, step: int, ahead: int) -> Iterator[InFlightBucket]:
@@ -177,13 +171,13 @@ class ParameterRunner:
             if len(sent) > ahead:
                 yield sent.popleft()
         yield from sent
-        self._session.nonfinite.check(self.exchange, self.label(step)).wait()
+        self._messenger.nonfinite.check(self.label(step)).wait()
 
     def _send(self, channel: Channel, step: int, memory: Tensor) -> InFlightBucket:
         """Send a bucket's message, made in ``memory`` from x."""
         clock = self.clock(channel.bucket, step)
         job, sent = self._messenger.message(channel, clock, memory)
-        if self.exchange.communicates or self._replica.size > 1:
+        if self.round.exchange.communicates or self._replica.size > 1:
             pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
         else:  # not in the communication thread: a newcomer's donor has no record of it
             pending = Pending.of(run_here(None, coroutine(lambda: job(one_by_one(self.link)))))
@@ -316,8 +310,8 @@ class ParameterRunner:
     @property
     def starts_relative(self) -> bool:
         """Whether its messages are relative to x0, and it has not run yet."""
-        slots = {self.exchange.slots[k] for c in self.channels for k in c.exchange_state}
-        return self.exchange.agrees and "everywhere" in slots and not self.executed
+        slots = {self.round.exchange.slots[k] for c in self.channels for k in c.exchange_state}
+        return self.round.exchange.agrees and "everywhere" in slots and not self.executed
 
     def rebase(self, step: int | None = None) -> None:
         """Make messages relative to x, which all workers have now. With ``step`` it becomes the
@@ -326,6 +320,6 @@ class ParameterRunner:
             x = channel.bucket.pack(self._session.memory(channel.bucket))[channel.part]
             if step is not None:
                 self._session.comm.call(partial(self.link.broadcast, x), self.label(step))
-            if self.exchange.rebase is not None:
+            if self.round.exchange.rebase is not None:
                 with channel.states() as (_, exchange_state):
-                    self.exchange.rebase(x, exchange_state)
+                    self.round.exchange.rebase(x, exchange_state)

@@ -25,7 +25,7 @@ from laconic.algorithms.exchanges.quorum import QuorumMean
 from laconic.algorithms.schedules import Every, own_pace
 from laconic.algorithms.update import Clock
 from laconic.engine.channel import Channel
-from laconic.engine.messages import combined, owned_names
+from laconic.engine.messages import outer_step
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.errors import LinkError
@@ -61,13 +61,6 @@ class Outcome(NamedTuple):
     results: list[Tensor]
 
 
-class Sent(NamedTuple):
-    """A worker has arrived after ``step``, and receives what is ``pending``."""
-
-    step: int
-    pending: Pending[Outcome]
-
-
 @dataclass
 class Kind:
     """Rounds that are due at the same steps, and close together.
@@ -75,8 +68,8 @@ class Kind:
     ``base``: the number of the round whose result this worker last received; 0: the common start.
     ``bases``: by channel, that result, from which its x has started; None for what has no anchor.
     ``since``: the step after which it received that result, at the time ``began``. ``pace``: the
-    number of steps until it arrives again; 0: as the schedule says. ``sent``: the round that it
-    takes part in and whose result it has not taken over, because something interrupted the wait.
+    number of steps until it arrives again; 0: as the schedule says. ``sent``: what it receives from
+    the round that it takes part in after the present step, until it has taken that over.
     """
 
     runners: list[ParameterRunner]
@@ -86,12 +79,12 @@ class Kind:
     since: int = 0
     began: float = 0.0
     pace: int = 0
-    sent: Sent | None = None
+    sent: Pending[Outcome] | None = None
 
     @property
     def exchange(self) -> QuorumMean:
         """That of its rounds, which have the same rules."""
-        return _exchange(self.runners[0].exchange)
+        return _exchange(self.runners[0].round.exchange)
 
     @property
     def all(self) -> list[tuple[ParameterRunner, Channel]]:
@@ -132,7 +125,7 @@ class Kind:
         """The round on channel number ``at``. ``x``: this worker's, None if it does not contribute;
         ``arrived``: how many do. Returns the result if this one does."""
         running, channel = self.all[at]
-        exchange, update, bucket = _exchange(channel.exchange), running.round.update, channel.bucket
+        update, bucket = running.round.update, channel.bucket
         late = self.base != decision.number - 1
         base = self.bases[at] if late else None
         own = bucket.empty() if x is None else x
@@ -142,16 +135,14 @@ class Kind:
             seed=seed,
             arrived=arrived,
         )
-        names, link = owned_names(update, channel.state), one_by_one(running.link)
+        exchange, link = _exchange(channel.exchange), one_by_one(running.link)
         with channel.states() as (state, carried):
             anchor = None if update.anchor is None else state[update.anchor]
-            message = exchange.contribution(
-                own, x is not None, base, anchor, all_arrive=arrived == n
-            )
-            combine = partial(combined, update, state=state, names=names, clock=clock)
-            arrival = run_here(
-                None, coroutine(lambda: exchange.run(link, message, combine, clock, carried))
-            )
+            worker = own, x is not None, base, anchor
+            message = exchange.contribution(*worker, all_arrive=arrived == n)
+            combine = outer_step(channel, update, state, clock)
+            job = partial(exchange.run, link, message, combine, clock, carried)
+            arrival = run_here(None, coroutine(job))
             return None if x is None else arrival.flat.to(bucket.dtype, copy=True)
 
     def anchors(self) -> list[Tensor | None]:
@@ -391,8 +382,8 @@ class QuorumRounds:
         session, comm, start = self._session, self._session.comm, time.perf_counter()
         loop.alone = True
         with session.at_work(f"the rounds after step {step}"):  # later they can be taken over
-            kind.sent = Sent(step, comm.submit(arrive, kind.runners[0].label(step)))
-        if kind.sent.pending.done():  # where there is no thread, `submit` has waited
+            kind.sent = comm.submit(arrive, kind.runners[0].label(step))
+        if kind.sent.done():  # where there is no thread, `submit` has waited
             comm.record_wait(start)
         self._take_over(kind, kind.sent)
 
@@ -411,21 +402,21 @@ class QuorumRounds:
             sent = kind.sent
             if sent is None:
                 continue
-            if failed and sent.pending.done() and sent.pending.error is not None:
+            if failed and sent.done() and sent.error is not None:
                 kind.sent = None
             else:
                 self._take_over(kind, sent)
 
-    def _take_over(self, kind: Kind, sent: Sent) -> None:
-        outcome = sent.pending.wait()
+    def _take_over(self, kind: Kind, sent: Pending[Outcome]) -> None:
+        outcome, step = sent.wait(), self._session.step
         if kind.sent is not sent:  # a signal handler has taken it over meanwhile
             return
         for (_, channel), result in zip(kind.all, outcome.results, strict=True):
             channel.bucket.unpack(result)
         for running in kind.runners:
             running.complete()
-        kind.base, kind.since, kind.sent = outcome.number, sent.step, None
-        kind.pace, kind.began = outcome.pace, self._worked(sent.step)
+        kind.base, kind.since, kind.sent = outcome.number, step, None
+        kind.pace, kind.began = outcome.pace, self._worked(step)
 
     def _worked(self, step: int) -> float:
         """Seconds without those spent waiting, after ``step`` steps, since an arbitrary start."""

@@ -123,7 +123,7 @@ class RecipeRun:
     def rebase(self) -> None:
         """x is the anchor on all workers now. All ranks must call it."""
         for running in self.rounds:
-            if running.round.update.anchor and running.exchange.agrees:
+            if running.round.update.anchor and running.round.exchange.agrees:
                 running.rebase()
         if self.quorum is not None:
             self.quorum.rebase()
@@ -216,13 +216,13 @@ class RecipeRun:
             gradients.before_step()
 
     def check_gradients(self) -> None:
-        """Where a model is sharded, raise if another shard's gradients were not finite. All ranks
+        """Where a model is sharded, raise if another rank's gradients were not finite. All ranks
         call it at the same place, whatever parameters they have."""
         step = self.session.step + 1
         for gradients in self.gradients:
             if gradients.round.when(step):
                 label = f"{gradients.round.name} of step {step}"
-                self.session.nonfinite.check(gradients.exchange, label).wait()
+                gradients.nonfinite.check(label).wait()
 
     def averages_gradients(self, step: int) -> bool:
         """Whether gradients are averaged in that step."""

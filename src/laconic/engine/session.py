@@ -18,12 +18,7 @@ from torch.optim import Optimizer
 
 from laconic.algorithms.round import Recipe
 from laconic.buckets import Bucket, Scratch, bucketize
-from laconic.engine.comparison import (
-    NonfiniteCheck,
-    check_first_gradients,
-    fingerprint,
-    held_by_all,
-)
+from laconic.engine.comparison import check_first_gradients, fingerprint, held_by_all
 from laconic.engine.recorder import Recorder
 from laconic.errors import LinkError, after_step, error_text
 from laconic.links.agreement import agree
@@ -161,7 +156,6 @@ class Session:
             at = self.elastic.threaded, device, self.world.check, self.elastic.unit
             self.comm = CommThread(*at, interrupt=self.elastic.interrupt)
             self.elastic.wake = self.comm.poke
-        self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
         self.recorder = Recorder()
         self.scratch: defaultdict[int, Scratch] = defaultdict(Scratch)
         """Memory for the messages of parameter rounds, by number: see `memory`."""

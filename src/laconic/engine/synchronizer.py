@@ -132,7 +132,7 @@ class Synchronizer:
             session.gather_json(None)  # after that all have it, and any may end
         if not mean:
             run.rebase()
-        self.driver.events.tell("finish", mean)
+        self.driver.tell("finish", mean)
         self.driver.ending.missing = False
         session.recorder.event("finish")
         session.status("finished")
@@ -210,7 +210,7 @@ class Synchronizer:
         finally:
             if error is not None:  # send nothing more, and tell the other ranks
                 driver, session = self.driver, self._session
-                driver.events.tell("failure", error)
+                driver.tell("failure", error)
                 session.recorder.failed(error)
                 broken = session.comm.abandon() or any(g.broken for g in driver.run.gradients)
                 if driver.run.quorum is not None:
@@ -233,7 +233,7 @@ class Synchronizer:
 
         Raises ``ValueError`` on every rank where any of them cannot load its state.
         """
-        self.driver.load_on_all([state])
+        self.driver.load([state])
 
     @contextmanager
     def gathering(
@@ -333,7 +333,7 @@ class Synchronizer:
                 last = now.workers
                 callback(now)
 
-        self.driver.events.on("step ended", compare)
+        self.driver.on("step ended", compare)
 
     @property
     def sharded(self) -> bool:

@@ -52,6 +52,8 @@ class MuonStep(OuterStep):
     replaces = False
     scope = "tensors"
     sends = "change"
+    usual_lr = 1.0
+    usual_merge = "loscar"
 
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
         return (state["anchor"] - x).to(x.dtype)

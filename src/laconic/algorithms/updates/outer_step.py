@@ -51,6 +51,10 @@ class OuterStep(Update):
     slots: ClassVar[dict[str, Slot]] = {"anchor": "owner", "m": "owner"}
     anchor = "anchor"
     replaces = True
+    usual_lr: ClassVar[float] = 0.7
+    """Where a recipe is given no ``lr``."""
+    usual_merge: ClassVar[Merge] = "mix"
+    """Where `streaming_diloco` is given neither ``merge`` nor ``mix``."""
 
     @property
     def keeps_sent(self) -> bool:
