@@ -53,6 +53,23 @@ def accumulated(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -
     plain(model, optimizers, x, sync)
 
 
+def withheld(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+    """Only the last backward pass averages."""
+    with sync.no_sync():
+        loss_of(model, x).backward()
+    plain(model, optimizers, x, sync)
+
+
+def averaged(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+    """No backward pass averages, and the mean is clipped."""
+    with sync.no_sync():
+        loss_of(model, x).backward()
+    sync.average_gradients()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def clipped(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
     """Gradients are changed after they were averaged."""
     loss_of(model, x).backward()
@@ -179,7 +196,10 @@ def test_the_push_weight_of_a_newcomer_is_one() -> None:
     assert sum(weights) == pytest.approx(len(weights)) == 4 and max(weights) != 1.0
 
 
-@pytest.mark.parametrize(("step", "make"), [(accumulated, adamw), (closure, lbfgs), (plain, two)])
+@pytest.mark.parametrize(
+    ("step", "make"),
+    [(accumulated, adamw), (withheld, adamw), (averaged, adamw), (closure, lbfgs), (plain, two)],
+)
 def test_a_newcomer_equals_the_others_whatever_a_step_is(
     step: Step, make: Callable[[Any], Optimizers]
 ) -> None:

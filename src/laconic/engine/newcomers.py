@@ -100,8 +100,10 @@ class Newcomer:
             Variable._execution_engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
-        # a pass within another one needs the parameters as they are
-        if self._driver.session.newcomer is not None and not torch._C._current_autograd_node():
+        # a pass within another one needs the parameters as they are, and one under no_sync()
+        # averages nothing: another one follows, or the step
+        session, within = self._driver.session, torch._C._current_autograd_node()
+        if session.newcomer is not None and session.sync_gradients and not within:
             self.arrive()
             self._driver.run.average_gradients()
 

@@ -344,6 +344,8 @@ class Synchronizer:
         """Average the gradients now, if the recipe does so in this step and no backward pass did:
         for a rank that had no loss to differentiate, before it clips. ``optimizer.step()`` does it
         by itself otherwise."""
+        if self._session.newcomer is not None:
+            self._session.newcomer.arrive()
         self.driver.run.average_gradients()
 
     @contextmanager
