@@ -219,6 +219,33 @@ def test_a_newcomer_repeats_steps_with_their_settings(caplog: pytest.LogCaptureF
     assert "caught up" in caplog.text and "gave another result" not in caplog.text
 
 
+@pytest.mark.parametrize("recipe", ["ddp()", "local_sgd(4)"])
+def test_a_newcomer_has_the_scale_and_the_rate_of_the_others(recipe: str) -> None:
+    """Also a rate in a tensor, which the schedule computes from the one before."""
+
+    def train(number: int) -> tuple[float, float, list[Any]]:
+        torch.manual_seed(0)
+        model = nn.Linear(9, 3)
+        rate = torch.tensor(0.1, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=False)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+        elastic = laconic.Elastic("simulated", others={"rate": schedule})
+        sync = laconic.attach(model, optimizer, recipe, scaler=scaler, elastic=elastic)
+        data = torch.Generator().manual_seed(number)
+        while sync.step < 20:
+            model.zero_grad()
+            scaler.scale(loss_of(model, torch.randn(4, 9, generator=data))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+        rate = optimizer.param_groups[0]["lr"]
+        return scaler.get_scale(), float(rate), [p.tolist() for p in model.parameters()]
+
+    found = laconic.simulate(train, faults=laconic.Faults(start=2, join=(9,)))
+    assert len(found) == 3 and found[0] == found[1] == found[2]
+
+
 @pytest.mark.fault("a newcomer that had repeated steps could not load another state")
 def test_a_newcomer_whose_donor_is_lost_asks_another_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

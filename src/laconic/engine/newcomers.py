@@ -309,7 +309,11 @@ class Newcomer:
     def _use(self, groups: list[dict[str, float]]) -> None:
         optimizer = self._driver.session.bound
         for group, numbers in zip(optimizer.param_groups, groups, strict=True):
-            group.update(numbers)
+            for name, number in numbers.items():
+                if isinstance(value := group.get(name), Tensor):
+                    value.fill_(number)
+                else:
+                    group[name] = number
 
     def _start(self, start: Start, feed: Feed | None = None) -> None:
         """Take part from the unit on that ``start`` names. ``feed``: on rank 0."""
