@@ -87,6 +87,25 @@ def test_attached_again_under_another_job(start: Start, monkeypatch: pytest.Monk
         sync.detach()
 
 
+@pytest.mark.fault("a worker called again later than the coordinator waits for it to come back")
+def test_a_worker_whose_connection_ends_calls_again_at_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause = 3.0
+    monkeypatch.setattr("laconic.links.elastic.members.RETRY_SECONDS", pause)
+    sync = attached(start().port)
+    link: Any = sync.driver.session.elastic
+    client = link.members.client
+    time.sleep(pause)
+    before = client._stream
+    before.shutdown(socket.SHUT_RDWR)
+    end = time.monotonic() + pause - 0.5
+    while client._stream in (None, before) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert client._stream not in (None, before)
+    sync.detach()
+
+
 def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, which says what to start."""
     monkeypatch.setattr("laconic.links.elastic.client.CALL_SECONDS", 0.5)

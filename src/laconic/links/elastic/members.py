@@ -115,6 +115,8 @@ class Members:
             f"the coordinator at {client.at} does not answer"
         )
         """Why the coordinator cannot be reached, if so."""
+        self._called = 0.0
+        """When this worker called the coordinator last."""
         self._reconnects = 0
         """How many of the latest views had no other members than the view before."""
         self._wake_beat = threading.Event()
@@ -322,6 +324,7 @@ class Members:
         self.client.close()
 
     def _connect(self) -> None:
+        self._called = time.monotonic()
         with self.changed:
             if self.founding and not self.entered_view:
                 self.latest = None  # that of the coordinator's run follows, perhaps another one
@@ -344,7 +347,8 @@ class Members:
             self.changed.notify_all()
         self.client.close()
         if not (self.client.embedded and serve(self.client.host, self.client.port)):
-            time.sleep(RETRY_SECONDS)
+            # at once where a connection has stood for a while: see `leases.CLOSED_SECONDS`
+            time.sleep(max(self._called + RETRY_SECONDS - time.monotonic(), 0.0))
 
     def _take(self, said: Any) -> None:
         """A message of the coordinator's."""
