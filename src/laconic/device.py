@@ -78,7 +78,7 @@ class Accelerator:
 
     def pinned(self, nbytes: int) -> Tensor:
         """Bytes in host memory. A copy from or to them with ``non_blocking=True`` is work of the
-        current stream."""
+        current stream; after they are freed, nobody gets them before it is done."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def captures(self, device: torch.device) -> bool:

@@ -29,7 +29,7 @@ class Losing:
         link = current_link.get()
         assert link is not None
         self._link, self._lost = link, lost
-        self.rank, self.size = link.rank, link.size
+        self.rank, self.size, self.queues = link.rank, link.size, link.queues
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor | None]:
         pieces = self._link.swap(x, to, source)

@@ -38,7 +38,6 @@ def compile_for(
 
 def compile_all(capability: int) -> None:
     tensors = {"x": FLOATS, "less": FLOATS, "plus": FLOATS, "code": BYTES, "left": FLOATS}
-    tensors["bad"] = "*i32"
     at = {"length": "i64", "block": "i64"}
     given = {"LESS": True, "PLUS": True, "LEFT": True}
     for (bits, width), whole in itertools.product(((8, 256), (4, 128), (2, 64)), (True, False)):
@@ -50,7 +49,9 @@ def compile_all(capability: int) -> None:
         assert "div.rn.f32" in text and (not whole or "ld.global.v4" in text)
         room = {"code": BYTES, "out": FLOATS}
         compile_for(capability, gpu_kernels._decode, {**room, **at}, {**shape, "ADD": True})
-        mean = {**room, **at, "n": "i32", "stride": "i64"}
+        mean = {"code": BYTES, "first": FLOATS, "second": FLOATS, "out": FLOATS, **at}
+        mean |= {"n": "i32", "stride": "i64"}
+        shape |= {"FIRST": True, "SECOND": True}
         assert "div.rn.f32" in compile_for(capability, gpu_kernels._decode_mean, mean, shape)
 
 

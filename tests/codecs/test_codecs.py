@@ -172,6 +172,8 @@ def test_the_mean_of_rows(codec: Codec) -> None:
         assert mean.dtype == dtype
         close = 2e-2 if dtype == torch.bfloat16 else 1e-6
         assert torch.allclose(mean, plainly.to(dtype), rtol=close, atol=close)
+    with pytest.raises(ValueError, match="out must be"):
+        codec.decode_mean(rows, torch.empty(length), plus=[torch.ones(length - 1)])
     strided = torch.stack([rows[0], rows[0]], dim=1).t()
     for wrong in (rows[:, 1:], rows[:0], rows[0], rows.view(torch.int8), strided):
         with pytest.raises(ValueError, match="uint8 values, not as"):
@@ -341,6 +343,10 @@ def everything(codec: Codec, length: int, seed: int) -> list[Tensor]:
         for subtract in (False, True):
             left = x.clone()
             found += [codec.encode(left, subtract=subtract, **others), left]
+            elsewhere, kept = torch.empty_like(x), x.clone()
+            code = codec.encode(kept, subtract=subtract, left=elsewhere, **others)
+            assert torch.equal(code, found[-2]) and torch.equal(kept, x)
+            assert torch.equal(elsewhere, left) or not (subtract or others)
     payload = found[-2]
     room = torch.empty(len(payload) + 1, dtype=torch.uint8)
     room[1:] = payload  # where no float could be read
@@ -350,8 +356,14 @@ def everything(codec: Codec, length: int, seed: int) -> list[Tensor]:
     if length % codec.grain == 0:
         longer = functional.pad(rows, (3, 5))  # of which they are columns
         for dtype in (torch.float32, torch.float64):
+            offsets = [less.to(dtype), x.to(dtype)]
             for these in (rows, longer[:, 3:-5]):
                 found.append(codec.decode_mean(these, torch.empty(length, dtype=dtype)))
+                for count in (1, 2):
+                    expected = found[-1] + offsets[count - 1]
+                    out = torch.empty(length, dtype=dtype)
+                    found.append(codec.decode_mean(these, out, plus=offsets[:count]))
+                    assert torch.equal(found[-1], expected)
     return found
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Semaphore
 from typing import Any
@@ -19,9 +20,10 @@ import laconic as la
 from laconic import buckets
 from laconic.codecs import kernels
 from laconic.codecs.integers import Integers
-from laconic.engine import gradient_channels
+from laconic.engine import drift, gradient_channels
 from laconic.engine.channel import HostState
 from laconic.engine.overlap import Overlapping
+from laconic.errors import NotFiniteError
 from laconic.links import Link
 from laconic.links.comm_thread import CommThread
 from laconic.links.link import AsyncLink, one_by_one, sent
@@ -300,50 +302,98 @@ def test_training_does_not_wait_for_the_device(late_pool: gloo.Pool) -> None:
 
 def encode(*tensors_and_numbers: Any) -> None:
     """`gpu_kernels._encode`, by the kernel in C."""
-    x, less, plus, code, left, bad, _, block, _, most, bits, *there = tensors_and_numbers[:14]
+    x, less, plus, code, left, _, block, _, most, bits, *there = tensors_and_numbers[:13]
     less, plus, left = (
         t if is_there else None for t, is_there in zip((less, plus, left), there, strict=True)
     )
-    bad.fill_(not kernels.encode(bits, block, x, less, plus, code, left, most))
+    if not kernels.encode(bits, block, x, less, plus, code, left, most):
+        code.zero_()
+        code[1] = 255  # in the scale of one block
 
 
 def decode(code: Tensor, out: Tensor, _: int, block: int, bits: int, add: bool, *rest: Any) -> None:
     kernels.decode(bits, block, code, out, add)
 
 
-def decode_mean(rows: Tensor, out: Tensor, _: int, block: int, *given: int) -> None:
-    kernels.decode_mean(given[2], block, rows, out)
+def decode_mean(rows: Tensor, first: Tensor, second: Tensor, out: Tensor, *given: int) -> None:
+    block, bits, there = given[1], given[4], given[5:7]
+    plus = (t if is_there else None for t, is_there in zip((first, second), there, strict=True))
+    kernels.decode_mean(bits, block, rows, out, *plus)
 
 
-def calls_of(rank: int, recipe: str) -> list[str]:
-    """What the communication thread calls in a round of eight buckets."""
+@contextmanager
+def eight_buckets(rank: int, recipe: str) -> Iterator[tuple[la.Synchronizer, Callable[[], None]]]:
+    """A synchronizer of a model of eight buckets, whose codes are made by kernels for GPUs, and
+    one step."""
     from laconic.codecs import gpu_kernels
 
     with late.device() as device, MonkeyPatch.context() as patched:
         patched.setattr(buckets, "BUCKET_BYTES", 4096)
+        for limit in ("FIRST_BYTES", "BUCKET_BYTES", "LEAST_BYTES"):
+            patched.setattr(gradient_channels, limit, 4096)
+        patched.setattr(gradient_channels, "CODED_BUCKETS", 8)
         for name, work in (("encode", encode), ("decode", decode), ("decode_mean", decode_mean)):
             patched.setattr(gpu_kernels, f"_{name}", late.Kernel(work))
         patched.setattr(Integers, "kernels", lambda self, *x: gpu_kernels)
+        # a copy for each tensor of which a part is compared, and a job after a delay
+        patched.setattr(drift, "digest", lambda parts: 1)
+        patched.setattr(drift.DriftCheck, "_possible", lambda *_: False)
         torch.manual_seed(rank)
         model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(8)))
         optimizer = torch.optim.SGD(model.to(device).parameters(), lr=0.1)
         with la.attach(model, optimizer, recipe, link=staged(2, device)) as sync:
-            descend(optimizer, model(torch.ones(1, 32).to(device)).square().mean())
+            x = torch.ones(1, 32).to(device)
+            yield sync, lambda: descend(optimizer, model(x).square().mean())
+
+
+def calls_of(rank: int, recipe: str) -> list[str]:
+    """What the communication thread calls in a round, after the second step."""
+    with eight_buckets(rank, recipe) as (sync, step):
+        comm = sync.driver.session.comm
+        for _ in range(2):
+            comm.drain()
             late.calls.clear()
-            descend(optimizer, model(torch.ones(1, 32).to(device)).square().mean())
-            sync.driver.session.comm.drain()
-            found = [what for thread, what in late.calls if thread == "laconic-comm"]
-        return found
+            step()
+        comm.drain()
+        return [what for thread, what in late.calls if thread == "laconic-comm"]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "most"), [("local_sgd(1)", 8), ("local_sgd(1, codec='int8')", 35)]
-)
-def test_a_round_makes_few_calls(late_pool: gloo.Pool, recipe: str, most: int) -> None:
-    """Per bucket. Each holds Python's lock, which training needs."""
+CODED_CALLS = {"kernel": 4, "copy_": 4, "_foreach_copy_": 1, "wait": 1, "record_event": 1}
+"""Per bucket: a kernel for each code that is made or read, and a copy for each way of each of the
+two messages; the residuals; and one point before the job and one after it."""
+CALLS = {
+    "local_sgd(1)": {"copy_": 2, "wait": 1, "record_event": 1},
+    "local_sgd(1, codec='int8')": CODED_CALLS,
+    "local_sgd(2, delay=1, codec='int4')": {**CODED_CALLS, "copy_": 5},  # the result is lent
+    "ddp(codec='int8')": CODED_CALLS,
+}
+
+
+@pytest.mark.parametrize("recipe", CALLS)
+def test_a_round_makes_few_calls(late_pool: gloo.Pool, recipe: str) -> None:
+    """At most 4 per bucket and way of a message. Each holds Python's lock, which training needs."""
     for made in late_pool.run(calls_of, recipe, ranks=2):
-        assert len(made) <= most * 8
-        assert made.count("kernel") == (32 if "codec" in recipe else 0), "one per code"
+        expected = CALLS[recipe]
+        assert {what: made.count(what) / 8 for what in made} == expected
+        assert sum(expected.values()) <= 4 * (4 if "codec" in recipe else 2)
+
+
+def refused(rank: int, recipe: str) -> str:
+    """The error of a round in which one element of one rank is NaN."""
+    with pytest.raises(NotFiniteError) as raised, eight_buckets(rank, recipe) as (sync, step):
+        if rank:
+            list(sync.driver.session.model.parameters())[3].detach().view(-1)[700:701].fill_(
+                math.nan
+            )
+        step()
+        sync.finish()
+    return str(raised.value)
+
+
+def test_what_is_not_finite_is_found_in_the_code(late_pool: gloo.Pool) -> None:
+    """A kernel for GPUs does not return whether all elements are finite."""
+    for text in late_pool.run(refused, "local_sgd(1, codec='int8')", ranks=2):
+        assert "ranks [1] of its link had NaN or infinite values to send" in text
 
 
 def captured(rank: int, name: str) -> str:

@@ -362,7 +362,7 @@ def device(*, settles: bool = False, inverts: bool = False) -> Iterator[torch.de
         patched.setitem(ACCELERATORS, "late", LateAccelerator())
         patched.setattr(torch, "Generator", _generator)
         if not settles:
-            patched.setattr(CommThread, "_settle", lambda _: None)
+            patched.setattr(CommThread, "_settle", lambda *_: None)
         _inverting[:] = [True] if inverts else []
         yield found
         _inverting.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -49,8 +49,8 @@ class Codec(ABC):
     and checkpoints compare codecs by their ``repr``, which must show all settings, as that of a
     dataclass does.
 
-    Codes are computed on the device of x. Every ``encode`` reads back whether x is finite, and so
-    waits for an accelerator. ``decode`` never waits.
+    Codes are computed on the device of x, and may be written to host memory. Every ``encode``
+    reads back whether x is finite, and so waits for an accelerator. ``decode`` never waits.
     """
 
     @property
@@ -105,6 +105,7 @@ class Codec(ABC):
         less: Tensor | None = None,
         plus: Tensor | None = None,
         subtract: bool = False,
+        left: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the code of x: ``nbytes(x.numel())`` uint8 values on the device of x.
@@ -113,31 +114,33 @@ class Codec(ABC):
             x: a flat tensor, float32 or another floating-point dtype, which is cast to float32.
             less, plus: tensors of x's shape and dtype. First, ``x <- x - less + plus``.
             subtract: at the end, ``x <- x - Q(x)``.
-            out: where to write the code.
+            left: a tensor of x's shape and dtype that is changed in place of x.
+            out: where to write the code: on the device of x, or in host memory.
 
-        x must be contiguous if it is changed. Raises ``ValueError`` if an element is NaN, infinite,
-        or beyond the range of ``dtype``. x may then hold any values.
+        What is changed must be contiguous. Raises ``ValueError`` if an element is NaN, infinite, or
+        beyond the range of ``dtype``. What is changed may then hold any values.
         """
         if x.dim() != 1 or not x.is_floating_point():
             raise ValueError(
                 f"{self} encodes a flat floating-point tensor, not a tensor of {x.dtype} and shape "
                 f"{tuple(x.shape)}"
             )
-        for name, other in (("less", less), ("plus", plus)):
+        for name, other in (("less", less), ("plus", plus), ("left", left)):
             if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
                 raise ValueError(
                     f"argument {name!r} must match x (dtype {x.dtype}, shape {tuple(x.shape)}), "
                     f"and has dtype {other.dtype}, shape {tuple(other.shape)}"
                 )
         changed = subtract or less is not None or plus is not None
-        if changed and not x.is_contiguous():
+        left = x if left is None else left
+        if changed and not left.is_contiguous():
             raise ValueError("x is changed in place and must be contiguous: call x.contiguous()")
         size = self.nbytes(x.numel())
         payload = torch.empty(size, dtype=torch.uint8, device=x.device) if out is None else out
         self._check_code(payload, x.numel())
-        in_range = self.encode_flat(x.contiguous(), payload, less, plus, subtract)
+        in_range = self.encode_flat(x.contiguous(), payload, less, plus, subtract, left)
         if not bool(in_range):
-            raise NotFiniteError(self._nonfinite_message(x))
+            raise NotFiniteError(self._nonfinite_message(left if changed else x))
         return payload
 
     @_without_grad
@@ -161,27 +164,31 @@ class Codec(ABC):
         return out
 
     @_without_grad
-    def decode_mean(self, rows: Tensor, out: Tensor) -> Tensor:
+    def decode_mean(self, rows: Tensor, out: Tensor, *, plus: Sequence[Tensor] = ()) -> Tensor:
         """Compute the mean over the codes ``rows``, uint8 (n, nbytes(len(out))), into ``out``.
 
         The decoded rows are added in order, in the dtype of ``out``. Each row is contiguous, but
         the rows may be columns of longer ones. ``out`` is flat and contiguous, and its length is a
-        multiple of ``grain``. Raises ``ValueError`` if the lengths do not fit.
+        multiple of ``grain``. Adds ``plus``, at most two tensors of the shape and dtype of ``out``,
+        one after the other. Raises ``ValueError`` if the lengths do not fit.
         """
         length = out.numel()
-        _check_out(out, rows, length)
+        for each in (out, *plus):
+            _check_out(each, rows, length)
         if length % self.grain:
             raise ValueError(
                 f"{self} computes means of a multiple of {self.grain} elements, not of {length}"
             )
         self._check_code(rows, length, dim=2)
-        self.mean_of_rows(rows, out)
+        self.mean_of_rows(rows, out, plus)
         return out
 
-    def mean_of_rows(self, rows: Tensor, out: Tensor) -> None:
+    def mean_of_rows(self, rows: Tensor, out: Tensor, plus: Sequence[Tensor]) -> None:
         """Implement ``decode_mean``, after its checks."""
         decoded = self.decode(rows.reshape(-1), len(rows) * len(out)).to(out.dtype)
         out.copy_(mean_in_rank_order(decoded.view(len(rows), -1).unbind(), reuse=True, out=out))
+        for each in plus:
+            out.add_(each)
 
     def encode_flat(
         self,
@@ -190,14 +197,20 @@ class Codec(ABC):
         less: Tensor | None,
         plus: Tensor | None,
         subtract: bool,
+        left: Tensor,
     ) -> Tensor | bool:
         """Implement ``encode`` for a contiguous x. Returns whether all elements are in range."""
+        if left is not x and (subtract or less is not None or plus is not None):
+            x = left.copy_(x)
         if less is not None:
             x.sub_(less)
         if plus is not None:
             x.add_(plus)
         code = self.encode_and_subtract if subtract else self.encode_units
-        in_range = [code(rows, codes) for rows, codes in self._pieces(x, payload)]
+        made = payload if payload.device == x.device else torch.empty_like(payload, device=x.device)
+        in_range = [code(rows, codes) for rows, codes in self._pieces(x, made)]
+        if made is not payload:
+            payload.copy_(made)
         return not in_range or torch.stack(in_range).all()
 
     def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:

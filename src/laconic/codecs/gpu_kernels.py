@@ -75,7 +75,6 @@ def _encode(
     plus,
     code,
     left,
-    bad,
     length,
     block,
     levels,
@@ -99,12 +98,11 @@ def _encode(
     magnitude = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     peak = tl.max(tl.max(magnitude, axis=2), axis=1)
     outside = peak > 0x7F7FFFFF
-    tl.store(bad + tl.zeros_like(peak), 1, mask=outside)
     peak = tl.where(outside, 0, peak)
     s = tl.div_rn(peak.to(tl.float32, bitcast=True), levels)
     s = _round_to_bfloat16(s).to(tl.float32, bitcast=True)
     s = tl.minimum(tl.maximum(s, LEAST_SCALE), most_scale)
-    bits = s.to(tl.int32, bitcast=True)
+    bits = tl.where(outside, -1, s.to(tl.int32, bitcast=True))
     tl.store(code + at, ((bits >> 16) & 255).to(tl.uint8), mask=w > 0)
     tl.store(code + at + 1, ((bits >> 24) & 255).to(tl.uint8), mask=w > 0)
     s = s[:, None, None]
@@ -160,12 +158,16 @@ def _decode(
 @triton.jit(do_not_specialize=NUMBERS)
 def _decode_mean(
     code,
+    first,
+    second,
     out,
     length,
     block,
     n,
     stride,
     BITS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -175,7 +177,12 @@ def _decode_mean(
     for k in range(1, n):
         total = total + _values(code + k * stride.to(tl.int64), at, j, is_byte, w, BITS)
     mean = tl.div_rn(total, tl.zeros_like(total) + n.to(tl.float32))
-    tl.store(out + start[:, None, None] + element, mean, mask=there)
+    offset = start[:, None, None] + element
+    if FIRST:
+        mean = mean + tl.load(first + offset, mask=there, other=0.0)
+    if SECOND:
+        mean = mean + tl.load(second + offset, mask=there, other=0.0)
+    tl.store(out + offset, mean, mask=there)
 
 
 def encode(
@@ -187,20 +194,21 @@ def encode(
     payload: Tensor,
     residual: Tensor | None,
     max_scale: float,
-) -> Tensor:
-    """As `laconic.codecs.kernels.encode`. Returns whether all of v is finite as a tensor, so that
-    nothing waits for the GPU here."""
-    bad = torch.zeros(1, dtype=torch.int32, device=x.device)
+) -> None:
+    """As `laconic.codecs.kernels.encode`, but it is the scale of a block that says that it is not
+    finite: it is no number. Waits for the GPU if ``payload`` is in host memory, and only then."""
+    code = payload if payload.device == x.device else torch.empty_like(payload, device=x.device)
     given = (less is not None, plus is not None, residual is not None)
     first, second, rest = (x if t is None else t for t in (less, plus, residual))
-    tensors, length = (x, first, second, payload, rest, bad), x.numel()
+    tensors, length = (x, first, second, code, rest), x.numel()
     if length:
         shape, grid = _shape(bits, block, length)
         levels = float(2 ** (bits - 1) - 1)
         at = (length, block, levels, max_scale)
         with torch.cuda.device_of(x):
             _encode[grid](*tensors, *at, bits, *given, *shape)
-    return bad[0] == 0
+    if code is not payload:
+        payload.copy_(code)
 
 
 def decode(bits: int, block: int, payload: Tensor, out: Tensor, add: bool) -> None:
@@ -212,14 +220,23 @@ def decode(bits: int, block: int, payload: Tensor, out: Tensor, add: bool) -> No
             _decode[grid](payload, out, length, block, bits, add, *shape)
 
 
-def decode_mean(bits: int, block: int, rows: Tensor, out: Tensor) -> None:
+def decode_mean(
+    bits: int,
+    block: int,
+    rows: Tensor,
+    out: Tensor,
+    first: Tensor | None = None,
+    second: Tensor | None = None,
+) -> None:
     """As `laconic.codecs.kernels.decode_mean`."""
     length = out.numel()
     if length:
         shape, grid = _shape(bits, block, length)
         at = (length, block, len(rows), rows.stride(0))
+        given = (first is not None, second is not None)
+        tensors = (rows, *(out if t is None else t for t in (first, second)), out)
         with torch.cuda.device_of(out):
-            _decode_mean[grid](rows, out, *at, bits, *shape)
+            _decode_mean[grid](*tensors, *at, bits, *given, *shape)
 
 
 def _shape(bits: int, block: int, length: int) -> tuple[tuple[bool, int, int], tuple[int]]:

@@ -28,6 +28,7 @@ The code of element j is in byte j mod w, at bit b * floor(j / w). Unused bits h
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -41,6 +42,8 @@ from laconic.codecs.kernels import MAX_BLOCK, kernels_for
 from laconic.errors import check_int
 
 SCALE_BYTES = 2
+NOT_FINITE = 255
+"""The high byte of a scale that is no number."""
 MIN_SCALE = 2.0**-126
 
 
@@ -138,14 +141,18 @@ class Integers(Codec):
         less: Tensor | None,
         plus: Tensor | None,
         subtract: bool,
+        left: Tensor,
     ) -> Tensor | bool:
         others = [t for t in (less, plus) if t is not None]
-        found = self.kernels(x, *others)
+        found = self.kernels(x, left, *others)
         if found is None or (others and not subtract):
-            return super().encode_flat(x, payload, less, plus, subtract)
-        at = x, less, plus, payload, x if subtract else None, largest_scale(self.levels)
-        in_range: Tensor | bool = found.encode(self.bits, self.block, *at)
-        return in_range
+            return super().encode_flat(x, payload, less, plus, subtract, left)
+        at = x, less, plus, payload, left if subtract else None, largest_scale(self.levels)
+        in_range: bool | None = found.encode(self.bits, self.block, *at)
+        if in_range is not None:
+            return in_range
+        high_bytes = payload[SCALE_BYTES - 1 :: SCALE_BYTES + self._width(self.block)]
+        return (high_bytes != NOT_FINITE).all()
 
     def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
         found = self.kernels(out)
@@ -154,12 +161,12 @@ class Integers(Codec):
         else:
             found.decode(self.bits, self.block, payload, out, add)
 
-    def mean_of_rows(self, rows: Tensor, out: Tensor) -> None:
-        found = self.kernels(out)
+    def mean_of_rows(self, rows: Tensor, out: Tensor, plus: Sequence[Tensor]) -> None:
+        found = self.kernels(out, *plus)
         if found is None:
-            super().mean_of_rows(rows, out)
+            super().mean_of_rows(rows, out, plus)
         else:
-            found.decode_mean(self.bits, self.block, rows, out)
+            found.decode_mean(self.bits, self.block, rows, out, *plus)
 
 
 @dataclass(frozen=True)

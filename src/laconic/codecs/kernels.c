@@ -152,9 +152,10 @@ INLINE void decode(int bits, int64_t block, int64_t length, const uint8_t *code,
         decode_block(bits, length - i < block ? length - i : block, code, out + i, add);
 }
 
-/* Compute the mean over n codes of `length` elements, `stride` bytes apart, added in order. */
+/* Compute the mean over n codes of `length` elements, `stride` bytes apart, added in order; then
+   add `first`, and then `second`, if they are given. */
 INLINE void decode_mean(int bits, int64_t block, int64_t length, int64_t n, int64_t stride,
-                        const uint8_t *code, float *out) {
+                        const uint8_t *code, const float *first, const float *second, float *out) {
     const int64_t step = size_of(block, bits);
     for (int64_t i = 0; i < length; i += block, code += step) {
         const int64_t m = length - i < block ? length - i : block;
@@ -162,6 +163,8 @@ INLINE void decode_mean(int bits, int64_t block, int64_t length, int64_t n, int6
         decode_block(bits, m, code, total, 0);
         for (int64_t k = 1; k < n; k++) decode_block(bits, m, code + k * stride, total, 1);
         for (int64_t j = 0; j < m; j++) out[i + j] = total[j] / (float)n;
+        if (first) for (int64_t j = 0; j < m; j++) out[i + j] += first[i + j];
+        if (second) for (int64_t j = 0; j < m; j++) out[i + j] += second[i + j];
     }
 }
 
@@ -174,7 +177,7 @@ INLINE void decode_mean(int bits, int64_t block, int64_t length, int64_t n, int6
     else then(2, block)
 
 /* Increment this when the arguments or the behavior of the functions below change. */
-EXPORT int laconic_version(void) { return 2; }
+EXPORT int laconic_version(void) { return 3; }
 
 CLONES int laconic_encode(int bits, int64_t block, int64_t length, const float *x,
                           const float *less, const float *plus, uint8_t *code, float *left,
@@ -192,7 +195,8 @@ CLONES void laconic_decode(int bits, int64_t block, int64_t length, const uint8_
 }
 
 CLONES void laconic_decode_mean(int bits, int64_t block, int64_t length, int64_t n, int64_t stride,
-                                const uint8_t *code, float *out) {
-#define DECODE_MEAN(b, m) decode_mean(b, m, length, n, stride, code, out)
+                                const uint8_t *code, const float *first, const float *second,
+                                float *out) {
+#define DECODE_MEAN(b, m) decode_mean(b, m, length, n, stride, code, first, second, out)
     FOR_EVERY_WIDTH(DECODE_MEAN);
 }

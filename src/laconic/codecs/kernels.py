@@ -22,7 +22,7 @@ from laconic import native
 
 MAX_BLOCK = 4096
 """The longest block that the kernels support."""
-VERSION = 2
+VERSION = 3
 """The version of ``kernels.c`` that this module needs."""
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -38,7 +38,7 @@ def library() -> ctypes.CDLL | None:
         found.laconic_encode.restype = _INT
         found.laconic_decode.argtypes = [*shape, _POINTER, _POINTER, _INT]
         found.laconic_decode.restype = None
-        found.laconic_decode_mean.argtypes = [*shape, _INT64, _INT64, _POINTER, _POINTER]
+        found.laconic_decode_mean.argtypes = [*shape, _INT64, _INT64, *[_POINTER] * 4]
         found.laconic_decode_mean.restype = None
     return found
 
@@ -66,10 +66,18 @@ def decode(bits: int, block: int, payload: Tensor, out: Tensor, add: bool) -> No
     _library().laconic_decode(bits, block, out.numel(), _address(payload), _address(out), add)
 
 
-def decode_mean(bits: int, block: int, rows: Tensor, out: Tensor) -> None:
-    """Compute the mean of the decoded ``rows``, added in order, into ``out``."""
+def decode_mean(
+    bits: int,
+    block: int,
+    rows: Tensor,
+    out: Tensor,
+    first: Tensor | None = None,
+    second: Tensor | None = None,
+) -> None:
+    """Compute the mean of the decoded ``rows``, added in order, plus ``first``, plus ``second``,
+    into ``out``."""
     n, stride = len(rows), rows.stride(0)
-    at = _address(rows), _address(out)
+    at = _address(rows), _address(first), _address(second), _address(out)
     _library().laconic_decode_mean(bits, block, out.numel(), n, stride, *at)
 
 
@@ -85,7 +93,8 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def kernels_for(*tensors: Tensor) -> ModuleType | None:
     """This module or `laconic.codecs.gpu_kernels`, whichever serves these ``tensors``;
-    None if neither does. Both have the functions ``encode``, ``decode`` and ``decode_mean``."""
+    None if neither does. Both have the functions ``encode``, ``decode`` and ``decode_mean``. After
+    ``encode`` on a GPU, the code says whether all was finite."""
     device = tensors[0].device
     if not all(_is_plain(t) and t.device == device for t in tensors):
         return None

@@ -31,6 +31,8 @@ class Collectives(Blocking):
     Those to be awaited may overlap with others. Each pauses as often on all ranks: so a broadcast,
     which takes some ranks one message and others several, never does."""
 
+    queues = False
+
     def __init__(
         self,
         rank: int,
@@ -110,7 +112,7 @@ class Collectives(Blocking):
         def collective(name: str) -> Callable[..., Job[Any]]:
             return partial(getattr(self, f"_{name}"), overlaps=overlaps)
 
-        return awaiting(self.rank, self.size, collective)
+        return awaiting(self, collective)
 
     async def _mean(self, x: Tensor, overlaps: bool = False) -> None:
         if self.size == 1:

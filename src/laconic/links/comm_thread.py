@@ -68,7 +68,7 @@ class Pending(Generic[T]):
         self.ended = threading.Event()
         self.error: BaseException | None = None
         """What the job has raised."""
-        self._ready: Event | None = None
+        self.ready: Event | None = None
         """The point in the job's stream after its work."""
         self._result: T | None = None
 
@@ -90,9 +90,9 @@ class Pending(Generic[T]):
             self._thread.wait_for(self.ended, self.label)
         if self.error is not None:
             raise self.error
-        if self._ready is not None and self._thread is not None:
+        if self.ready is not None and self._thread is not None:
             # on the stream of the model's device, which need not be the current device
-            self._ready.wait(self._thread.current_stream())
+            self.ready.wait(self._thread.current_stream())
             for tensor in _tensors(self._result):  # made on the job's stream, used on this one
                 use_on_current_stream(tensor)
         return self._result  # type: ignore[return-value]
@@ -111,7 +111,7 @@ class Pending(Generic[T]):
 
     def complete(self, result: T, stream: Stream | None = None) -> None:
         """End with ``result``. ``stream``: where the work on an accelerator went."""
-        self._ready = None if stream is None else stream.record_event()
+        self.ready = None if stream is None else stream.record_event()
         self._result = result
         self.ended.set()
 
@@ -264,7 +264,7 @@ class CommThread:
                 result = self._do(whole)
                 self.processor_seconds += time.thread_time() - start
                 pending.complete(result, self._stream)
-                self._settle()  # what the job holds is freed when this returns
+                self._settle(pending.ready)  # what the job holds is freed when this returns
         except BaseException as error:  # the job's, or the accelerator's before it or after it
             labeled = _with_label(error, pending.label)
             self._error = self._error or labeled
@@ -288,11 +288,12 @@ class CommThread:
             after.wait(self._stream)
             yield
 
-    def _settle(self) -> None:
-        """Wait until the accelerator has done all work of the jobs so far."""
+    def _settle(self, end: Event | None = None) -> None:
+        """Wait until the accelerator has done all work of the jobs so far, whose ``end`` may be
+        known."""
         if self._stream is not None:
             with contextlib.suppress(Exception):  # of the accelerator: the next wait raises it
-                self._stream.record_event().synchronize()
+                (end or self._stream.record_event()).synchronize()
 
     def poke(self, task: Callable[[], None]) -> None:
         """Have the thread, if there is one, run ``task`` between two jobs. It must not raise."""

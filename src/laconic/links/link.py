@@ -7,13 +7,16 @@ one order of collectives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from types import coroutine
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
+from laconic.device import accelerator
 from laconic.links.calls import Call
 
 FAR_SECONDS = 0.02
@@ -62,6 +65,10 @@ class AsyncLink(Protocol):
     def size(self) -> int:
         """As `Link.size`."""
 
+    @property
+    def queues(self) -> bool:
+        """As `Link.queues`."""
+
     async def mean(self, x: Tensor) -> None:
         """As `Link.mean`."""
 
@@ -90,18 +97,17 @@ COLLECTIVES = ["mean", "reduce_scatter", "all_gather", "all_to_all", "broadcast"
 
 
 class _Awaiting:
-    def __init__(
-        self, rank: int, size: int, make: Callable[[str], Callable[..., Job[Any]]]
-    ) -> None:
-        self.rank, self.size, self._make = rank, size, make
+    def __init__(self, link: Any, make: Callable[[str], Callable[..., Job[Any]]]) -> None:
+        self.rank, self.size, self.queues = link.rank, link.size, link.queues
+        self._make = make
 
     def __getattr__(self, name: str) -> Callable[..., Job[Any]]:
         return self._make(name)
 
 
-def awaiting(rank: int, size: int, make: Callable[[str], Callable[..., Job[Any]]]) -> AsyncLink:
-    """The collectives that ``make(name)`` returns."""
-    return cast("AsyncLink", _Awaiting(rank, size, make))
+def awaiting(link: Any, make: Callable[[str], Callable[..., Job[Any]]]) -> AsyncLink:
+    """The collectives that ``make(name)`` returns, between the ranks of ``link``."""
+    return cast("AsyncLink", _Awaiting(link, make))
 
 
 def one_by_one(link: Link) -> AsyncLink:
@@ -116,7 +122,16 @@ def one_by_one(link: Link) -> AsyncLink:
     ):
         return link.awaited
     # also where a subclass has its own of some
-    return awaiting(link.rank, link.size, lambda name: partial(collective, name))
+    return awaiting(link, lambda name: partial(collective, name))
+
+
+def memory_for(link: AsyncLink, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Bytes for messages that are made on ``device``, where ``link`` can send them from without
+    another copy: in host memory, unless an accelerator's own collectives carry them."""
+    kind = None if link.queues else accelerator(device)
+    if kind is None:
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+    return kind.pinned(math.prod(shape)).view(shape)
 
 
 class Link(Protocol):

@@ -93,7 +93,7 @@ class _AsyncNccl:
 
     def __init__(self, link: NcclLink) -> None:
         self._link = link
-        self.rank, self.size = link.rank, link.size
+        self.rank, self.size, self.queues = link.rank, link.size, link.queues
 
     def _run(
         self, collective: Callable[..., dist.Work | None], *tensors: Any, **options: Any

@@ -5,58 +5,26 @@ has come back to the accelerator. So messages between accelerators take the path
 CPUs: its order of sums, checksums, TLS, and detection of lost ranks.
 
 All work on the accelerator goes to the current stream, that of the communication thread, beside
-which training goes on. Each direction takes one copy: PCI Express copies a bucket of 25 MB in 1 ms,
+which training goes on. Each direction takes one call: PCI Express copies a bucket of 25 MB in 1 ms,
 while each call from Python takes 0.01 ms, during which training cannot make calls of its own.
 
-- This thread waits for the copy to the host before it sends.
+- The copy to the host returns when it is done.
 - Nothing waits here for the copy to the accelerator: whoever uses the result does so on this
-  stream, or after it.
-- Host memory that such a copy reads is used again only after it (`HostMemory`).
+  stream, or after it. Nobody else gets the host memory before that (`Accelerator.pinned`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laconic.device import Accelerator, Event, accelerator
+from laconic.device import accelerator
 from laconic.links.link import AsyncLink, Blocking, Job, Link, awaiting, one_by_one
 from laconic.links.wrapped import Around
-
-
-class HostMemory:
-    """Pinned memory for collectives on ``device``, used again for later ones."""
-
-    def __init__(self, kind: Accelerator, device: torch.device) -> None:
-        self._kind, self._device = kind, device
-        self._free: list[tuple[Tensor, Event]] = []
-        """Each with the point after all copies from it."""
-
-    @contextmanager
-    def borrow(self, length: int, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Memory for ``length`` elements. Copies from it on the current stream may still be under
-        way when it is returned."""
-        size = length * dtype.itemsize
-        memory = self._take(size)
-        try:
-            yield memory[:size].view(dtype)
-        finally:
-            copied = self._kind.current_stream(self._device).record_event()
-            self._free.append((memory, copied))
-
-    def _take(self, size: int) -> Tensor:
-        self._free.sort(key=lambda entry: entry[0].numel())
-        if not self._free:
-            return self._kind.pinned(size)
-        fitting = (i for i, (memory, _) in enumerate(self._free) if memory.numel() >= size)
-        memory, copied = self._free.pop(next(fitting, -1))
-        copied.synchronize()
-        return memory if memory.numel() >= size else self._kind.pinned(size)
 
 
 class OnDevice(Blocking, Around):
@@ -75,7 +43,7 @@ class OnDevice(Blocking, Around):
             job: Job[Any] = getattr(on, name)(x, *args, **options)
             return job
 
-        return awaiting(self.rank, self.size, lambda name: partial(collective, name))
+        return awaiting(self, lambda name: partial(collective, name))
 
 
 class StagedLink(OnDevice):
@@ -86,7 +54,6 @@ class StagedLink(OnDevice):
         kind = accelerator(device)
         assert kind is not None, "CPU tensors need no staging"
         self._kind = kind
-        self.memory = HostMemory(kind, device)
 
     @property
     def overlapping(self) -> AsyncLink | None:
@@ -103,17 +70,13 @@ class StagedLink(OnDevice):
 
     # -- copies ----
 
-    def copy(self, source: Tensor, to: Tensor) -> None:
-        """Queue a copy between the device and the host."""
-        to.copy_(source, non_blocking=True)
+    def room(self, like: Tensor) -> Tensor:
+        """Host memory for a tensor like this one."""
+        return self._kind.pinned(like.nbytes).view(like.dtype).view(like.shape)
 
-    @contextmanager
-    def copied(self, x: Tensor) -> Iterator[Tensor]:
+    def copied(self, x: Tensor) -> Tensor:
         """A copy of ``x`` in host memory, made before this returns."""
-        with self.memory.borrow(x.numel(), x.dtype) as host:
-            self.copy(x.reshape(-1), host)
-            self._kind.current_stream(self.device).record_event().synchronize()
-            yield host.view(x.shape)
+        return self.room(x).copy_(x)
 
 
 class _AsyncStaged:
@@ -121,54 +84,40 @@ class _AsyncStaged:
 
     def __init__(self, link: StagedLink, inner: AsyncLink) -> None:
         self._link, self._inner = link, inner
-        self.rank, self.size = link.rank, link.size
+        self.rank, self.size, self.queues = link.rank, link.size, link.queues
 
     async def mean(self, x: Tensor) -> None:
-        with self._link.copied(x) as host:
-            await self._inner.mean(host)
-            self._link.copy(host, x)
+        host = self._link.copied(x)
+        await self._inner.mean(host)
+        x.copy_(host, non_blocking=True)
 
     async def reduce_scatter(self, x: Tensor) -> Tensor:
-        with self._link.copied(x) as host:
-            mean = await self._inner.reduce_scatter(host)
-            if mean.dtype != x.dtype:
-                return mean.to(x.device)  # it waits: this memory is not pinned
-            own = x.view(self.size, -1)[self.rank]
-            self._link.copy(mean, own)
-            return own
+        mean = await self._inner.reduce_scatter(self._link.copied(x))
+        if mean.dtype != x.dtype:
+            return mean.to(x.device)  # it waits: this memory is not pinned
+        return x.view(self.size, -1)[self.rank].copy_(mean, non_blocking=True)
 
     async def all_gather(self, mine: Tensor, out: Tensor) -> None:
-        with (
-            self._link.copied(mine) as own,
-            self._link.memory.borrow(out.numel(), out.dtype) as host,
-        ):
-            await self._inner.all_gather(own, host)
-            self._link.copy(host, out)
+        host = self._link.room(out)
+        await self._inner.all_gather(self._link.copied(mine), host)
+        out.copy_(host, non_blocking=True)
 
     async def all_to_all(self, x: Tensor, out: Tensor) -> None:
-        with (
-            self._link.copied(x) as sent,
-            self._link.memory.borrow(x.numel(), x.dtype) as came,
-        ):
-            await self._inner.all_to_all(sent, came.view(x.shape))
-            self._link.copy(came.view(x.shape), out)
+        host = self._link.room(out)
+        await self._inner.all_to_all(self._link.copied(x), host)
+        out.copy_(host, non_blocking=True)
 
     async def broadcast(self, x: Tensor, root: int = 0) -> None:
-        if self.rank == root:
-            with self._link.copied(x) as host:
-                await self._inner.broadcast(host, root)
-        else:
-            with self._link.memory.borrow(x.numel(), x.dtype) as host:
-                await self._inner.broadcast(host, root)
-                self._link.copy(host, x.view(-1))
+        host = self._link.copied(x) if self.rank == root else self._link.room(x)
+        await self._inner.broadcast(host, root)
+        if self.rank != root:
+            x.copy_(host, non_blocking=True)
 
     async def swap(
         self, x: Tensor, to: Sequence[int], source: Sequence[int]
     ) -> Sequence[Tensor | None]:
-        with self._link.copied(x) as host:
-            pieces = await self._inner.swap(host, to, source)
-            return [None if piece is None else piece.to(x.device) for piece in pieces]
+        pieces = await self._inner.swap(self._link.copied(x), to, source)
+        return [None if piece is None else piece.to(x.device) for piece in pieces]
 
     async def gather(self, x: Tensor) -> Tensor:
-        with self._link.copied(x) as host:
-            return (await self._inner.gather(host)).to(x.device)
+        return (await self._inner.gather(self._link.copied(x))).to(x.device)

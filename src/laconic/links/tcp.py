@@ -23,7 +23,6 @@ class TcpLink(Collectives):
     ``guard`` and ``wire`` are those of the link, and connected."""
 
     threaded = True
-    queues = False
 
     def __init__(self, guard: CallGuard, wire: Wire) -> None:
         super().__init__(guard.rank, guard.size, wire.connections, guard.header, guard.blaming)

@@ -96,7 +96,7 @@ class Wrapped(Blocking, Around):
 
             return wrapped
 
-        return awaiting(self.rank, self.size, wrap)
+        return awaiting(self, wrap)
 
     def _sends(self, collective: str, x: Tensor, *more: Any) -> tuple[Cost, int]:
         """What this rank sends for a ``collective``, and how many bytes it receives."""

@@ -20,6 +20,7 @@ this one leaves out: what was sent plus the residuals e and o equals the sum of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,7 +35,7 @@ from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_bool
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.link import AsyncLink
+from laconic.links.link import AsyncLink, memory_for
 from laconic.tensors import state_dtype
 
 NOT_FINITE = 255
@@ -87,32 +88,32 @@ class Coded(Exchange):
         return cost.all_to_all(size, n) + cost.all_gather(size, n)
 
     async def reduce_scatter(
-        self, link: AsyncLink, message: Tensor, state: State
+        self, link: AsyncLink, message: Tensor, state: State, offsets: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Return v - q, and the mean of the codes received for this rank's slice."""
+        """Return v - q, and the mean of the codes received for this rank's slice, plus
+        ``offsets``."""
         residual = message.to(state_dtype(message.dtype)).contiguous()
         each = residual.numel() // link.size
-        payload = self._rows(link.size, each, residual.device)
+        payload, rows = (self._rows(link, each, residual.device) for _ in range(2))
         less, plus = state.get("reference"), state["residual"]
-        failure = _encode(self.codec, residual, less, plus, payload.view(-1))
-        rows, mean = torch.empty_like(payload), residual.new_empty(each)
+        failure = _encode(self.codec, residual, less, plus, payload.view(-1), residual)
         await link.all_to_all(payload, rows)
-        _raise_if_nonfinite(rows, failure)
-        self.codec.decode_mean(rows, mean)
-        return residual, mean
+        codes = _received(rows, failure, residual.device)
+        return residual, self.codec.decode_mean(codes, residual.new_empty(each), plus=offsets)
 
-    async def all_gather(self, link: AsyncLink, w: Tensor, less: Tensor | None = None) -> Tensor:
-        """Return the codes of all ranks' w - less, one after the other. Leaves w - less - p in
-        w."""
-        rows = self._rows(link.size, len(w), w.device)
-        failure = _encode(self.codec, w, less, None, rows[link.rank])
+    async def all_gather(
+        self, link: AsyncLink, c: Tensor, w: Tensor, less: Tensor | None = None
+    ) -> Tensor:
+        """Return the codes of all ranks' c - less, one after the other. Leaves c - less - p in w,
+        which may be c."""
+        rows = self._rows(link, len(w), w.device)
+        failure = _encode(self.codec, c, less, None, rows[link.rank], w)
         await link.all_gather(rows[link.rank], rows.view(-1))
-        _raise_if_nonfinite(rows, failure)
-        return rows.view(-1)
+        return _received(rows, failure, w.device).view(-1)
 
-    def _rows(self, n: int, each: int, device: torch.device) -> Tensor:
-        """Return memory for the codes of n slices of ``each`` elements."""
-        return torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=device)
+    def _rows(self, link: AsyncLink, each: int, device: torch.device) -> Tensor:
+        """Return memory for the codes of a slice of ``each`` elements per rank."""
+        return memory_for(link, (link.size, self.codec.nbytes(each)), device)
 
 
 @dataclass(frozen=True)
@@ -147,17 +148,13 @@ class CodedMean(Coded):
     async def run(
         self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
-        residual, mean = await self.reduce_scatter(link, message, state)
-        own, less = self.region(link, len(residual)), None
-        mean.add_(state["lag"])
-        if self.relative:
-            less = state["reference"][own]
-            mean.add_(less)
-        result = combine(mean)
-        w = result if result is mean else result.clone()  # result may be the update's state
-        codes = await self.all_gather(link, w, less)
-        state["residual"].copy_(residual)  # e <- v - q
-        state["lag"].copy_(w)  # o <- w - p
+        own = self.region(link, message.numel())
+        less = state["reference"][own] if self.relative else None
+        offsets = [t for t in (state["lag"], less) if t is not None]
+        residual, w = await self.reduce_scatter(link, message, state, offsets)
+        codes = await self.all_gather(link, combine(w), w, less)
+        # e <- v - q ; o <- w - p
+        torch._foreach_copy_([state["residual"], state["lag"]], [residual, w])
         if self.relative:
             add_decoded(self.codec, codes, state["reference"])
             return Arrival(state["reference"], lent=True)
@@ -197,7 +194,7 @@ class ReplicatedMean(Coded):
         mine = slice(own.start, max(min(own.stop, length), own.start))
         lag = state["lag"][mine]
         w[: len(lag)].add_(lag)
-        codes = await self.all_gather(link, w)
+        codes = await self.all_gather(link, w, w)
         mean = self.codec.decode(codes, n * each)[:length].to(residual.dtype)
         state["residual"].copy_(residual[:length])  # e <- v - q
         for at in (slice(0, mine.start), slice(mine.stop, length)):
@@ -256,11 +253,13 @@ def add_decoded(codec: Codec, payload: Tensor, x: Tensor) -> None:
         x += codec.decode(payload, len(x))
 
 
-def _encode(codec: Codec, x: Tensor, less: Tensor | None, plus: Tensor | None, out: Tensor) -> str:
-    """Code x - less + plus into ``out``, and leave the coding errors in x. Return why that cannot
-    be done; ``out`` is then `NOT_FINITE`."""
+def _encode(
+    codec: Codec, x: Tensor, less: Tensor | None, plus: Tensor | None, out: Tensor, left: Tensor
+) -> str:
+    """Code x - less + plus into ``out``, and leave the coding errors in ``left``, which may be x.
+    Return why that cannot be done; ``out`` is then `NOT_FINITE`."""
     try:
-        codec.encode(x, less=less, plus=plus, subtract=True, out=out)
+        codec.encode(x, less=less, plus=plus, subtract=True, left=left, out=out)
     except NotFiniteError as error:
         out.fill_(NOT_FINITE)
         return str(error) or f"{codec} could not encode it"
@@ -275,8 +274,12 @@ def nonfinite_rows(rows: Tensor) -> list[int]:
     ]
 
 
-def _raise_if_nonfinite(rows: Tensor, own: str) -> None:
-    """Raise the same error on every rank if any row holds nothing but `NOT_FINITE`."""
+def _received(rows: Tensor, own: str, device: torch.device) -> Tensor:
+    """Return ``rows``, or a copy on ``device``, which is queued there. Raise the same error on
+    every rank if any row holds nothing but `NOT_FINITE`."""
     if ranks := nonfinite_rows(rows):
         here = f"; on this rank: {own}" if own else ""
         raise NotFiniteError(f"ranks {ranks} of its link had NaN or infinite values to send{here}")
+    if rows.device == device:
+        return rows
+    return torch.empty_like(rows, device=device).copy_(rows, non_blocking=True)
