@@ -23,16 +23,23 @@ class FailedError(Exception):
         self.numbers = numbers or {}
 
 
+def nothing() -> str:
+    """What most parts lack."""
+    return ""
+
+
 @dataclass(frozen=True)
 class Part:
     """``text``: what is shown, as a sentence. ``figures``: its numbers are measurements, and not
-    only checks. ``most``: seconds that it may take."""
+    only checks. ``most``: seconds that it may take. ``lacks()`` says what is missing here that it
+    needs, such as data; empty if nothing is."""
 
     name: str
     text: str
     run: Run
     figures: bool
-    most: float = 60.0
+    most: float = 120.0
+    lacks: Callable[[], str] = nothing
 
 
 PARTS: list[Part] = []

@@ -3,9 +3,10 @@
     python -m benchmarks.cuda [--seconds 780] [--only NAME ...] [--again]
     python -m benchmarks.cuda page
 
-A part whose figures are known is not repeated; checks are, at another commit. Each part is kept
-when it ends. Without a GPU, it says what is missing. ``page`` writes the tables of docs/gpu.md from
-the files in benchmarks/cuda/results.
+A part whose figures are known is not repeated; checks are, with other code. What has failed with
+the same code comes last. Each part has a process of its own, is ended when it takes too long, and
+is kept when it ends; then the table of docs/gpu.md is written from the files in
+benchmarks/cuda/results, which is also what ``page`` does. Without a GPU, it says what is missing.
 """
 
 from __future__ import annotations
@@ -14,76 +15,84 @@ import argparse
 import json
 import math
 import platform
+import signal
 import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from time import monotonic as clock
-from typing import Any
 
 import torch
 
 import laconic
-from benchmarks.cuda import FailedError, Part, page
+from benchmarks.cuda import Part, page
+from benchmarks.cuda.running import Row, run_apart, run_part
 from benchmarks.cuda.tuning import PARTS
 
 RESULTS = Path(__file__).parent / "results"
-Row = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+OF_ROW = "commit", "torch", "date"
+"""What each row says of the run that it is from."""
 
 
 def commit() -> str:
-    """Return the repository's commit, or "unknown"."""
-    argv = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty", "--abbrev=12"]
+    """Return the last commit that has changed code, with "-dirty" if it was changed since; or
+    "unknown". Results are not code: to keep them does not make them old."""
+    results = RESULTS.relative_to(ROOT)
+
+    def git(*argv: str) -> str:
+        command = ["git", "-C", str(ROOT), *argv, "--", "src", "benchmarks", f":!{results}"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+        last = git("log", "-1", "--abbrev=12", "--format=%h")
+        return f"{last}-dirty" if git("status", "--porcelain", "-uall") else last or "unknown"
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def missing(parts: Sequence[Part], known: dict[str, Row], at: str) -> list[Part]:
     """The parts to run at the commit ``at``: not those that are ok and whose figures are known, or
-    that were checked there."""
+    that were checked there. Those that have failed there are last, so that others get their turn.
+    """
+
+    def at_hand(part: Part) -> bool:
+        return known[part.name]["commit"] == at != "unknown"
 
     def done(part: Part) -> bool:
-        row = known.get(part.name)
-        return row is not None and not row["error"] and (part.figures or row["commit"] == at)
+        ok = part.name in known and not known[part.name]["error"]
+        return ok and (part.figures or at_hand(part))
 
-    return [part for part in parts if not done(part)]
-
-
-def run_part(part: Part, device: torch.device) -> Row:
-    """Run it. A failure is part of the result."""
-    start, error, numbers = time.perf_counter(), "", {}
-    try:
-        numbers = part.run(device)
-    except FailedError as failed:
-        error, numbers = str(failed), failed.numbers
-    except Exception as raised:
-        traceback.print_exc()
-        error = f"{type(raised).__name__}: {raised}".splitlines()[0]
-    seconds = time.perf_counter() - start
-    for name, value in numbers.items():
-        print(f"      {name}: {value:.4g}")
-    print(f"      {'FAILED: ' + error if error else 'ok'} ({seconds:.1f} s)", flush=True)
-    row = {"name": part.name, "text": part.text, "seconds": round(seconds, 2)}
-    return {**row, "numbers": numbers, "error": error}
+    todo = [part for part in parts if not done(part)]
+    return sorted(todo, key=lambda part: part.name in known and at_hand(part))
 
 
 def run_all(
-    parts: Sequence[Part], device: torch.device, out: Path, about: Row, seconds: float
+    parts: Sequence[Part],
+    device: torch.device,
+    out: Path,
+    about: Row,
+    seconds: float,
+    run: Callable[[Part, torch.device], Row] = run_part,
 ) -> list[Part]:
-    """Run the parts that fit into the ``seconds``, and write each to ``out``. Return the rest."""
+    """``run`` the parts that fit into the ``seconds``, and write each to ``out``. Return the rest.
+    ``about``: on what they run."""
     end, left = clock() + seconds, []
     for number, each in enumerate(parts, 1):
-        if clock() + each.most > end:
+        lacking = each.lacks()
+        if lacking or clock() + each.most > end:
+            print(f"[{number}/{len(parts)}] not run: {each.text}: {lacking or 'no time'}")
             left.append(each)
             continue
         print(f"[{number}/{len(parts)}] {each.text}", flush=True)
+        row = run(each, device)
+        for name, value in row["numbers"].items():
+            print(f"      {name}: {value:.4g}")
+        said = f"FAILED: {row['error']}" if row["error"] else "ok"
+        print(f"      {said} ({row['seconds']:.1f} s)", flush=True)
         known = read(out)
-        known[each.name] = {**run_part(each, device), "commit": about["commit"]}
+        known[each.name] = {**row, **{key: about[key] for key in OF_ROW}}
         whole = json.dumps({**about, "parts": list(known.values())}, indent=1) + "\n"
         out.parent.mkdir(parents=True, exist_ok=True)
         draft = out.with_suffix(".part")
@@ -94,8 +103,12 @@ def run_all(
 
 def read(out: Path) -> dict[str, Row]:
     """The parts that have run, by name."""
-    rows = json.loads(out.read_text())["parts"] if out.exists() else []
-    return {row["name"]: {"commit": "unknown", **row} for row in rows}
+    if not out.exists():
+        return {}
+    whole = json.loads(out.read_text())
+    older = {**whole, "commit": "unknown"}  # these files say it once, but for the commit
+    of_all = {key: older[key] for key in OF_ROW}
+    return {row["name"]: {**of_all, **row} for row in whole["parts"]}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,7 +147,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{name}, torch {torch.__version__}, laconic {laconic.__version__}, {about['commit']}")
     out = options.out or RESULTS / f"{name.lower().replace(' ', '-')}.json"
     todo = parts if options.again else missing(parts, read(out), str(about["commit"]))
-    left = run_all(todo, device, out, about, options.seconds)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the part under way, too
+    left = run_all(todo, device, out, about, options.seconds, run_apart)
+    if options.out is None:
+        page.write(RESULTS)
     rows = read(out)
     failed = [each.name for each in parts if rows.get(each.name, {}).get("error")]
     print(f"{len(left)} parts are left, {len(failed)} have failed; results in {out}")

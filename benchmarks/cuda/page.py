@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,38 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """One row for each part that ran, one column for each GPU, and the names of the others."""
-    heads = [f"{r['gpu']}, torch {r['torch']}, {r['date']}" for r in results]
+    heads = [f"{r['gpu']}, {_when(r)}" for r in results]
     lines, never = [], []
     for each in PARTS:
-        rows = [_row(result, each.name) for result in results]
-        if any(rows):
-            lines.append([f"{each.text} (`{each.name}`)", *map(_cell, rows)])
+        cells = [_cell(result, each.name) for result in results]
+        if any(cells):
+            shown = [cell or "never run" for cell in cells]
+            lines.append([f"{each.text} (`{each.name}`)", *shown])
         else:
             never.append(f"`{each.name}`")
     table = study.table(["part", *heads], lines, left=1 + len(heads))
     return f"{table}\n\nNever run: {', '.join(never)}." if never else table
 
 
-def _row(result: dict[str, Any], name: str) -> dict[str, Any] | None:
-    return next((row for row in result["parts"] if row["name"] == name), None)
+def _when(result: dict[str, Any], row: dict[str, Any] | None = None) -> str:
+    """With which torch, and when, a part ran; None: most parts. Older files say it once."""
+    if row is not None:
+        return f"torch {row.get('torch', result['torch'])}, {row.get('date', result['date'])}"
+    return statistics.mode(_when(result, each) for each in result["parts"])
 
 
-def _cell(row: dict[str, Any] | None) -> str:
+def _cell(result: dict[str, Any], name: str) -> str:
+    row = next((row for row in result["parts"] if row["name"] == name), None)
     if row is None:
-        return "never run"
+        return ""
     numbers = "; ".join(
         f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.3g}"
         for name, value in row["numbers"].items()
     )
     said = "failed: " + row["error"].replace("|", "\\|") if row["error"] else "ok"
-    return f"{said}. {numbers}" if numbers else said
+    said = f"{said}. {numbers}" if numbers else said
+    when = _when(result, row)
+    return said if when == _when(result) else f"{said} ({when})"
 
 
 def write(folder: Path) -> None:

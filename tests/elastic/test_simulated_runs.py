@@ -21,7 +21,7 @@ from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.relay_frames import Start
 from laconic.policy import chooser
 from laconic.policy.chooser import Chooser
-from laconic.policy.probe import Probed
+from laconic.policy.probe import Probed, probe
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Step = Callable[[nn.Module, Any, torch.Tensor, laconic.Synchronizer], object]
@@ -378,6 +378,8 @@ def slow_then_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def found(self: Chooser) -> Probed:
         self._world.gather(torch.tensor([1.0]))
+        if self._world.size == 1:
+            return probe(self._world, self._device)
         rate = (3e5, 1e12)[len(self.choices) % 2]
         return Probed(rate, 1e-4, 0, 0)
 
@@ -409,3 +411,15 @@ def test_auto_chooses_nothing_for_a_worker_that_is_alone(slow_then_fast: None) -
     found = left(laconic.simulate(train, faults=laconic.Faults(start=1, join=(30,))))
     choices = only(found, "choices")
     assert choices[0][2] == 2 and all(step > 30 for step, _, _ in choices)
+
+
+@pytest.mark.fault("auto() divided by zero in the last worker of an elastic run")
+def test_auto_goes_on_with_the_last_worker(
+    slow_then_fast: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It then measures a network of nobody, while messages have slowed its steps down before."""
+    monkeypatch.setattr(Chooser, "_used", lambda *_, **__: (1e-9, 0.5))
+    plan = laconic.Faults(start=2, kill=((1, 40),))
+    found = left(laconic.simulate(program("laconic.auto()", steps=80), faults=plan))
+    assert only(found, "step") == 80
+    assert only(found, "choices")

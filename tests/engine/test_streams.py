@@ -5,26 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Semaphore
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from pytest import MonkeyPatch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 import laconic as la
 from laconic import buckets
 from laconic.codecs import kernels
 from laconic.codecs.integers import Integers
-from laconic.engine import drift, gradient_channels
+from laconic.engine import donor, drift, gradient_channels, loading
 from laconic.engine.channel import HostState
 from laconic.engine.overlap import Overlapping
 from laconic.errors import NotFiniteError
 from laconic.links import Link
+from laconic.links.calls import GRADIENTS, Call
 from laconic.links.comm_thread import CommThread
 from laconic.links.link import AsyncLink, one_by_one, sent
 from laconic.links.simulated import single_link
@@ -40,7 +44,7 @@ from tests.support.training import Job
 STEPS = 10
 QUICK = ["slowmo over late sgp"]
 FAR = ["ddp, coded", "slowmo over late sgp"]
-STATE = ["streaming_diloco", "diloco, late", "local_sgd, coded", "easgd", "diloco, Adam"]
+STATE = ["streaming_diloco", "diloco, late", "local_sgd, coded", "diloco, Adam"]
 """Recipes of each kind that stores something between rounds."""
 
 
@@ -225,7 +229,15 @@ class OnStream(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        late.switch(ctx.stream)  # autograd has it wait for this gradient, and for no other
+        def end() -> None:
+            ctx.stream.record_event().wait(late.DEFAULT)
+            late.switch(late.DEFAULT)
+
+        # as autograd does: this stream waits for this gradient, and for no other; at the end that
+        # of the caller waits for all
+        late.current().record_event().wait(ctx.stream)
+        late.switch(ctx.stream)
+        Variable._execution_engine.queue_callback(end)
         return gradient.clone(), None
 
 
@@ -245,7 +257,6 @@ def on_two_streams(rank: int, on_device: bool) -> list[Tensor]:
                 out = OnStream.apply(model[1](hidden), late.DEFAULT)
                 with sync.no_sync() if k % 2 == 0 else nullcontext():
                     out.square().mean().backward()  # adds in place after the first
-                stream.record_event().wait(late.DEFAULT)  # as autograd does at its end
                 if k % 2:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -256,6 +267,105 @@ def test_a_bucket_waits_for_the_streams_of_all_its_gradients(late_pool: gloo.Poo
     expected = late_pool.run(on_two_streams, False, ranks=2)
     for ours, theirs in zip(late_pool.run(on_two_streams, True, ranks=2), expected, strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+def freed_early(rank: int) -> list[float]:
+    """Gradients are averaged in two steps only, so that their memory is free after the second. It
+    was made on the stream of the gradients, which then does work of its own."""
+    with late.device() as device:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1, bias=False).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stream = late.LateAccelerator().new_stream(device)
+        recipe = la.post_local_sgd(2, 100)
+        with la.attach(model, optimizer, recipe, link=staged(2, device)) as sync:
+            x = torch.full((1, 4), float(rank + 1)).to(device)
+            for _ in range(2):
+                optimizer.zero_grad()
+                OnStream.apply(model(x), stream).sum().backward()
+                optimizer.step()
+            stream.run()
+            gradient = model.weight.grad
+            assert gradient is not None
+            found: list[float] = gradient.view(-1).tolist()
+            sync.detach()
+        return found
+
+
+@pytest.mark.fault("memory of averaged gradients was free for others before all had read it")
+def test_gradients_are_read_before_their_memory_is_free(late_pool: gloo.Pool) -> None:
+    assert late_pool.run(freed_early, ranks=2) == [[1.5] * 4] * 2
+
+
+class Sent:
+    """Of a `Donor`, what `settings_for` needs."""
+
+    def __init__(self, model: torch.nn.Module, comm: CommThread) -> None:
+        self.weight = next(model.parameters())
+        optimizer = torch.optim.SGD([self.weight], lr=0.1)
+        session = SimpleNamespace(step=3, model=model, bound=optimizer, comm=comm)
+        session.params = lambda: list(model.parameters())
+        self._driver = SimpleNamespace(session=session, run=SimpleNamespace(quorum=None))
+
+    def _read_others(self) -> None:
+        """There are none."""
+
+    def _state(self, _: object) -> Tensor:
+        return self.weight.detach().cpu()
+
+
+def given_to_a_newcomer(rank: int) -> list[float]:
+    """A relay reads the state in its own thread, while a job waits for it."""
+    with late.device() as device, MonkeyPatch.context() as patched:
+        patched.setattr(loading, "state_dict", lambda run: {})
+        model = torch.nn.Linear(1, 1, bias=False).to(device)
+        comm = CommThread(True, device, lambda: None)
+        sent = cast("donor.Donor", Sent(model, comm))
+
+        def job() -> list[float]:
+            torch.nn.init.constant_(model.weight, 5.0)
+            _, state = donor.Donor._settings_for(sent, Call(3, GRADIENTS))
+            assert state is not None
+            model.weight.detach().mul_(2)  # what the job's stream has not done yet
+            with ThreadPoolExecutor(1) as relay:
+                found: list[float] = relay.submit(state).result().state[0].view(-1).tolist()
+            return found
+
+        found = comm.submit(job, "a round").wait()
+        comm.close()
+        return found
+
+
+@pytest.mark.fault("a relay read the state for a newcomer before the GPU had computed it")
+def test_a_newcomers_state_is_read_behind_the_jobs_work(late_pool: gloo.Pool) -> None:
+    assert late_pool.run(given_to_a_newcomer, ranks=1) == [[10.0]]
+
+
+@pytest.mark.fault("with a GradScaler, every backward pass waited for the GPU to ask for its scale")
+def test_the_scale_is_asked_for_only_where_codes_need_it(monkeypatch: MonkeyPatch) -> None:
+    asked: list[object] = []
+    get_scale = torch.amp.GradScaler.get_scale
+
+    def noted(scaler: torch.amp.GradScaler) -> float:
+        if torch._C._current_graph_task_id() >= 0:
+            asked.append(scaler)
+        return get_scale(scaler)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "get_scale", noted)
+
+    def worker(rank: int, recipe: str) -> None:
+        model = torch.nn.Linear(4, 1)
+        scaler = torch.amp.GradScaler("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with la.attach(model, optimizer, recipe, scaler=scaler):
+            scaler.scale(model(torch.full((1, 4), rank + 1.0)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    for recipe, times in (("ddp()", 0), ("ddp(codec='int8')", 2)):
+        asked.clear()
+        la.simulate(partial(worker, recipe=recipe), workers=2)
+        assert len(asked) == times
 
 
 def without_momentum(rank: int) -> dict[str, Tensor]:
@@ -272,6 +382,24 @@ def without_momentum(rank: int) -> dict[str, Tensor]:
 def test_state_in_host_memory_that_an_update_deletes_is_gone(late_pool: gloo.Pool) -> None:
     (state,) = late_pool.run(without_momentum, ranks=1)
     assert state.keys() == {"steps"} and torch.equal(state["steps"], torch.ones(3))
+
+
+def written_on_two_streams(rank: int) -> list[float]:
+    """A state in host memory, written from one stream and then from another."""
+    with late.device() as device:
+        kind, state = late.LateAccelerator(), HostState({"momentum": torch.zeros(2)}, device)
+        first, second = (kind.new_stream(device) for _ in range(2))
+        for stream, value in ((first, 1.0), (second, 2.0)):
+            with kind.on_stream(stream), state.on_device() as used:
+                used["momentum"] = torch.full((2,), value).to(device)
+        found: list[float] = state["momentum"].tolist()
+        first.run()
+        return found + state["momentum"].tolist()
+
+
+@pytest.mark.fault("an older copy to host memory could overwrite a newer one of another stream")
+def test_copies_of_a_state_are_in_order(late_pool: gloo.Pool) -> None:
+    assert late_pool.run(written_on_two_streams, ranks=1) == [[2.0] * 4]
 
 
 def waits_of(rank: int, name: str, offload: bool = False) -> list[str]:

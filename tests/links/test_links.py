@@ -10,8 +10,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from laconic import simulate
+from laconic.device import ACCELERATORS, Accelerator
 from laconic.links import Metered
 from laconic.links.agreement import MOST_CHARACTERS, agree
 from laconic.links.comm_thread import CommThread
@@ -88,6 +90,41 @@ def test_each_simulated_worker_has_its_own_numpy_numbers() -> None:
     alone = [simulate(lambda _, r=r: drawn(r, 1), workers=1)[0] for r in range(3)]  # type: ignore[misc]
     assert together == alone
     assert np.random.get_state(legacy=False)["state"]["key"].tolist() == before
+
+
+class Counting(Accelerator):
+    """A generator whose state is how many numbers were drawn, from a seed on."""
+
+    def __init__(self) -> None:
+        self.state = torch.zeros(1)
+
+    def in_use(self) -> bool:
+        return True
+
+    def random_state(self) -> Tensor:
+        return self.state.clone()
+
+    def set_random_state(self, state: Tensor) -> None:
+        self.state.copy_(state)
+
+
+@pytest.mark.fault("simulated workers drew from one generator of the GPU, such as for dropout")
+def test_each_simulated_worker_has_its_own_numbers_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Counting()
+    monkeypatch.setitem(ACCELERATORS, "counting", gpu)
+
+    def drawing(rank: int) -> float:
+        link = current_link.get()
+        assert link is not None
+        gpu.state.fill_(100 * rank)
+        for _ in range(3):
+            gpu.state.add_(1)
+            link.mean(torch.zeros(1))
+        return float(gpu.state)
+
+    assert simulate(drawing, workers=3) == [3.0, 103.0, 203.0] and not gpu.state
 
 
 # -- the communication thread ----

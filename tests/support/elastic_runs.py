@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 import laconic
 from laconic.cli import main
 from laconic.links.elastic import leases
+from laconic.links.elastic.mesh import Mesh
 
 from tests.support import forgetful, gloo
 
@@ -33,7 +34,10 @@ MANY = 100_000
 FEW = 40
 """More steps than a worker can be ahead of another one, or than pass while one reads a file."""
 VARIABLES = ("LACONIC_", "GLOO_")
-OWN = ["samples", "clip", "fails_after", "linger", "signs", "loader", "timeout", "hasten", "hold"]
+OWN = [
+    *("samples", "clip", "fails_after", "linger", "signs", "loader", "timeout"),
+    *("hasten", "hold", "stops"),
+]
 """The options that are not those of `laconic.Elastic`."""
 
 
@@ -195,6 +199,14 @@ def work(pipe: Connection, given: dict[str, str], at: Any, options: dict[str, An
         forgetful.hasten()
         port = int(coordinator.rpartition(":")[2])
         signal.signal(signal.SIGUSR1, lambda *_: forgetful.drop_packets(port))
+    if "stops" in own:
+        connect = Mesh.connect
+
+        def stopped(*at: Any) -> None:
+            connect(*at)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        setattr(Mesh, "connect", stopped)  # noqa: B010 (mypy)
     if "hold" in own:
         reporter.say("held")
         pipe.recv()

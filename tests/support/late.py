@@ -1,12 +1,13 @@
 """An accelerator that is as late as it may be, on the CPU: the device "late".
 
 Its tensors are of a device of their own, so an operation on them and on a CPU tensor is an error.
-Work that writes into tensors is queued on the current stream, as on a GPU, and done only when an
-order that the program has asked for demands it: when the same stream computes something new, or
-something waits for an event behind it. Work on another stream is never done by itself. So whatever
-a program does not wait for has not happened:
+Work is queued on the current stream, as on a GPU, and done only when an order that the program has
+asked for demands it: when the host reads what the same stream computes, or something waits for an
+event behind it. Work on another stream is never done by itself. So whatever a program does not wait
+for has not happened:
 
 - a host that reads memory before the event after the copy finds old bytes;
+- so does another stream that reads a result before it waits for the event after it;
 - a copy reads what is in its source when it is made, not when it was queued;
 - memory whose last tensor is gone is overwritten by its own stream, unless `record_stream` has
   named the streams that still use it.
@@ -159,7 +160,8 @@ _pinned: set[int] = set()
 
 
 waits: list[tuple[str, str]] = []
-"""Each time that a thread has waited for the current stream: its name, and for what."""
+"""Each time that a thread has waited for the current stream: its name, and for what. A copy from
+the host waits for it, too, unless its memory is pinned, and it is not blocking."""
 
 
 def is_pinned(x: Tensor) -> bool:
@@ -181,7 +183,9 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     host = [t for t in tensors if not isinstance(t, Late)]
     if any(t.dim() for t in host) and not copies:
         raise RuntimeError(f"{name}: some tensors are on the CPU, and some on late:0")
-    raw_args, raw_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
+    # a number is read when the work is queued; memory, when it is done
+    read = _raw if copies else lambda x: x.clone() if _is_number_on_host(x) else _raw(x)
+    raw_args, raw_kwargs = tree_map(read, args), tree_map(read, kwargs)
     keys = {t.memory.key for t in tensors if isinstance(t, Late)}
     to = raw_kwargs.get("device")
     if _is_late(to):
@@ -207,15 +211,20 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             with _lock:
                 stream.queue.append((run, keys))
         else:
-            if any(not isinstance(t, Late) for t in tree_leaves(args[0])):
+            if any(t.dim() for t in host):  # a number is an argument of the kernel
                 waits.append((threading.current_thread().name, name))
             stream.run()
             run()
         changed = kwargs.get("out", args[0])
         return None if name.startswith("_foreach_") else changed
     if not _is_view(schema) and not name.startswith(("empty", "new_empty")):
+        made = None if _random(func) or to is not None else _room(func, raw_args, raw_kwargs)
+        if made is not None:
+            return _queued(run, made, keys, stream)
         stream.run()
     found = run()
+    if name.startswith(("empty", "new_empty")):
+        _poison(found)
     if name == "_local_scalar_dense" or (to is not None and not _is_late(to)):
         waits.append((threading.current_thread().name, name))
     if to is not None and not _is_late(to):
@@ -230,6 +239,45 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(wrap, found)
 
 
+def _room(func: Any, args: Any, kwargs: Any) -> Any:
+    """Memory for what an operation returns; None if it returns more than tensors, or nobody knows
+    their shapes before its end."""
+
+    def shape(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    try:
+        found = func(*tree_map(shape, args), **tree_map(shape, kwargs))
+    except (NotImplementedError, RuntimeError):
+        return None
+    if not all(isinstance(t, Tensor) for t in tree_leaves(found)):
+        return None
+    return tree_map(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), found)
+
+
+def _queued(run: Callable[[], Any], made: Any, keys: set[int], stream: LateStream) -> Any:
+    """What an operation will return, once its stream does it, in the memory ``made``."""
+
+    def work() -> None:
+        for memory, t in zip(tree_leaves(made), tree_leaves(run()), strict=True):
+            if memory.shape == t.shape:  # CPUs leave out statistics that evaluation does not need
+                memory.copy_(t)
+
+    for memory in tree_leaves(made):
+        _poison(memory)
+    results = tree_map(Late, made)
+    with _lock:
+        stream.queue.append((work, keys | {each.memory.key for each in tree_leaves(results)}))
+    return results
+
+
+def _poison(raw: Tensor) -> None:
+    if raw.numel():
+        torch.empty(0, dtype=torch.uint8).set_(raw.untyped_storage()).fill_(POISON)
+
+
 calls: list[tuple[str, str]] = []
 """Each call of the device, as an accelerator's library counts them: the thread's name, and what."""
 
@@ -241,8 +289,12 @@ def note(what: str) -> None:
 _inverting: list[bool] = []
 
 
+def _is_number_on_host(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, Late) and not x.dim()
+
+
 def _is_number(x: Any) -> bool:
-    return not isinstance(x, Tensor) or (not isinstance(x, Late) and not x.dim())
+    return not isinstance(x, Tensor) or _is_number_on_host(x)
 
 
 def _random(func: Any) -> bool:
@@ -407,8 +459,7 @@ def _factory(name: str) -> Callable[..., Late]:
 
     def make(*args: Any, **kwargs: Any) -> Late:
         raw = op(*args, **{**kwargs, "device": "cpu"})
-        if raw.numel():
-            torch.empty(0, dtype=torch.uint8).set_(raw.untyped_storage()).fill_(POISON)
+        _poison(raw)
         return Late(raw)
 
     return make

@@ -250,9 +250,12 @@ class HostState(UserDict[str, Tensor]):
         memory = self.data.get(name) if queued else self.get(name)
         if memory is None or (memory.shape, memory.dtype) != (value.shape, value.dtype):
             memory = self._kind.pinned(value.nbytes).view(value.dtype).view(value.shape)
+        stream = self._kind.current_stream(self._device)
+        if queued and name in self._copied:  # perhaps on another stream
+            self._copied[name].wait(stream)
         self.data[name] = memory.copy_(value, non_blocking=queued)
         if queued:
-            self._copied[name] = self._kind.current_stream(self._device).record_event()
+            self._copied[name] = stream.record_event()
 
     def __delitem__(self, name: str) -> None:
         self[name]  # nothing may be copied to memory that is freed
@@ -266,8 +269,9 @@ class HostState(UserDict[str, Tensor]):
         yield copies
         for name in self.data.keys() - copies.keys():
             del self[name]
-        for name in copies.used & copies.keys():  # kernels may have changed it
-            self[name] = copies[name]
+        for name, copy in copies.data.items():
+            if name in copies.used:  # kernels may have changed it
+                self[name] = copy
 
     def to_device(self, name: str) -> Tensor:
         """Queue a copy of a tensor to the device."""

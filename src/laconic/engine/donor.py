@@ -155,8 +155,9 @@ class Donor:
         if call.name != GRADIENTS:
             return (0, *self._settings[steps_before(call)]), None
 
-        def state() -> Snapshot:
-            return Snapshot(session.step, [self._state(loading.state_dict(run))])
+        def state() -> Snapshot:  # a relay calls it, in its own thread
+            with session.comm.on_stream_of_jobs():
+                return Snapshot(session.step, [self._state(loading.state_dict(run))])
 
         settings = numbers_of(session.bound.param_groups), self._read_others()
         return (digest_of(session), *settings), state

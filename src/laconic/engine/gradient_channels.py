@@ -11,6 +11,7 @@ from torch import Tensor
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.update import State
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize
+from laconic.device import use_on_current_stream
 from laconic.engine.channel import Channel
 from laconic.links.link import Link
 from laconic.tensors import is_sharded, local, state_dtype
@@ -99,6 +100,7 @@ class GradientChannel(Channel):
 
     def scatter(self, unused: set[int]) -> None:
         """Copy `flat` to the gradients, except those of ``unused`` parameters (ids)."""
+        use_on_current_stream(self.flat)  # made on that of a gradient, and perhaps freed soon
         pieces, gradients = [], []
         for segment, piece in self.pieces:
             p = segment.tensor

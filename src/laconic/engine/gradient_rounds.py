@@ -159,7 +159,8 @@ class GradientRunner:
             )
         self._discard()
         self.refresh(keep=True)
-        self.set.rescale(1.0 if self._scaler is None else self._scaler.get_scale())
+        if self.exchange.slots:  # to ask for the scale waits for a GPU
+            self.set.rescale(1.0 if self._scaler is None else self._scaler.get_scale())
         self._task, self._stream = task, None
         for channel in self.channels:
             channel.missing = channel.params

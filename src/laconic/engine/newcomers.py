@@ -160,7 +160,7 @@ class Newcomer:
         reception, wait = self._link.reception, self._link.members.wait
         try:
             if self._feed is None:
-                feed = reception.call_donor(next(self._donors), self._link.replay.adopt)
+                feed = reception.call_donor(next(self._donors), self._link.look)
                 snapshot = feed.pop(wait)
                 if not isinstance(snapshot, Snapshot):
                     raise RelayError("the donor violates the protocol")

@@ -330,6 +330,13 @@ class CommThread:
         if here is not None and self._stream is not None:
             here.record_event().wait(self._stream)
 
+    def on_stream_of_jobs(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the caller's work on an accelerator goes to the jobs' stream, behind
+        that of the job under way, which must wait for the caller."""
+        if self._stream is None or self._accelerator is None:
+            return contextlib.nullcontext()
+        return self._accelerator.on_stream(self._stream)
+
     def close(self) -> None:
         """Let the thread end after the jobs that it has. A later job starts another thread, which
         first waits for the end of this one: two at once would mix up their messages."""

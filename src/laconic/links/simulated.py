@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from laconic.device import ACCELERATORS
 from laconic.errors import LinkError
 from laconic.links.calls import SAME_CALLS, Call
 from laconic.links.link import Link, Quiet
@@ -70,7 +71,8 @@ class _NumpyState(NamedTuple):
 
 
 class RandomState:
-    """torch's, Python's and (where loaded) NumPy's global random state, of one worker."""
+    """torch's, Python's and (where loaded) NumPy's global random state, of one worker, and that of
+    accelerators in use."""
 
     current: ClassVar[_NumpyState | None] = None
     """NumPy's state that was saved or restored last, by any worker."""
@@ -82,12 +84,16 @@ class RandomState:
     def save(self) -> None:
         self.torch = torch.get_rng_state()
         self.python = random.getstate()
+        used = [kind for kind in ACCELERATORS.values() if kind.in_use()]
+        self.accelerators = [(kind, kind.random_state()) for kind in used]
         if "numpy" in sys.modules:
             self.numpy = RandomState.current = _NumpyState.now(RandomState.current)
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
+        for kind, state in self.accelerators:
+            kind.set_random_state(state)
         if self.numpy is not None and self.numpy is not RandomState.current:
             sys.modules["numpy"].random.set_state(self.numpy.state)
             RandomState.current = self.numpy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -60,7 +61,7 @@ def probe(link: Link, device: torch.device) -> Probed:
     """
     n = link.size
     if n == 1:  # in an elastic run
-        return Probed(0.0, 0.0, 0, 0)
+        return Probed(math.inf, 0.0, 0, 0)
     earlier = link.sent()
     link.gather(torch.zeros(1, device=device))  # all ranks begin together
     latency = sorted(timed(link, device, n) for _ in range(SMALL))[1]  # lost packets delay some

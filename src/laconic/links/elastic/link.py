@@ -110,6 +110,14 @@ class ElasticLink(Undivided, Quiet):
     def size(self) -> int:
         return len(self.ids)
 
+    def look(self) -> None:
+        """This newcomer waits for its donor, and follows the views meanwhile. Raises `LinkError` if
+        the others go on without it."""
+        if self._failure is not None:
+            raise self._failure
+        self.members.check()
+        self.replay.adopt()
+
     # -- units ----
 
     def unit(self, job: Callable[[], T]) -> T:

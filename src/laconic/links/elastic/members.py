@@ -195,13 +195,7 @@ class Members:
             with self.changed:
                 if not (self._removed or self.closed) and self.view.epoch <= epoch:
                     self.changed.wait(0.5)
-            if self.closed and not self._removed:
-                raise LinkError("this worker has left the run")
-            if self._removed:
-                raise LinkError(
-                    f"the other workers go on without this one ({self._removed}): start it again, "
-                    "and it joins them"
-                )
+            self.check()
             if self.view.epoch > epoch:
                 return self.view
             short, other = self._short, self.coordinator_lost
@@ -213,6 +207,16 @@ class Members:
                     f"{why}. Nothing has changed within {self.wait:g} s: start the coordinator or "
                     "workers again, or lower min_workers="
                 )
+
+    def check(self) -> None:
+        """Raise `LinkError` if this worker is not in the run any more."""
+        if self._removed:
+            raise LinkError(
+                f"the other workers go on without this one ({self._removed}): start it again, and "
+                "it joins them"
+            )
+        if self.closed:
+            raise LinkError("this worker has left the run")
 
     def add(self, newcomer: Member) -> None:
         """Take in ``newcomer``. Raises `LinkError` if it does not answer: the others would wait for
@@ -410,7 +414,7 @@ def nobody(me: str, number: int) -> Any:
     def nothing(*_: object) -> None:
         pass
 
-    does = "is_at", "status", "leave", "idle", "finished", "close", "silence"
+    does = "is_at", "check", "status", "leave", "idle", "finished", "close", "silence"
     return SimpleNamespace(
         me=SimpleNamespace(id=me),
         number=number,

@@ -59,6 +59,7 @@ class RankLink(Undivided, Around):
     replaying: bool = inner("replaying")
     relays: Any = inner("relays")
     take_part_from = inner("take_part_from")
+    look: Callable[[], None] = inner("look")
     wake: Callable[[Callable[[], None]], None] = inner("wake")
 
     def __init__(self, inside: Inside, outer: ElasticLink | None, reports: Reporting) -> None:

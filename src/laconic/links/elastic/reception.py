@@ -51,16 +51,16 @@ class Reception:
             found.append(self._waiting.get())
         return found
 
-    def call_donor(self, number: int, adopt: Callable[[], None]) -> Feed:
+    def call_donor(self, number: int, look: Callable[[], None]) -> Feed:
         """Ask a worker of the run for its state; ``number`` counts the attempts. Whoever waits for
-        its frames calls ``adopt()`` now and then. Raises
+        its frames calls ``look()`` now and then. Raises
         `laconic.links.elastic.relay.RelayError`."""
         members = self._members
         latest = members.view.members
         donor = latest[(int(members.me.id, 16) + number) % len(latest)]  # newcomers spread
 
         def check() -> None:
-            adopt()
+            look()
             if members.view.place(donor.id) is None:
                 raise RelayError(f"the run goes on without {donor.name}")
 

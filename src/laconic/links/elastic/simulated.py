@@ -194,13 +194,13 @@ class _Reception:
         self._cast.donors.update(dict.fromkeys(called, self._me))
         return [_Relay(self._cast, w) for w in called if w not in self._cast.feeds]
 
-    def call_donor(self, number: int, adopt: Callable[[], None]) -> Feed:
+    def call_donor(self, number: int, look: Callable[[], None]) -> Feed:
         """See `Reception.call_donor`."""
         frames = self._cast.feeds.get(self._me, [])
         if number or not frames:
             raise EndedError  # the run has ended before this worker could take part
         stream: Any = _Stream(frames)
-        return Feed(stream, str(self._cast.donors[self._me]), adopt)
+        return Feed(stream, str(self._cast.donors[self._me]), look)
 
     def close(self) -> None:
         """Do nothing."""
