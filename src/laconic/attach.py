@@ -139,7 +139,8 @@ def attach(
             step, as before every forward pass in torch's DistributedDataParallel. Choose it for
             buffers that the forward pass reads in training and that gradients depend on: codebooks,
             queues, running normalizers. Not for elastic runs or rounds with a quorum.
-        scaler: the loop's GradScaler, so that steps that it skips are counted.
+        scaler: the loop's GradScaler, so that steps that it skips are counted. The newcomers of an
+            elastic run get its state.
         link: how messages of a model on a GPU travel between workers. ``"tcp"``: by way of host
             memory and laconic's own connections. ``"nccl"``. ``"auto"`` or None: NCCL where all
             ranks are on one host, each with a GPU of its own, and no round has a quorum. Or a
@@ -188,6 +189,9 @@ def attach(
         if elastic is not None:
             rounds = replicated(rounds)
             ranks = elastic_runs.ranks_of_worker(nprocs_per_node, mesh, params)
+            if _at_work(scaler) is not None:  # gradients that are averaged are scaled alike
+                others = {**(elastic.others or {}), "laconic: scaler": scaler}
+                elastic = replace(elastic, others=others)
             elastic_runs.check(elastic, recipe, ranks)
         check_buffers(rounds, buffers, elastic=elastic is not None)
         choice = "tcp" if choice == "auto" and has_quorum(rounds) else choice

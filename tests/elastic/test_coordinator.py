@@ -32,6 +32,14 @@ from tests.support.strangers import anybody
 Start = Callable[[], Coordinator]
 
 
+@pytest.fixture(autouse=True)
+def sigterm() -> Iterator[None]:
+    """As in a program that handles no signals."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts a coordinator with the settings of now."""
@@ -52,12 +60,8 @@ def attached(port: int, wait: float = 60.0, **options: Any) -> laconic.Synchroni
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given: Any = {"workers": 1, "min_workers": 1, "wait": wait, **options}
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        elastic = laconic.Elastic(f"127.0.0.1:{port}", **given)
-        return laconic.attach(model, optimizer, laconic.ddp(), elastic=elastic)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    elastic = laconic.Elastic(f"127.0.0.1:{port}", **given)
+    return laconic.attach(model, optimizer, laconic.ddp(), elastic=elastic)
 
 
 def refused(port: int, **options: Any) -> str:
@@ -68,14 +72,38 @@ def refused(port: int, **options: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.fault("attach after detach found none of its LACONIC_PORTS free")
+@pytest.mark.fault(
+    "attach after detach found none of its LACONIC_PORTS free, and SIGTERM ended the second run "
+    "at once"
+)
 def test_attached_again_under_another_job(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     ports, port = gloo.free_ports(2), start().port
     monkeypatch.setenv("LACONIC_PORTS", f"{ports[0]}-{ports[-1]}")
     for job in ("one", "two"):
         sync = attached(port, job=job)
         assert len(sync.view.workers) == 1 and sync.attached
+        handler: Any = signal.getsignal(signal.SIGTERM)
+        assert handler.__self__.needed
         sync.detach()
+
+
+@pytest.mark.fault("a worker called again later than the coordinator waits for it to come back")
+def test_a_worker_whose_connection_ends_calls_again_at_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause = 3.0
+    monkeypatch.setattr("laconic.links.elastic.members.RETRY_SECONDS", pause)
+    sync = attached(start().port)
+    link: Any = sync.driver.session.elastic
+    client = link.members.client
+    time.sleep(pause)
+    before = client._stream
+    before.shutdown(socket.SHUT_RDWR)
+    end = time.monotonic() + pause - 0.5
+    while client._stream in (None, before) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert client._stream not in (None, before)
+    sync.detach()
 
 
 def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import laconic
+from laconic.links.elastic.signs import SHORTEST
 
 from tests.support.elastic_runs import MANY, SECONDS, Run, train
 
@@ -146,6 +148,16 @@ def test_a_worker_leaves_on_sigterm(start: str) -> None:
         assert loads.end() == 128 + TERM
         run.progress(2)
         run.check_same(2, leaves, loads)
+
+
+@pytest.mark.fault("the last of several workers that got SIGTERM waited 10 s for the others")
+def test_all_workers_leave_on_sigterm() -> None:
+    with Run("laconic.local_sgd(2)", count=2) as run:
+        workers, begun = run.ready(), time.monotonic()
+        for worker in workers:
+            worker.send(TERM)
+        assert [worker.end() for worker in workers] == [128 + TERM] * 2
+        assert time.monotonic() - begun < 2 * SHORTEST
 
 
 @pytest.mark.fault("finish() of a worker that had just joined raised")

@@ -53,6 +53,23 @@ def accumulated(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -
     plain(model, optimizers, x, sync)
 
 
+def withheld(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+    """Only the last backward pass averages."""
+    with sync.no_sync():
+        loss_of(model, x).backward()
+    plain(model, optimizers, x, sync)
+
+
+def averaged(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+    """No backward pass averages, and the mean is clipped."""
+    with sync.no_sync():
+        loss_of(model, x).backward()
+    sync.average_gradients()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def clipped(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
     """Gradients are changed after they were averaged."""
     loss_of(model, x).backward()
@@ -179,7 +196,10 @@ def test_the_push_weight_of_a_newcomer_is_one() -> None:
     assert sum(weights) == pytest.approx(len(weights)) == 4 and max(weights) != 1.0
 
 
-@pytest.mark.parametrize(("step", "make"), [(accumulated, adamw), (closure, lbfgs), (plain, two)])
+@pytest.mark.parametrize(
+    ("step", "make"),
+    [(accumulated, adamw), (withheld, adamw), (averaged, adamw), (closure, lbfgs), (plain, two)],
+)
 def test_a_newcomer_equals_the_others_whatever_a_step_is(
     step: Step, make: Callable[[Any], Optimizers]
 ) -> None:
@@ -197,6 +217,33 @@ def test_a_newcomer_repeats_steps_with_their_settings(caplog: pytest.LogCaptureF
         found = laconic.simulate(program("laconic.ddp()"), faults=plan)
     only(left(found), "before")
     assert "caught up" in caplog.text and "gave another result" not in caplog.text
+
+
+@pytest.mark.parametrize("recipe", ["ddp()", "local_sgd(4)"])
+def test_a_newcomer_has_the_scale_and_the_rate_of_the_others(recipe: str) -> None:
+    """Also a rate in a tensor, which the schedule computes from the one before."""
+
+    def train(number: int) -> tuple[float, float, list[Any]]:
+        torch.manual_seed(0)
+        model = nn.Linear(9, 3)
+        rate = torch.tensor(0.1, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=False)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+        elastic = laconic.Elastic("simulated", others={"rate": schedule})
+        sync = laconic.attach(model, optimizer, recipe, scaler=scaler, elastic=elastic)
+        data = torch.Generator().manual_seed(number)
+        while sync.step < 20:
+            model.zero_grad()
+            scaler.scale(loss_of(model, torch.randn(4, 9, generator=data))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+        rate = optimizer.param_groups[0]["lr"]
+        return scaler.get_scale(), float(rate), [p.tolist() for p in model.parameters()]
+
+    found = laconic.simulate(train, faults=laconic.Faults(start=2, join=(9,)))
+    assert len(found) == 3 and found[0] == found[1] == found[2]
 
 
 @pytest.mark.fault("a newcomer that had repeated steps could not load another state")

@@ -367,6 +367,14 @@ def test_a_save_or_load_at_the_wrong_place_is_refused(tmp_path: Path) -> None:
             for method in (own.save, own.load):
                 said = refusal(lambda method=method: method(tmp_path))  # type: ignore[misc]
                 assert "inside sync.consensus" in said
+        for recipe, saves in ((la.ddp(codec="int8"), False), (la.ddp(), True)):
+            other = Run(recipe, rank)
+            other.model(torch.randn(5, 3)).sum().backward()
+            if saves:
+                other.save(tmp_path / "half")
+            else:
+                said = refusal(lambda run=other: run.save(tmp_path / "half"))  # type: ignore[misc]
+                assert "save after optimizer.step()" in said
         own.go(3 + rank)
         said = refusal(lambda: own.save(tmp_path / "apart"), la.LinkError)
         assert re.search("after [34] steps", said)

@@ -74,8 +74,18 @@ class Donor:
         self._process = os.getpid()
         driver.on("failure", self._failed)
         main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        before = signal.getsignal(signal.SIGTERM)
+        former = getattr(before, "__self__", None)  # of a run that this process has left
+        free = before is signal.SIG_DFL or (isinstance(former, Donor) and not former.needed)
+        if main and free:
             signal.signal(signal.SIGTERM, self._leave)
+
+    @property
+    def needed(self) -> bool:
+        """Whether other workers may wait for this one."""
+        taking_part = self._driver.attached and not self._link.replaying
+        # a forked child has this object, too
+        return taking_part and not self._link.members.ended and os.getpid() == self._process
 
     def open(self) -> None:
         """This worker takes part from now on, and sends newcomers its state."""
@@ -87,10 +97,7 @@ class Donor:
         driver.on("switch", self._send_state)
 
     def _leave(self, *_: object) -> None:
-        # a forked child has this handler, too
-        needed = self._driver.attached and not self._link.replaying
-        needed = needed and os.getpid() == self._process
-        if self._leaving or self._link.members.ended or not needed:
+        if self._leaving or not self.needed:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         log.info("SIGTERM: this worker leaves after the present step")

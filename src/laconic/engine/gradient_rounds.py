@@ -124,6 +124,12 @@ class GradientRunner:
         """Whether a backward pass ended with some of its buckets sent and others not."""
         return 0 < len(self._pending) < len(self.channels)
 
+    @property
+    def coded(self) -> bool:
+        """Whether this step's gradients are averaged, and its state has what their codes left out:
+        to average them again would not give the same."""
+        return self._averaged and bool(self.exchange.slots)
+
     def settle(self) -> None:
         """Complete the buckets that a pass which raised has begun, so that the link is free. Ranks
         that have begun different ones wait for each other in vain."""
@@ -271,7 +277,7 @@ class GradientRunner:
                 "are not averaged yet: call it after backward(), or attach a recipe that averages "
                 "parameters, such as laconic.local_sgd(1)"
             )
-        if self._averaged and self.round.exchange.slots:
+        if self.coded:
             raise ValueError(JOINED)
         self._begin(-1)
         self._end()

@@ -100,8 +100,10 @@ class Newcomer:
             Variable._execution_engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
-        # a pass within another one needs the parameters as they are
-        if self._driver.session.newcomer is not None and not torch._C._current_autograd_node():
+        # a pass within another one needs the parameters as they are, and one under no_sync()
+        # averages nothing: another one follows, or the step
+        session, within = self._driver.session, torch._C._current_autograd_node()
+        if session.newcomer is not None and session.sync_gradients and not within:
             self.arrive()
             self._driver.run.average_gradients()
 
@@ -307,7 +309,11 @@ class Newcomer:
     def _use(self, groups: list[dict[str, float]]) -> None:
         optimizer = self._driver.session.bound
         for group, numbers in zip(optimizer.param_groups, groups, strict=True):
-            group.update(numbers)
+            for name, number in numbers.items():
+                if isinstance(value := group.get(name), Tensor):
+                    value.fill_(number)
+                else:
+                    group[name] = number
 
     def _start(self, start: Start, feed: Feed | None = None) -> None:
         """Take part from the unit on that ``start`` names. ``feed``: on rank 0."""

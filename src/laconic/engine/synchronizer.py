@@ -30,6 +30,10 @@ from laconic.metrics import JsonLines
 SAVE = "laconic.save (every rank must call it)"
 LOAD = "laconic.load"
 """The calls of `Synchronizer.gathering`, as errors name them on all ranks."""
+HALF_A_STEP = (
+    "backward() has averaged this step's gradients in codes, and a resumed run would do it again, "
+    "with other numbers: save after optimizer.step()"
+)
 ELASTIC_SWITCH = (
     "an elastic run cannot switch, since newcomers start with the recipe of the start: finish, and "
     "attach again under another job= with the new recipe"
@@ -222,7 +226,10 @@ class Synchronizer:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: every rank saves its own, with its model's and optimizer's. Starts no
-        communication; waits for what is in flight, and stores it as arrived but not folded."""
+        communication; waits for what is in flight, and stores it as arrived but not folded. Raises
+        ``ValueError`` between ``backward()`` and ``step()`` where gradients are coded."""
+        if any(gradients.coded for gradients in self.driver.run.gradients):
+            raise ValueError(HALF_A_STEP)
         return self.driver.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -344,6 +351,8 @@ class Synchronizer:
         """Average the gradients now, if the recipe does so in this step and no backward pass did:
         for a rank that had no loss to differentiate, before it clips. ``optimizer.step()`` does it
         by itself otherwise."""
+        if self._session.newcomer is not None:
+            self._session.newcomer.arrive()
         self.driver.run.average_gradients()
 
     @contextmanager

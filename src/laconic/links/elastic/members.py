@@ -115,6 +115,8 @@ class Members:
             f"the coordinator at {client.at} does not answer"
         )
         """Why the coordinator cannot be reached, if so."""
+        self._called = 0.0
+        """When this worker called the coordinator last."""
         self._reconnects = 0
         """How many of the latest views had no other members than the view before."""
         self._wake_beat = threading.Event()
@@ -235,6 +237,8 @@ class Members:
         end = time.monotonic() + 2 * self.signs.deadline
         with self.changed:
             while not self._removed and time.monotonic() < end:
+                if self.view.ids == [self.me.id]:  # the others leave, too
+                    return
                 self.changed.wait(0.5)
 
     # -- what this worker says ----
@@ -314,6 +318,7 @@ class Members:
         self.client.close()
 
     def _connect(self) -> None:
+        self._called = time.monotonic()
         with self.changed:
             if self.founding and not self.entered_view:
                 self.latest = None  # that of the coordinator's run follows, perhaps another one
@@ -336,7 +341,8 @@ class Members:
             self.changed.notify_all()
         self.client.close()
         if not (self.client.embedded and serve(self.client.host, self.client.port)):
-            time.sleep(RETRY_SECONDS)
+            # at once where a connection has stood for a while: see `leases.CLOSED_SECONDS`
+            time.sleep(max(self._called + RETRY_SECONDS - time.monotonic(), 0.0))
 
     def _take(self, said: Any) -> None:
         """A message of the coordinator's."""

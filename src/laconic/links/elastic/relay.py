@@ -307,8 +307,12 @@ def send_record(relays: Sequence[Relay], units: Units) -> list[Relay]:
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The numbers, and tuples of numbers, in an optimizer's parameter groups, such as learning
-    rates."""
+    """The numbers, also those in a tensor, and tuples of numbers, in an optimizer's parameter
+    groups, such as learning rates."""
+    plain = [
+        {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in group.items()}
+        for group in groups
+    ]
     return [
         {
             name: value
@@ -316,7 +320,7 @@ def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             if _is_number(value)
             or (isinstance(value, tuple) and value and all(map(_is_number, value)))
         }
-        for group in groups
+        for group in plain
     ]
 
 

@@ -87,9 +87,13 @@ def _found(members: Members, need: Need) -> View:
         if now >= end or members.closed:
             raise lost or _not_found(members, need)
         if now >= say:
-            come = f"{members.come} of {need.expected or need.start} workers have come to the "
-            why = lost or f"{come}coordinator at {members.client.at}"
-            log.warning("%s; waiting for more, up to %.0f s", why, end - now)
+            wanted = need.expected or need.start
+            more = (
+                "for more" if members.come < wanted else "until it is sure that no run is under way"
+            )
+            come = f"{members.come} of {wanted} workers have come to the coordinator"
+            why = lost or f"{come} at {members.client.at}"
+            log.warning("%s; waiting %s, up to %.0f s", why, more, end - now)
             say = now + (now - begun)
         with members.changed:
             if members.latest is view and members.coordinator_lost is lost:
