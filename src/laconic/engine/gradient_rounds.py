@@ -128,7 +128,7 @@ class GradientRunner:
     def coded(self) -> bool:
         """Whether this step's gradients are averaged, and its state has what their codes left out:
         to average them again would not give the same."""
-        return self._averaged and bool(self.exchange.slots)
+        return self._averaged and bool(self.round.exchange.slots)
 
     def settle(self) -> None:
         """Complete the buckets that a pass which raised has begun, so that the link is free. Ranks
@@ -160,7 +160,7 @@ class GradientRunner:
             )
         self._discard()
         self.refresh(keep=True)
-        if self.exchange.slots:  # to ask for the scale waits for a GPU
+        if self.round.exchange.slots:  # to ask for the scale waits for a GPU
             self.set.rescale(1.0 if self._scaler is None else self._scaler.get_scale())
         self._task, self._stream = task, None
         for channel in self.channels:
