@@ -280,7 +280,7 @@ def _meet(
     if given is None:
         on_error.callback(world.close)
     shards = [p for p in (*params, *model.parameters()) if is_sharded(p)]
-    layout = layout_of(world, nprocs_per_node, mesh, shards, group_size)
+    layout = layout_of(world, nprocs_per_node, mesh, shards)
     at = world, layout, group_size, sharded, device
     sets = sets_of(*at, timeout if given is None else None)
     for other in sets.values():

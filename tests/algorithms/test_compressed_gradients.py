@@ -62,6 +62,7 @@ def test_nothing_gets_lost(name: str) -> None:
         for t in range(1, 81):
             for sum_, g in zip(total, task.backward(drawn(rank)), strict=True):
                 sum_ += g
+            task.optimizer.step()
             if t in (20, 80):
                 means = [sum(gs) / 3 for gs in zip(*(drawn(r) for r in range(3)), strict=True)]
                 left = [t * m - sum_ for m, sum_ in zip(means, total, strict=True)]

@@ -115,24 +115,20 @@ def layout_of(
     nprocs_per_node: int | Literal["env"],
     mesh: DeviceMesh | None,
     sharded: Sequence[Tensor],
-    group_size: int | None = None,
 ) -> list[list[int]]:
     """The ranks of each worker, the same on every rank. ``sharded``: the model's sharded
-    parameters, each of which must be sharded over the ranks of its worker. ``group_size``: is the
-    same on all ranks, too, and divides the number of workers."""
-    problem, layout, launched, grouped = None, [[0]], 0, 0
+    parameters, each of which must be sharded over the ranks of its worker."""
+    problem, layout, launched = None, [[0]], 0
     try:
         launched = 0 if current_link.get() else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         check_dimensions(sharded)
         layout = _layout(world, nprocs_per_node, mesh, bool(sharded))
         check_shards(sharded, layout[world.rank // len(layout[0])])
-        grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
     except Exception as error:
         problem = error_text(error)
     inner = len(layout[0])
-    own = [problem is not None, inner, launched, grouped]
-    said = world.gather(torch.tensor(own, dtype=torch.int64))
-    failed, everyone, on_host, groups = said.unbind(1)
+    said = world.gather(torch.tensor([problem is not None, inner, launched], dtype=torch.int64))
+    failed, everyone, on_host = said.unbind(1)
     agree(world.gather, problem, failed)
     if world.size % inner or bool((everyone != inner).any()):
         raise ValueError(
@@ -143,15 +139,6 @@ def layout_of(
         raise ValueError(
             f"nprocs_per_node={inner} must divide the number of ranks on every host: by rank, "
             f"there are {on_host.tolist()} on its host (LOCAL_WORLD_SIZE)"
-        )
-    if bool((groups != grouped).any()):
-        raise ValueError(
-            "group_size must be the same on all ranks; by rank, it is "
-            f"{groups.tolist()} (0: not given)"
-        )
-    if grouped and len(layout) % grouped:
-        raise ValueError(
-            f"group_size must divide the number of workers: {grouped} does not divide {len(layout)}"
         )
     return layout
 
@@ -215,11 +202,26 @@ def sets_of(
     device: torch.device,
     timeout: float | None,
 ) -> dict[str, Link]:
-    """The links of the named sets of ranks, for what `layout_of` has checked. The ranks of one
-    worker are its ``replica`` if each has the whole model, and its ``shards`` if each has a part of
-    it; the other set is this rank alone. ``timeout``: in seconds, of the link inside a replica,
-    where that is not ``world``'s own way: accelerators of one host exchange faster by themselves.
-    None: as between workers."""
+    """The links of the named sets of ranks. The ranks of one worker are its ``replica`` if each has
+    the whole model, and its ``shards`` if each has a part of it; the other set is this rank
+    alone. ``timeout``: in seconds, of the link inside a replica, where that is not ``world``'s own
+    way: accelerators of one host exchange faster by themselves. None: as between workers."""
+    problem, grouped = None, 0
+    try:
+        grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
+    except ValueError as error:
+        problem = str(error)
+    said = world.gather(torch.tensor([problem is not None, grouped], dtype=torch.int64))
+    agree(world.gather, problem, said[:, 0])
+    everyone = said[:, 1].tolist()
+    if any(said != grouped for said in everyone):
+        raise ValueError(
+            f"group_size must be the same on all ranks; by rank, it is {everyone} (0: not given)"
+        )
+    if grouped and len(layout) % grouped:
+        raise ValueError(
+            f"group_size must divide the number of workers: {grouped} does not divide {len(layout)}"
+        )
     sets = {"world": world, "workers": world, "replica": NullLink(), "shards": NullLink()}
     crossing = list(zip(*layout, strict=True))  # the ranks at the same place in their workers
     if len(layout[0]) > 1:
@@ -230,8 +232,8 @@ def sets_of(
             sets["replica"] = world.split(layout)
         else:
             sets["replica"] = inner_link(layout, device, timedelta(seconds=timeout))
-    if group_size is not None:
+    if grouped:
         # of the world, so that every rank names the same sets, as torch's process groups need
-        n, starts = group_size, range(0, len(layout), group_size)
-        sets["group"] = world.split([ranks[i : i + n] for ranks in crossing for i in starts])
+        starts = range(0, len(layout), grouped)
+        sets["group"] = world.split([ranks[i : i + grouped] for ranks in crossing for i in starts])
     return sets
