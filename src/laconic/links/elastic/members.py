@@ -109,8 +109,9 @@ class Members:
         self._broken_since: float | None = None
         self.come = 0
         """How many workers wait for a run to begin."""
-        self._short: tuple[int, int] | None = None
-        """How many workers are left, and how many are needed, where too few are left."""
+        self._short: tuple[int, int, float] | None = None
+        """How many workers are left, how many are needed, and since when (`time.monotonic`), where
+        too few are left."""
         self.coordinator_lost: CoordinatorError | None = CoordinatorError(
             f"the coordinator at {client.at} does not answer"
         )
@@ -195,8 +196,9 @@ class Members:
                 return self.view
             short, other = self._short, self.coordinator_lost
             stalled_since = (stalled_since or time.monotonic()) if short or other else None
-            if stalled_since is not None and time.monotonic() - stalled_since >= self.wait:
-                why = f"a worker was lost, and {other}" if short is None else _too_few(*short)
+            since = stalled_since if short is None else short[2]  # in views before this one, too
+            if since is not None and time.monotonic() - since >= self.wait:
+                why = f"a worker was lost, and {other}" if short is None else _too_few(*short[:2])
                 raise LinkError(
                     f"{why}. Nothing has changed within {self.wait:g} s: start the coordinator or "
                     "workers again, or lower min_workers="
@@ -373,7 +375,8 @@ class Members:
             more = f"Elastic(min_workers={left}) goes on with so many" if left else ""
             text = f"{_too_few(left, least)}: training waits up to {self.wait:g} s for others"
             log.warning("%s", text + (more and f" ({more})"))
-        self._short = left, least
+        since = self._short[2] if self._short else time.monotonic()
+        self._short = left, least, since
 
     def _decided(self, view: View) -> None:
         with self.changed:
