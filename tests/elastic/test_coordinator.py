@@ -132,7 +132,7 @@ def test_a_worker_ends_before_it_has_read_all(monkeypatch: pytest.MonkeyPatch) -
         worker.connect(None)
         worker.beat(leases.Beat(lease=60.0))
         stream = worker._stream
-        assert isinstance(stream, socket.socket) and select.select([stream], [], [], SECONDS)[0]
+        assert stream is not None and select.select([stream._connection], [], [], SECONDS)[0]
         (lease,) = served._jobs["job"].leases.values()
         stream.close()
         until = time.monotonic() + SECONDS

@@ -3,9 +3,11 @@ connects; nothing can be read or changed on the way, and strangers are refused."
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -15,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.links import handshake, talks, tls
+from laconic.links import forks, handshake, secured, talks, tls
 from laconic.links.addresses import Address
+from laconic.links.elastic import relay
 from laconic.links.handshake import RefusedError
 from laconic.links.wire import ChangedError, Transfer, Wire
 
@@ -289,3 +292,39 @@ def test_only_workers_of_one_job_understand_each_other(
     for client in (nobody, old):  # without a certificate, and with TLS 1.2
         with pytest.raises(OSError):
             connect(one.server, client)
+
+
+@pytest.mark.fault("a closed connection's reader took bytes of another one at the same descriptor")
+def test_a_connection_is_closed_between_two_calls() -> None:
+    inside, found = threading.Event(), list[int]()
+
+    class Slow(socket.socket):
+        def recv(self, size: int, flags: int = 0) -> bytes:
+            inside.set()
+            time.sleep(0.2)
+            found.append(self.fileno())
+            return b"x"
+
+    own, other = socket.socketpair()
+    stream = secured.Stream(Slow(fileno=own.detach()))
+    reader = threading.Thread(target=stream.recv, args=(1,))
+    reader.start()
+    assert inside.wait(10)
+    stream.close()
+    reader.join()
+    other.close()
+    assert found[0] >= 0
+
+
+@pytest.mark.fault("a fork in a donor's process ended its connection to the newcomer")
+def test_a_forked_child_leaves_a_donors_connection_open() -> None:
+    own, other = socket.socketpair()
+    forks.close_in_child(own)
+    stream = relay.Stream(secured.Stream(own))
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    stream.say(relay.READY)
+    assert other.recv(5) == relay.READY
+    stream.close()
+    other.close()

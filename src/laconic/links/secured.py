@@ -1,8 +1,9 @@
-"""TLS connections that threads can share, and messages that explain failed handshakes."""
+"""Connections that threads can share, and messages that explain failed handshakes of TLS."""
 
 from __future__ import annotations
 
 import errno
+import math
 import select
 import socket
 import ssl
@@ -13,6 +14,8 @@ from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
+LOOK_SECONDS = 1.0
+"""After so long a thread that waits looks whether another one has closed its connection."""
 
 _REASONS = {
     "CERTIFICATE_REQUIRED": "the other side asks for a certificate, and this one has sent none",
@@ -52,48 +55,53 @@ def about_certificates(error: Exception | None) -> bool:
     return "ALERT" in name and name.endswith(tuple(_REASONS))
 
 
-class SharedSocket:
-    """A TLS connection that one thread may read while another one writes. OpenSSL itself allows
-    only one call at a time. Raises `OSError` as a socket does."""
+class Stream:
+    """A connection that one thread may read, another one write, and a third one close. OpenSSL
+    itself allows only one call at a time, and a file descriptor that is closed during a call may
+    be another connection's by the time that it reads or writes. Raises `OSError` as a socket does.
+    """
 
-    def __init__(self, connection: ssl.SSLSocket) -> None:
-        self._timeout = connection.gettimeout()
+    def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection = connection
+        self._timeout: float | None = None
         self._lock = threading.Lock()
 
     def sendall(self, data: bytes | memoryview) -> None:
         """As `socket.socket.sendall`."""
         left = memoryview(data)
         while len(left):
-            left = left[self._do(partial(self._connection.send, left)) :]
+            left = left[self._do(partial(self._connection.send, left), select.POLLOUT) :]
 
     def recv(self, size: int) -> bytes:
         """As `socket.socket.recv`."""
-        return self._do(partial(self._connection.recv, size))
+        return self._do(partial(self._connection.recv, size), select.POLLIN)
 
     def recv_into(self, view: memoryview) -> int:
         """As `socket.socket.recv_into`."""
-        return self._do(partial(self._connection.recv_into, view))
+        return self._do(partial(self._connection.recv_into, view), select.POLLIN)
 
-    def _do(self, call: Callable[[], T]) -> T:
-        """Repeat ``call`` until it need not wait."""
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+    def _do(self, call: Callable[[], T], event: int) -> T:
+        """Repeat ``call`` until it need not wait, usually for ``event``."""
+        deadline = math.inf if self._timeout is None else time.monotonic() + self._timeout
         while True:
             if (fd := self._connection.fileno()) < 0:
                 raise OSError(errno.EBADF, "closed by another thread")
             try:
                 with self._lock:
                     return call()
+            except BlockingIOError:
+                awaited = event
             except ssl.SSLWantReadError:
-                event = select.POLLIN
+                awaited = select.POLLIN
             except ssl.SSLWantWriteError:
-                event = select.POLLOUT
-            poll = select.poll()
-            poll.register(fd, event)
-            wait = None if deadline is None else max(1000 * (deadline - time.monotonic()), 0)
-            if not poll.poll(wait):
+                awaited = select.POLLOUT
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise TimeoutError("timed out")
+            poll = select.poll()
+            poll.register(fd, awaited)
+            poll.poll(1000 * min(left, LOOK_SECONDS))
 
     def settimeout(self, seconds: float | None) -> None:
         """How long each call may take."""
@@ -105,13 +113,5 @@ class SharedSocket:
 
     def close(self) -> None:
         """As `socket.socket.close`."""
-        self._connection.close()
-
-
-Stream = socket.socket | SharedSocket
-
-
-def waiting(connection: socket.socket) -> Stream:
-    """``connection``, whose calls wait from now on."""
-    connection.settimeout(None)
-    return SharedSocket(connection) if isinstance(connection, ssl.SSLSocket) else connection
+        with self._lock:
+            self._connection.close()

@@ -475,7 +475,7 @@ def converse(
             talks.turn()
         end = ends.pop()
         if isinstance(end, Talk):
-            return secured.waiting(end.connection)
+            return secured.Stream(end.connection)
         if not isinstance(end, UnreachableError):
             raise end
         why = end

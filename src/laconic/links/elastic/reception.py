@@ -81,5 +81,5 @@ class Reception:
         if _NOT_SENT is not None:  # else the kernel takes in MiB, and sends them beside a round
             with contextlib.suppress(OSError):  # it has ended already
                 talk.connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, PIECE)
-        stream = Stream(secured.waiting(talk.connection))
+        stream = Stream(secured.Stream(talk.connection))
         self._waiting.put(Relay(newcomer, stream, self._members.add, self._units))

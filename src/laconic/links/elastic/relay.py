@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import forks, handshake, secured
+from laconic.links import handshake, secured
 from laconic.links.addresses import Address
 from laconic.links.calls import Call
 from laconic.links.elastic.relay_frames import (
@@ -73,7 +73,6 @@ class Stream:
         self._connection = connection
         self.moved = time.monotonic()
         """When bytes came last."""
-        forks.close_in_child(self)
 
     def send(
         self, frame: Frame, turn: Callable[[], AbstractContextManager[None]] = nullcontext
