@@ -54,7 +54,7 @@ BEFORE, AFTER = 4, 3
 SECONDS = 5.0
 PATIENCE = 120.0
 RATIO_BOUND, PERIODS_BOUND = 1.10, 2.0
-LISTENING = range(29500, 29503)
+LISTENING = range(29500, 29502)
 """The ports of each worker, where strangers call them."""
 
 Event = Mapping[str, Any]
@@ -246,7 +246,9 @@ class Run:
 
 def call_without_keys(places: Iterable[tuple[str, int]], rate: float, seconds: float) -> float:
     """Make so many connections per second, to these ``places`` in turn. Each is held for a second,
-    and sends nothing. Returns how many were made per second."""
+    and sends nothing. Returns how many were made per second. Strangers have processors of their
+    own, so this process yields those that it shares with the workers."""
+    os.nice(19)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     held, made, begun = deque[socket.socket](), 0, time.monotonic()
