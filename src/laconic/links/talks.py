@@ -21,7 +21,6 @@ import socket
 import ssl
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -61,14 +60,12 @@ class UnreachableError(OSError):
     """No connection could be made."""
 
 
-def superfluous(strangers: Mapping[T, str]) -> T:
-    """Whom to drop of these ``strangers``, given with their addresses, where they are too many: one
-    at random of those at the address from which most have come. So a flood from some addresses
-    delays nobody else's calls, and every caller from a flooding address has its chance."""
-    addresses = Counter(strangers.values())
-    most = max(addresses.values())
-    crowd = [s for s, address in strangers.items() if addresses[address] == most]
-    return _random.choice(crowd)
+def superfluous(strangers: Mapping[str, Sequence[T]]) -> T:
+    """Whom to drop of these ``strangers``, by address, where they are too many: one at random of
+    those at the address from which most have come. So a flood from some addresses delays nobody
+    else's calls, and every caller from a flooding address has its chance."""
+    most = max(map(len, strangers.values()))
+    return _random.choice([s for each in strangers.values() if len(each) == most for s in each])
 
 
 def _log_refused(caller: str, error: Exception) -> None:
@@ -242,7 +239,8 @@ class Talks:
     def __init__(self) -> None:
         self._poll = select.poll()
         self._talks: dict[int, Talk | Lines] = {}
-        self._strangers = 0
+        self._strangers: dict[str, list[Talk | Lines]] = {}
+        """The callers that have not proved who they are, by address."""
         self._servers: dict[int, socket.socket] = {}
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._contexts = tls.contexts()
@@ -348,10 +346,9 @@ class Talks:
                 return
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._strangers >= MOST_STRANGERS:
-                callers = {talk: talk.caller for talk in self._talks.values() if talk.inbound}
+            if sum(map(len, self._strangers.values())) >= MOST_STRANGERS:
                 error = TimeoutError("made room for another caller")
-                self._end(superfluous(callers), error)
+                self._end(superfluous(self._strangers), error)
             deadline = time.monotonic() + seconds
             context = None if self._contexts is None else self._contexts.server
             at = connection, exchange(), deadline, ended
@@ -360,7 +357,8 @@ class Talks:
     def begin(self, talk: Talk | Lines) -> None:
         """Take care of ``talk``; of `Lines` when their `Talk` has ended, and was kept."""
         self._talks[talk.number] = talk
-        self._strangers += talk.inbound
+        if talk.inbound:
+            self._strangers.setdefault(talk.caller, []).append(talk)
         self._poll.register(talk.number, talk.events)
         if not talk.connecting:
             self._move(talk)  # its first message has often come already
@@ -379,7 +377,11 @@ class Talks:
     def _end(self, talk: Talk | Lines, error: Exception | None) -> None:
         self._poll.unregister(talk.number)
         del self._talks[talk.number]
-        self._strangers -= talk.inbound
+        if talk.inbound:
+            others = self._strangers[talk.caller]
+            others.remove(talk)
+            if not others:
+                del self._strangers[talk.caller]
         lost = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)
         if talk.caller and error is not None and not lost:
             _log_refused(talk.caller, error)
@@ -395,7 +397,7 @@ class Talks:
             self._poll.unregister(talk.number)
             talk.connection.close()
         self._talks.clear()
-        self._strangers = 0
+        self._strangers.clear()
 
 
 class Service(Talks):
