@@ -130,6 +130,11 @@ class GradientRunner:
         to average them again would not give the same."""
         return self._averaged and bool(self.round.exchange.slots)
 
+    @property
+    def half_done(self) -> bool:
+        """Whether they are still to be used: the program has not dropped them."""
+        return self.coded and any(p.grad is not None for p in self.set.params)
+
     def settle(self) -> None:
         """Complete the buckets that a pass which raised has begun, so that the link is free. Ranks
         that have begun different ones wait for each other in vain."""

@@ -32,7 +32,7 @@ LOAD = "laconic.load"
 """The calls of `Synchronizer.gathering`, as errors name them on all ranks."""
 HALF_A_STEP = (
     "backward() has averaged this step's gradients in codes, and a resumed run would do it again, "
-    "with other numbers: save after optimizer.step()"
+    "with other numbers: save after optimizer.step(), or after optimizer.zero_grad() in its place"
 )
 ELASTIC_SWITCH = (
     "an elastic run cannot switch, since newcomers start with the recipe of the start: finish, and "
@@ -228,7 +228,7 @@ class Synchronizer:
         """This rank's state: every rank saves its own, with its model's and optimizer's. Starts no
         communication; waits for what is in flight, and stores it as arrived but not folded. Raises
         ``ValueError`` between ``backward()`` and ``step()`` where gradients are coded."""
-        if any(gradients.coded for gradients in self.driver.run.gradients):
+        if any(gradients.half_done for gradients in self.driver.run.gradients):
             raise ValueError(HALF_A_STEP)
         return self.driver.state_dict()
 
