@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +329,22 @@ def test_a_forked_child_leaves_a_donors_connection_open() -> None:
     assert other.recv(5) == relay.READY
     stream.close()
     other.close()
+
+
+@pytest.mark.fault("strangers that said nothing took the processor from training")
+def test_callers_that_say_nothing_cost_little(job: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No state of TLS, and not a turn for each."""
+    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", lambda *_, **__: pytest.fail("for nothing"))
+    pauses = list[float]()
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    served = talks.Talks()
+    with ExitStack() as closing:
+        server = closing.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))
+        exchange = partial(handshake.call, SECRET, b"", b"", 0, b"")
+        served.serve([server], exchange, 60.0, lambda talk, error: None)
+        closing.callback(served.close)
+        for _ in range(talks.MOST_STRANGERS // 2 + 1):
+            closing.enter_context(socket.create_connection(server.getsockname()))
+        for _ in range(4):  # `AT_ONCE` are accepted in each of the first ones
+            served.turn(0)
+    assert pauses == [talks.GATHER_SECONDS]

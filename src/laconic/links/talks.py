@@ -36,6 +36,9 @@ MOST_STRANGERS = 128
 """The most callers at a time that have not proved who they are. The next one replaces another."""
 AT_ONCE = 32
 """The most callers accepted at once, before other conversations continue."""
+GATHER_SECONDS = 0.02
+"""How long a turn waits for more callers while half of `MOST_STRANGERS` are there: a turn for each
+of a flood would take the processor from training."""
 PAUSE = 0.1
 """Seconds without new callers after the process has run out of file descriptors."""
 MOST_LINE = 2**22
@@ -157,6 +160,8 @@ class Talk:
         if self._context is None:
             return
         if not isinstance(self.connection, ssl.SSLSocket):
+            if self.inbound and not self.connection.recv(1, socket.MSG_PEEK):
+                raise EndedError("closed by the other side")  # and who says nothing costs nothing
             with forks.guard:
                 self.connection = self._context.wrap_socket(
                     self.connection, server_side=self.inbound, do_handshake_on_connect=False
@@ -310,6 +315,8 @@ class Talks:
 
     def turn(self, seconds: float | None = None) -> None:
         """Wait for the next event, at most ``seconds``, and advance all conversations."""
+        if 2 * sum(map(len, self._strangers.values())) > MOST_STRANGERS:
+            time.sleep(GATHER_SECONDS)
         now, times = time.monotonic(), [at for at, _ in self._later]
         for talk in self._talks.values():
             times.append(talk.deadline)
