@@ -67,8 +67,8 @@ def superfluous(strangers: Mapping[str, Sequence[T]]) -> T:
     """Whom to drop of these ``strangers``, by address, where they are too many: one at random of
     those at the address from which most have come. So a flood from some addresses delays nobody
     else's calls, and every caller from a flooding address has its chance."""
-    most = max(map(len, strangers.values()))
-    return _random.choice([s for each in strangers.values() if len(each) == most for s in each])
+    most = max(strangers.values(), key=lambda each: (len(each), _random.random()))
+    return _random.choice(most)
 
 
 def _log_refused(caller: str, error: Exception) -> None:
