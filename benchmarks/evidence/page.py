@@ -136,11 +136,12 @@ def by_task(found: Mapping[str, Sequence[Row]]) -> str:
 
 def tuned_table(found: Mapping[str, Sequence[Row]]) -> str:
     """A column for each task, with the learning rates."""
-    lines = (
-        [f"`{rows[0].what}`", *(f"{r.mean:.3f} ({r.job.lr:.2g})" for r in rows)]
-        for rows in zip(*found.values(), strict=True)
-    )
-    return table(["recipe", *found], lines)
+    lines: dict[str, dict[str, str]] = {}
+    for task, rows in found.items():
+        for r in rows:
+            lines.setdefault(r.what, {})[task] = f"{r.mean:.3f} ({r.job.lr:.2g})"
+    head = ["inside", *found]
+    return table(head, ([what, *(of.get(t, "") for t in found)] for what, of in lines.items()))
 
 
 # -- outer ----

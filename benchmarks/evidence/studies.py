@@ -216,34 +216,42 @@ def own_sgd(runs: Runs, task: str) -> Iterator[Row]:
 
 # -- fine-tuning ----
 
+INSIDE = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
+
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a task's model is trained on with AdamW, and the ``recipes`` that were tried.
-
-    ``samples``: in each step of all workers together. ``lr``: the learning rate to begin with; the
-    others are a factor of ``apart`` from one another."""
+    """How a task's model is trained on: so many ``steps``, with so many ``samples`` of all four
+    workers together. ``lr``: the learning rate to begin with, by the optimizer inside; the others
+    are a factor of ``apart`` from one another."""
 
     steps: int
     samples: int
-    lr: float
+    lr: Mapping[str, float]
     apart: float
-    recipes: tuple[str, ...] = ("ddp()", "outer_step(ddp(), 8, outer='muon')")
 
 
 TUNINGS = {
-    "MiniLM": Tuning(240, 8, 1e-3, 10**0.5),
-    "text, tuned": Tuning(480, 16, 4e-3, 2.0),
+    "MiniLM": Tuning(240, 8, {"adamw": 1e-3, "sgd": 0.0316228}, 10**0.5),
+    "text, tuned": Tuning(480, 16, {"adamw": 4e-3, "sgd": 0.05, "muon": 4e-3}, 2.0),
 }
+TUNED_WITH = {
+    "ddp()": "",
+    "outer_step(ddp(), 8, outer='muon')": ", outer step",
+    "streaming_diloco(8, 4, 2, outer='muon')": ", streaming",
+}
+"""Recipes, and how the table calls them."""
 
 
 def tuned(runs: Runs, task: str) -> Iterator[Row]:
-    """A trained model is trained on, with outer steps over gradients and without. Workers are equal
-    then, so one worker with the samples of all is the same."""
+    """A trained model is trained on. Where workers are equal, one with the samples of all is the
+    same."""
     of = TUNINGS[task]
-    for recipe in of.recipes:
-        job = Job(task, recipe, "adamw", of.lr, 1, of.steps, of.samples, 0)
-        yield at_best_rate(runs, recipe, job, of.apart)
+    for inner, lr in of.lr.items():
+        for recipe, name in TUNED_WITH.items():
+            workers = 1 if "ddp" in recipe else 4
+            job = Job(task, recipe, inner, lr, workers, of.steps, of.samples // workers, 0)
+            yield at_best_rate(runs, INSIDE[inner] + name, job, of.apart)
 
 
 def at_best_rate(runs: Runs, what: str, job: Job, apart: float) -> Row:

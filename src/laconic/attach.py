@@ -200,7 +200,8 @@ def attach(
         attached.check_free_link(given)
     joined = None
     if elastic is not None:
-        joined = elastic_runs.join(elastic, recipe, rounds, params, buffers, seed, timeout, ranks)
+        trained = optimizer, params
+        joined = elastic_runs.join(elastic, recipe, rounds, *trained, buffers, seed, timeout, ranks)
     with ExitStack() as on_error:
         at = joined, given, choice, timeout
         sets = _meet(model, params, *at, nprocs_per_node, mesh, group_size, on_error)

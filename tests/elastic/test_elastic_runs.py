@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
 
 import laconic
+from laconic.engine import elastic_runs
 from laconic.links.elastic.signs import SHORTEST
 
 from tests.support.elastic_runs import MANY, SECONDS, Run, train
@@ -195,6 +197,27 @@ def test_too_few_workers_end_with_one_line() -> None:
         run.ready()[0].send(KILL)
         assert workers[1].end() == 1
         assert "1 of at least 2 workers are left. Nothing has changed" in workers[1].errors
+
+
+@pytest.mark.fault("a newcomer with another optimizer ended in its first step, with a KeyError")
+def test_what_workers_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer, too."""
+    told = list[str]()
+
+    def start(at: object, job: str, about: dict[str, str], *_: object) -> NoReturn:
+        told.append(about["optimizer"])
+        raise laconic.LinkError("seen")
+
+    monkeypatch.setattr(elastic_runs, "start", start)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    groups = [{"params": m.parameters()} for m in model]
+    for optimizer in (
+        torch.optim.SGD(groups, lr=0.1),
+        [torch.optim.SGD(model[0].parameters()), torch.optim.AdamW(model[1].parameters())],
+    ):
+        with pytest.raises(laconic.LinkError, match="seen"):
+            laconic.attach(model, optimizer, "ddp()", elastic=laconic.Elastic("127.0.0.1:1"))
+    assert told == [f"{names} (parameters by group: 2, 2)" for names in ("SGD", "SGD, AdamW")]
 
 
 def test_another_program_under_the_same_name() -> None:

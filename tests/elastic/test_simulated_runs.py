@@ -423,3 +423,20 @@ def test_auto_goes_on_with_the_last_worker(
     found = left(laconic.simulate(program("laconic.auto()", steps=80), faults=plan))
     assert only(found, "step") == 80
     assert only(found, "choices")
+
+
+@pytest.mark.fault("a newcomer with other buffers ended with a RuntimeError that named no worker")
+def test_a_newcomer_with_another_buffer() -> None:
+    def train(number: int) -> None:
+        model = nn.Linear(2, 1)
+        model.register_buffer("seen", torch.zeros(1 + (number == 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        elastic = laconic.Elastic("simulated")
+        sync = laconic.attach(model, optimizer, laconic.ddp(), elastic=elastic)
+        while sync.step < 12:
+            model(torch.full((4, 2), 1.0 + number)).sum().backward()
+            optimizer.step()
+
+    said = "the state of another worker cannot be loaded: Error.s. in loading state_dict for Linear"
+    with pytest.raises(laconic.LinkError, match=said):
+        laconic.simulate(train, faults=laconic.Faults(2, join=(5,)))

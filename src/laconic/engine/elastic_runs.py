@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from laconic.algorithms.auto import Auto
 from laconic.algorithms.round import Recipe, describe, recipe_text
@@ -21,6 +22,7 @@ from laconic.device import accelerator
 from laconic.elastic import COORDINATOR_VARIABLE, Elastic
 from laconic.engine.donor import Donor, PolicyState
 from laconic.engine.driver import Driver
+from laconic.engine.joint_optimizer import class_names, members
 from laconic.engine.newcomers import Newcomer
 from laconic.engine.reports import Reports
 from laconic.engine.saved_state import Stateful
@@ -217,14 +219,15 @@ def join(
     elastic: Elastic,
     recipe: Recipe | Auto,
     rounds: Recipe,
+    optimizer: Optimizer,
     params: Sequence[Tensor],
     buffers: str,
     seed: int,
     timeout: float,
     ranks: int = 1,
 ) -> Joined:
-    """Find the other workers, which must run the same ``recipe``, of these ``rounds``, on the same
-    parameters, with as many ``ranks``. All ranks of a worker must call it."""
+    """Find the other workers, which must run the same ``recipe``, of these ``rounds``, with the
+    same ``optimizer`` and parameters, and as many ``ranks``. All ranks of a worker must call it."""
     others = dict(elastic.others or {})
     samplers = {k: s for k, s in others.items() if isinstance(s, ElasticSampler)}
     reports = Reports(samplers)
@@ -236,9 +239,11 @@ def join(
     if isinstance(recipe, Auto):
         text = definition = recipe.text
     shapes = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params])
+    sizes = ", ".join(str(len(group["params"])) for group in optimizer.param_groups)
     about = {
         "version of laconic": __version__,
         "recipe": text,
+        "optimizer": f"{class_names(members(optimizer))} (parameters by group: {sizes})",
         "number of ranks per worker": str(ranks),
         "settings": f"buffers={buffers!r}, seed={seed}",
         "definition of the recipe": hashlib.sha256(definition.encode()).hexdigest()[:16],

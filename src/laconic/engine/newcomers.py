@@ -360,13 +360,13 @@ def load(driver: Driver, data: Tensor) -> Tensor | None:
     sharded = [p for p in session.params() if is_sharded(p)]
     if sharded:
         state = on_mesh_of(state, sharded[0])
-    session.model.load_state_dict(state["model"])
-    session.bound.load_state_dict(state["optimizer"])
     world, workers = session.world, session.workers.size  # those of the donor's latest unit
     here = {"ranks": world.size, "workers": workers, "rank": world.rank}
     try:
+        session.model.load_state_dict(state["model"])
+        session.bound.load_state_dict(state["optimizer"])
         driver.load([{**state["sync"], **here, "in_step": False, "stepped": []}], alone=True)
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
         raise LinkError(f"the state of another worker cannot be loaded: {error}") from None
     for running in driver.run.rounds:
         if running.round.exchange.out_degree is not None:
