@@ -358,10 +358,12 @@ class Run:
         begun = time.monotonic()
         limit = LIMIT + 2 * self.deadline() + max((at - begun for at, _ in self.actions), default=0)
         since: dict[int, float] = {}
-        reached = -1
+        reached: dict[int, int] = {}  # by worker: one may be faster than others (`pace="own"`)
         # which phases of a newcomer come depends on when it joins
         joining = fault.kind.endswith(("newcomer", "donor")) or "in phase and" in fault.kind
-        while reached < 0 or min(p.slot.step for p in self.living) < reached or self.actions:
+        while (
+            not reached or self.actions or any(p.slot.step < reached[p.number] for p in self.living)
+        ):
             self.poll()
             now = time.monotonic()
             if now - begun > limit:
@@ -375,9 +377,9 @@ class Run:
                     del since[place]
             armed = any(p.slot.phase for p in self.living) and not joining
             if not self._all_back() or (armed and now - begun < PHASE_SECONDS):
-                reached = -1
-            elif reached < 0:
-                reached = self.max_step() + 5
+                reached = {}
+            elif not reached:
+                reached = {p.number: p.slot.step + 5 for p in self.living}
         for process in self.processes:
             process.reasons.discard("donor")
             process.slot.phase = 0
@@ -415,7 +417,8 @@ class Run:
             for fault in self.plan.faults:
                 self.carry_out(fault)
             self.now = Outcome("end", "", "")
-            self.board.stop = self.max_step() + 100
+            own = "own" in self.plan.recipe
+            self.board.stop = (min if own else max)(p.slot.step for p in self.living) + 100
             self.wait_for("the end", lambda: not self.living)
         except LostError as error:
             self.tell(f"LOST: {error}")
