@@ -51,7 +51,7 @@ class LostError(Exception):
 @dataclass
 class Process:
     """One worker. ``reasons``: why it may end before the run does, and "hit" if it was stopped or
-    cut off in the present fault."""
+    cut off in the present fault. ``seen_struck``: the latest `Slot.struck` that was seen."""
 
     number: int
     place: int
@@ -59,7 +59,7 @@ class Process:
     slot: Slot
     status: int | None = None
     reasons: set[str] = field(default_factory=set)
-    seen_struck: bool = False
+    seen_struck: float = 0.0
 
 
 def die_with_parent(parent: int) -> None:
@@ -165,7 +165,7 @@ class Run:
             if process.status is None:
                 ended, status = os.waitpid(process.pid, os.WNOHANG)
                 process.status = os.waitstatus_to_exitcode(status) if ended else None
-            if process.slot.struck and not process.seen_struck:
+            if process.slot.struck > process.seen_struck:
                 self._struck(process)
             if ended:
                 self._ended(process)
@@ -176,7 +176,7 @@ class Run:
         time.sleep(TICK)
 
     def _struck(self, process: Process) -> None:
-        process.seen_struck = True
+        process.seen_struck = process.slot.struck
         number = signal.Signals(process.slot.signal)
         self.tell(f"worker {process.number} sent itself {number.name}")
         if number == signal.SIGSTOP:
@@ -401,7 +401,7 @@ class Run:
         back = not self.actions and len(living) >= WORKERS
         for p in living:
             back &= p.slot.stage == READY and p.slot.workers == len(living)
-            back &= p.seen_struck == bool(p.slot.struck) and not p.reasons & {"SIGKILL", "SIGTERM"}
+            back &= p.slot.struck <= p.seen_struck and not p.reasons & {"SIGKILL", "SIGTERM"}
         return back
 
     # -- the whole ----
