@@ -93,6 +93,7 @@ def test_what_an_elastic_run_cannot_follow_is_refused(
 
 # -- ranks that are not alike ----
 
+grad_scaler = partial(torch.amp.GradScaler, "cpu")
 UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
     "momentum": lambda rank: {"recipe": la.slowmo(None, 4, 0.5 + 0.1 * (rank == 1))},
     "seed": lambda rank: {"recipe": la.sgp("random"), "seed": rank},
@@ -100,6 +101,7 @@ UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
     "frozen": lambda rank: {"frozen": rank == 1},
     "nprocs_per_node": lambda rank: {"nprocs_per_node": 1 + (rank == 1)},
     "group_size": lambda rank: {"recipe": la.hierarchical(1, 2), "group_size": 1 + (rank == 1)},
+    "scaler": lambda rank: {"recipe": la.ddp(), "scaler": grad_scaler(enabled=rank == 1)},
 }
 
 

@@ -319,23 +319,25 @@ def _described(tensor: Tensor) -> str:
 
 def check_alike(run: RecipeRun, *, module: bool = True) -> None:
     """Raise ``ValueError`` on every rank unless all ranks run the same recipe on the same
-    parameters, with the learning rates that it needs. ``module``: compare the module's tensors,
-    too."""
+    parameters, with the learning rates that it needs, and all or none scale the gradients that it
+    averages. ``module``: compare the module's tensors, too."""
     session = run.session
     groups = [[(_described(p), p.requires_grad) for p in group] for group in session.held()]
     problem = run.lacks_lr()
     rest = [*session.model.parameters(), *session.model.buffers()] if module else []
     shapes = list(map(_described, rest))
     workers = None if session.elastic is not None else session.workers.size
-    text = repr((run.describe(), run._own, groups, shapes, workers, problem))
+    scaled = bool(gradient_rounds(run.recipe)) and session.settings.scaler is not None
+    text = repr((run.describe(), run._own, groups, shapes, workers, scaled, problem))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     everyone = session.gather(torch.tensor([digest])).flatten().tolist()
     other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
     if other:
         raise ValueError(
             f"ranks {other} attach something other than rank 0: recipe, buffers=, the model's "
-            "parameters and buffers (shapes, dtypes) and the optimizer's groups (also "
-            "requires_grad, and whether they have an 'lr') must be the same"
+            "parameters and buffers (shapes, dtypes), the optimizer's groups (also requires_grad, "
+            "and whether they have an 'lr'), and, where gradients are averaged, whether scaler= is "
+            "enabled must be the same"
         )
     if problem is not None:
         raise ValueError(problem)
