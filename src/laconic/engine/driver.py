@@ -281,7 +281,8 @@ class Driver:
         without communication."""
         session = self.session
         if not alone:
-            session.call("load_state_dict()", 0)  # the ranks' present steps may differ
+            with session.checked("load_state_dict()", 0):  # the ranks' present steps may differ
+                session.refuse_in_consensus("sync.load_state_dict()")
         self.run = loading.load(self.run, parts, load_model, alone=alone)
         self.ending.missing = False
         if self.run.quorum is not None and not alone:

@@ -162,6 +162,8 @@ class Synchronizer:
             if not isinstance(given, tuple):
                 raise ValueError(f"sync.switch() takes a recipe, and {given!r} is for attach()")
             session.refuse_in_consensus("sync.switch()")
+            if not self.attached:
+                raise ValueError("sync.switch() after sync.detach(): call laconic.attach instead")
             check_groups(given, "group" in session.links)
             session.settings.arrange(given)
         self.driver.switch(given, begun=True)
@@ -227,7 +229,9 @@ class Synchronizer:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: every rank saves its own, with its model's and optimizer's. Starts no
         communication; waits for what is in flight, and stores it as arrived but not folded. Raises
-        ``ValueError`` between ``backward()`` and ``step()`` where gradients are coded."""
+        ``ValueError`` between ``backward()`` and ``step()`` where gradients are coded, and inside
+        `consensus`."""
+        self._session.refuse_in_consensus("sync.state_dict()")
         if any(gradients.half_done for gradients in self.driver.run.gradients):
             raise ValueError(HALF_A_STEP)
         return self.driver.state_dict()
