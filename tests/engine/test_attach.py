@@ -40,6 +40,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"recipe": "locl_sgd(4)"}, "did you mean 'local_sgd'"),
     ({"recipe": GROUPS}, r"attach\(\.\.\., group_size=4\)"),
     ({"recipe": GROUPS, "group_size": 3}, "3 does not divide 4"),
+    ({"recipe": GROUPS, "elastic": la.Elastic()}, "is inside groups .*where workers come and go"),
     ({"seed": -1}, "seed must be"),
     ({"buffers": "mean"}, "'average', 'keep', 'broadcast', not 'mean'"),
     ({"nprocs_per_node": 3}, "divide .* 4 ranks"),

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.algorithms.compile import check_groups
 from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe
 from laconic.engine import consensus
@@ -164,7 +163,6 @@ class Synchronizer:
             session.refuse_in_consensus("sync.switch()")
             if not self.attached:
                 raise ValueError("sync.switch() after sync.detach(): call laconic.attach instead")
-            check_groups(given, "group" in session.links)
             session.settings.arrange(given)
         self.driver.switch(given, begun=True)
         self.driver.alignment.align()
