@@ -17,7 +17,7 @@ from laconic.engine import loading
 from laconic.engine.consensus import ScalerAlignment, switched
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
-from laconic.engine.joint_optimizer import JointOptimizer, StepHooks, listen
+from laconic.engine.joint_optimizer import JointOptimizer, StepHooks, has_closure, listen
 from laconic.engine.loading import LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.saved_state import Saved
@@ -133,9 +133,7 @@ class Driver:
     # -- one step ----
 
     def _before_optimizer(self, _: Optimizer, args: tuple[Any, ...], options: Any) -> None:
-        given = [*args, options.get("closure")]
-        closures = [g for g in given if callable(g) and not isinstance(g, Optimizer)]
-        self.begin_step(closure=bool(closures))
+        self.begin_step(closure=has_closure(args, options))
 
     @torch.no_grad()
     def begin_step(self, closure: bool) -> None:
