@@ -164,13 +164,11 @@ def successor(run: RecipeRun, new: RecipeRun) -> Callable[[], None]:
     return undo
 
 
-def switched(run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
+def switched(run: RecipeRun, recipe: Recipe) -> RecipeRun:
     """Return a run of ``recipe`` that goes on from ``run``'s consensus; see `Synchronizer.switch`.
-    ``begun``: the call of all ranks has."""
+    The call of all ranks has begun."""
     session = run.session
     run.take_in()
-    if not begun:
-        session.call("switch()")
     write_consensus(run, state=True)
     if run.differ:
         _align_optimizer_state(session)

@@ -185,6 +185,7 @@ class Driver:
         policy, elastic = session.policy, session.elastic
         follows = elastic is not None and elastic.replaying  # its donor decides
         if policy is not None and not follows and policy.after_step():
+            session.call("switch()")
             self.switch(policy.recipe)
         self.tell("step ended")
 
@@ -225,9 +226,9 @@ class Driver:
 
     # -- the recipe ----
 
-    def switch(self, recipe: Recipe, *, begun: bool = False) -> None:
-        """Go on under ``recipe``. ``begun``: the call of all ranks has."""
-        before, self.run = self.run, switched(self.run, recipe, begun=begun)
+    def switch(self, recipe: Recipe) -> None:
+        """Go on under ``recipe``. The call of all ranks has begun."""
+        before, self.run = self.run, switched(self.run, recipe)
         self.alignment.due |= before.differ
         before.close()
         session = self.session

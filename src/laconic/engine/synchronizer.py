@@ -164,7 +164,7 @@ class Synchronizer:
             if not self.attached:
                 raise ValueError("sync.switch() after sync.detach(): call laconic.attach instead")
             session.settings.arrange(given)
-        self.driver.switch(given, begun=True)
+        self.driver.switch(given)
         self.driver.alignment.align()
         session.end_policy()
 
