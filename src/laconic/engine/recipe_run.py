@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 from zlib import crc32
@@ -209,6 +210,22 @@ class RecipeRun:
         if self.session.in_step:
             for running in self.rounds:
                 running.undo_before_step(self.session.step + 1)
+
+    @contextmanager
+    def outside_step(self) -> Iterator[None]:
+        """A context in which x may change where a step has begun that is not counted yet: as if its
+        first part were a step by itself. Updates then take for the optimizer's only what that has
+        moved."""
+        step = self.session.step + 1
+        begun = self.rounds if self.session.in_step else ()
+        rounds = [running for running in begun if running.round.update.before_step is not None]
+        for running in rounds:
+            running.after_step(step)
+        try:
+            yield
+        finally:
+            for running in rounds:
+                running.before_step(step)
 
     def average_gradients(self) -> None:
         """Average the gradients that are due and that no backward pass has averaged."""
