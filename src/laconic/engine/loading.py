@@ -100,7 +100,7 @@ def load(
     ``run``. Raises ``ValueError``, and has changed nothing, where any rank cannot load; ``alone``:
     where this one cannot."""
     session, problem, seen = run.session, None, list[int]()
-    put, undo = list[Callable[[], None]](), list[Callable[[], None]]()
+    put, undo = list[Callable[[], None]](), list[Callable[[], object]]()
     try:
         run = _prepared(run, parts, load_model, put, undo)
         seen = [] if run.quorum is None else parts[0]["quorum"]["rounds"]
@@ -145,7 +145,7 @@ def _prepared(
     saved: Sequence[Saved],
     load_model: LoadModel | None,
     put: list[Callable[[], None]],
-    undo: list[Callable[[], None]],
+    undo: list[Callable[[], object]],
 ) -> RecipeRun:
     """Prepare what ``put`` puts in place, see `saved_state.loaded`, for the run that is returned.
     ``undo`` restores what this changes."""

@@ -217,7 +217,7 @@ class RecipeRun:
         first part were a step by itself. Updates then take for the optimizer's only what that has
         moved."""
         step = self.session.step + 1
-        begun = self.rounds if self.session.in_step else ()
+        begun = self.rounds if self.session.in_step else []
         rounds = [running for running in begun if running.round.update.before_step is not None]
         for running in rounds:
             running.after_step(step)
