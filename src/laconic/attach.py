@@ -181,7 +181,6 @@ def attach(
         optimizer, params = _check(model, optimizer, given, scaler, offload)
         recipe = as_recipe(recipe)
         rounds = start(2).recipe if isinstance(recipe, Auto) else recipe
-        check_groups(rounds, group_size is not None)
         warn_of_groups(rounds, group_size)
         check_choice("buffers", buffers, get_args(Buffers))
         check_int("seed", seed, 0)
@@ -295,6 +294,7 @@ def _arrange(
 ) -> Recipe:
     """``recipe`` for these sets of ranks. Raises ``ValueError`` where it does not fit them."""
     sharded, ranks = any(is_sharded(p) for p in params), sets["replica"].size * sets["shards"].size
+    check_groups(recipe, "group" in sets)
     check_buffers(recipe, buffers, elastic=False)  # `attach` has checked that
     check_identical(recipe)
     check_order(recipe, sharded=sharded, queues=sets["world"].queues)

@@ -40,6 +40,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"recipe": "locl_sgd(4)"}, "did you mean 'local_sgd'"),
     ({"recipe": GROUPS}, r"attach\(\.\.\., group_size=4\)"),
     ({"recipe": GROUPS, "group_size": 3}, "3 does not divide 4"),
+    ({"recipe": GROUPS, "elastic": la.Elastic()}, "is inside groups .*where workers come and go"),
     ({"seed": -1}, "seed must be"),
     ({"buffers": "mean"}, "'average', 'keep', 'broadcast', not 'mean'"),
     ({"nprocs_per_node": 3}, "divide .* 4 ranks"),
@@ -93,6 +94,7 @@ def test_what_an_elastic_run_cannot_follow_is_refused(
 
 # -- ranks that are not alike ----
 
+grad_scaler = partial(torch.amp.GradScaler, "cpu")
 UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
     "momentum": lambda rank: {"recipe": la.slowmo(None, 4, 0.5 + 0.1 * (rank == 1))},
     "seed": lambda rank: {"recipe": la.sgp("random"), "seed": rank},
@@ -100,6 +102,7 @@ UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
     "frozen": lambda rank: {"frozen": rank == 1},
     "nprocs_per_node": lambda rank: {"nprocs_per_node": 1 + (rank == 1)},
     "group_size": lambda rank: {"recipe": la.hierarchical(1, 2), "group_size": 1 + (rank == 1)},
+    "scaler": lambda rank: {"recipe": la.ddp(), "scaler": grad_scaler(enabled=rank == 1)},
 }
 
 

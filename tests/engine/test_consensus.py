@@ -112,13 +112,14 @@ def test_simulations_repeat_bit_for_bit() -> None:
 
 
 @pytest.mark.fault("a synchronizer stayed attached after a `with` whose finish() raised")
+@pytest.mark.fault("a state saved inside consensus() was of the consensus, and resumed another run")
 def test_nothing_that_changes_weights_is_done_inside() -> None:
     """A consensus inside a consensus is the same, but not of another kind."""
 
     def run(rank: int) -> None:
         model, optimizer, sync = attached(rank, la.sgp(delay=2))
         train(model, optimizer, data()[rank][:3])
-        before = flat(model)
+        before, state = flat(model), sync.state_dict()
         with sync.consensus():
             inside = flat(model)
             with sync.consensus():
@@ -126,6 +127,7 @@ def test_nothing_that_changes_weights_is_done_inside() -> None:
             calls: list[Callable[[], Any]] = [
                 *(optimizer.step, lambda: optimizer.step(lambda: loss_of(model, data()[0][0]))),
                 *(sync.finish, lambda: sync.switch(la.local_sgd(4))),
+                *(sync.state_dict, lambda: sync.load_state_dict(state)),
             ]
             assert all("inside sync.consensus()" in refusal(call) for call in calls)
             with pytest.raises(ValueError, match=r"consensus\("), sync.consensus(mean=False):

@@ -81,6 +81,27 @@ def test_push_weights_count_once_inside_a_step(tmp_path: Path) -> None:
     la.simulate(partial(run, load=True), workers=3)
 
 
+@pytest.mark.fault("finish() inside a step was taken for a part of the optimizers' own steps")
+def test_an_own_outer_step_leaves_out_a_consensus_inside_a_step() -> None:
+    """Where the optimizers move nothing, it moves nothing either."""
+
+    def run(rank: int) -> Tensor:
+        model = nn.Linear(2, 2)
+        optimizers: list[Optimizer] = [torch.optim.SGD([p], 0.0) for p in model.parameters()]
+        base = la.local_sgd(100)
+        sync = la.attach(model, optimizers, la.outer_step(base, 2, momentum=0.0, average=False))
+        for p in model.parameters():
+            nn.init.constant_(p, float(rank))
+        for one in (*optimizers, *optimizers):
+            model(torch.ones(2) + rank).sum().backward()
+            one.step()
+            if one is optimizers[0]:
+                sync.finish()
+        return flat(model)
+
+    assert all(close(x, torch.full((6,), 0.5)) for x in la.simulate(run, workers=2))
+
+
 def test_mistakes_name_the_remedy() -> None:
     def run(rank: int) -> None:
         model = nn.Linear(2, 2)

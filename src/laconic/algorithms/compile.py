@@ -172,7 +172,7 @@ def replicated(recipe: Recipe) -> Recipe:
         if r.over not in ("world", "workers"):
             raise ValueError(
                 f"{r.name} is inside groups of workers, or inside a worker: where workers come and "
-                "go, rounds are over all workers, and a worker is one rank"
+                "go, rounds are over all workers"
             )
         try:
             rounds.append(replace(r, exchange=r.exchange.replicated()))

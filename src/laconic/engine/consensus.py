@@ -39,7 +39,7 @@ def write_consensus(run: RecipeRun, *, mean: bool = True, state: bool = False) -
     differ. That of optimizers with modes always is, since it holds the weights of the other mode.
     """
     optimizer = run.session.optimizer
-    with in_mode(optimizer, training=True):
+    with in_mode(optimizer, training=True), run.outside_step():
         _write_own(run, mean, rest=True)
         with in_mode(optimizer, training=False):
             _write_mean(run, mean)
@@ -53,9 +53,9 @@ def _write_own(run: RecipeRun, mean: bool, *, rest: bool) -> None:
     of them do this."""
     session = run.session
     reshard(session.model)
-    run.undo_before_step()
     rounds = run.rounds
     if not rest:
+        run.undo_before_step()
         needed = [r for r in rounds if r.round.update.quiesce] + _anchored(rounds, mean)
         rounds = [loaded(r, [round_state(r)], run.joined, None) for r in dict.fromkeys(needed)]
     for running in rounds:
@@ -164,13 +164,11 @@ def successor(run: RecipeRun, new: RecipeRun) -> Callable[[], None]:
     return undo
 
 
-def switched(run: RecipeRun, recipe: Recipe, *, begun: bool) -> RecipeRun:
+def switched(run: RecipeRun, recipe: Recipe) -> RecipeRun:
     """Return a run of ``recipe`` that goes on from ``run``'s consensus; see `Synchronizer.switch`.
-    ``begun``: the call of all ranks has."""
+    The call of all ranks has begun."""
     session = run.session
     run.take_in()
-    if not begun:
-        session.call("switch()")
     write_consensus(run, state=True)
     if run.differ:
         _align_optimizer_state(session)

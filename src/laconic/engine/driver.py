@@ -17,7 +17,7 @@ from laconic.engine import loading
 from laconic.engine.consensus import ScalerAlignment, switched
 from laconic.engine.drift import DriftCheck
 from laconic.engine.ending import Ending
-from laconic.engine.joint_optimizer import JointOptimizer, StepHooks, listen
+from laconic.engine.joint_optimizer import JointOptimizer, StepHooks, has_closure, listen
 from laconic.engine.loading import LoadModel
 from laconic.engine.recipe_run import RecipeRun, check_alike
 from laconic.engine.saved_state import Saved
@@ -133,9 +133,7 @@ class Driver:
     # -- one step ----
 
     def _before_optimizer(self, _: Optimizer, args: tuple[Any, ...], options: Any) -> None:
-        given = [*args, options.get("closure")]
-        closures = [g for g in given if callable(g) and not isinstance(g, Optimizer)]
-        self.begin_step(closure=bool(closures))
+        self.begin_step(closure=has_closure(args, options))
 
     @torch.no_grad()
     def begin_step(self, closure: bool) -> None:
@@ -187,6 +185,7 @@ class Driver:
         policy, elastic = session.policy, session.elastic
         follows = elastic is not None and elastic.replaying  # its donor decides
         if policy is not None and not follows and policy.after_step():
+            session.call("switch()")
             self.switch(policy.recipe)
         self.tell("step ended")
 
@@ -227,9 +226,9 @@ class Driver:
 
     # -- the recipe ----
 
-    def switch(self, recipe: Recipe, *, begun: bool = False) -> None:
-        """Go on under ``recipe``. ``begun``: the call of all ranks has."""
-        before, self.run = self.run, switched(self.run, recipe, begun=begun)
+    def switch(self, recipe: Recipe) -> None:
+        """Go on under ``recipe``. The call of all ranks has begun."""
+        before, self.run = self.run, switched(self.run, recipe)
         self.alignment.due |= before.differ
         before.close()
         session = self.session
@@ -281,7 +280,8 @@ class Driver:
         without communication."""
         session = self.session
         if not alone:
-            session.call("load_state_dict()", 0)  # the ranks' present steps may differ
+            with session.checked("load_state_dict()", 0):  # the ranks' present steps may differ
+                session.refuse_in_consensus("sync.load_state_dict()")
         self.run = loading.load(self.run, parts, load_model, alone=alone)
         self.ending.missing = False
         if self.run.quorum is not None and not alone:

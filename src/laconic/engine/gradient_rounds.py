@@ -13,7 +13,7 @@ trips (`turns_at_once`). The results are the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -98,19 +98,35 @@ class GradientRunner:
             if self.set.sizes != [(p.numel(), p.dtype) for p in params]:
                 raise ValueError(RESHAPED)
             return False
+        self._use(params)
+        return any(id(p) not in before for p in params)
+
+    @property
+    def positions(self) -> list[int]:
+        """Those of its parameters in `Session.differentiated`, for `follow`."""
+        position = {id(p): k for k, p in enumerate(self._session.differentiated())}
+        return [position[id(p)] for p in self.set.params if id(p) in position]
+
+    def follow(self, positions: Sequence[int]) -> None:
+        """Average the gradients of the parameters at these `positions`, until `refresh`: a state
+        was saved before that had noticed some that were added, frozen or thawed."""
+        if positions != self.positions:
+            given = self._session.differentiated()
+            self._use([given[k] for k in positions])
+
+    def _use(self, params: Sequence[Tensor]) -> None:
         if not self.broken:
             self._discard()
         self.set = replace(self.set, params=params, unsent=self.set.left_over())
-        for key in before - {id(p) for p in params}:
+        for key in self._hooks.keys() - {id(p) for p in params}:
             self._hooks.pop(key).remove()
         self.listen()
-        return any(id(p) not in before for p in params)
 
     def listen(self) -> None:
         """Put a hook on every parameter, which is called when its gradient is complete."""
         called = not_compiled(self._on_gradient)
         for p in self.set.params:
-            if id(p) not in self._hooks:
+            if id(p) not in self._hooks and p.requires_grad:
                 hook = p.register_post_accumulate_grad_hook(called)  # type: ignore[no-untyped-call]
                 self._hooks[id(p)] = hook
 

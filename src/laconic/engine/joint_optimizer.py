@@ -78,7 +78,7 @@ class JointOptimizer(Optimizer):
                 f"{type(optimizer).__name__} stepped twice before {class_names(missing)} did: in "
                 "each training step call step() once on each optimizer given to laconic.attach"
             )
-        if any(callable(value) for value in (*args[1:], options.get("closure"))):
+        if has_closure(args, options):
             raise ValueError(
                 "closures work with one optimizer only: call backward() before the optimizers step"
             )
@@ -96,6 +96,12 @@ def listen(optimizer: Optimizer, before: Hook, after: Hook, *, watch: bool) -> l
     if isinstance(optimizer, JointOptimizer):
         before, after = partial(optimizer.before, before), partial(optimizer.after, after)
     return [StepHooks(each, before, after, watch) for each in members(optimizer)]
+
+
+def has_closure(args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Whether ``step``, called with these arguments, computes gradients by a closure. The first of
+    ``args`` is the optimizer."""
+    return any(callable(each) for each in (*args[1:], options.get("closure")))
 
 
 def class_names(optimizers: Sequence[Optimizer]) -> str:
@@ -168,7 +174,7 @@ class StepHooks(RemovableHandle):
             self._watch.pop().remove()
         at_work = _wrappers_at_work(optimizer)
         if self._base is not None and at_work > self._base:
-            if any(callable(each) for each in (*args[1:], options.get("closure"))):
+            if has_closure(args, options):
                 self._before(optimizer, args, options)  # perhaps the class's own closure
             return
         self._base = None

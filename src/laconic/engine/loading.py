@@ -64,7 +64,8 @@ def _positions(run: RecipeRun) -> list[list[int]]:
 
 
 def _gradient_state(gradients: GradientRunner) -> Saved:
-    return {**saved_state.channel_states(gradients), "scale": gradients.set.scale}
+    about = {"scale": gradients.set.scale, "positions": gradients.positions}
+    return {**saved_state.channel_states(gradients), **about}
 
 
 @torch.no_grad()
@@ -99,7 +100,7 @@ def load(
     ``run``. Raises ``ValueError``, and has changed nothing, where any rank cannot load; ``alone``:
     where this one cannot."""
     session, problem, seen = run.session, None, list[int]()
-    put, undo = list[Callable[[], None]](), list[Callable[[], None]]()
+    put, undo = list[Callable[[], None]](), list[Callable[[], object]]()
     try:
         run = _prepared(run, parts, load_model, put, undo)
         seen = [] if run.quorum is None else parts[0]["quorum"]["rounds"]
@@ -114,7 +115,7 @@ def load(
         elif problem is not None:
             raise ValueError(problem)
     except BaseException:
-        for each in undo:
+        for each in reversed(undo):
             each()
         raise
     for each in put:
@@ -144,7 +145,7 @@ def _prepared(
     saved: Sequence[Saved],
     load_model: LoadModel | None,
     put: list[Callable[[], None]],
-    undo: list[Callable[[], None]],
+    undo: list[Callable[[], object]],
 ) -> RecipeRun:
     """Prepare what ``put`` puts in place, see `saved_state.loaded`, for the run that is returned.
     ``undo`` restores what this changes."""
@@ -175,6 +176,8 @@ def _prepared(
     put.append(partial(setattr, run, "joined", joined))
     for index, gradients in enumerate(_stateful(run)):
         states = [part["gradients"][index] for part in saved]
+        undo.append(gradients.refresh)
+        gradients.follow(states[0].get("positions", gradients.positions))
         for state, values in saved_state.loaded_states(gradients, states, workers):
             put.append(partial(state.update, values))
         put.append(partial(setattr, gradients.set, "scale", float(states[0]["scale"])))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 from zlib import crc32
@@ -210,6 +211,22 @@ class RecipeRun:
             for running in self.rounds:
                 running.undo_before_step(self.session.step + 1)
 
+    @contextmanager
+    def outside_step(self) -> Iterator[None]:
+        """A context in which x may change where a step has begun that is not counted yet: as if its
+        first part were a step by itself. Updates then take for the optimizer's only what that has
+        moved."""
+        step = self.session.step + 1
+        begun = self.rounds if self.session.in_step else []
+        rounds = [running for running in begun if running.round.update.before_step is not None]
+        for running in rounds:
+            running.after_step(step)
+        try:
+            yield
+        finally:
+            for running in rounds:
+                running.before_step(step)
+
     def average_gradients(self) -> None:
         """Average the gradients that are due and that no backward pass has averaged."""
         for gradients in self.gradients:
@@ -319,23 +336,25 @@ def _described(tensor: Tensor) -> str:
 
 def check_alike(run: RecipeRun, *, module: bool = True) -> None:
     """Raise ``ValueError`` on every rank unless all ranks run the same recipe on the same
-    parameters, with the learning rates that it needs. ``module``: compare the module's tensors,
-    too."""
+    parameters, with the learning rates that it needs, and all or none scale the gradients that it
+    averages. ``module``: compare the module's tensors, too."""
     session = run.session
     groups = [[(_described(p), p.requires_grad) for p in group] for group in session.held()]
     problem = run.lacks_lr()
     rest = [*session.model.parameters(), *session.model.buffers()] if module else []
     shapes = list(map(_described, rest))
     workers = None if session.elastic is not None else session.workers.size
-    text = repr((run.describe(), run._own, groups, shapes, workers, problem))
+    scaled = bool(gradient_rounds(run.recipe)) and session.settings.scaler is not None
+    text = repr((run.describe(), run._own, groups, shapes, workers, scaled, problem))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     everyone = session.gather(torch.tensor([digest])).flatten().tolist()
     other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
     if other:
         raise ValueError(
             f"ranks {other} attach something other than rank 0: recipe, buffers=, the model's "
-            "parameters and buffers (shapes, dtypes) and the optimizer's groups (also "
-            "requires_grad, and whether they have an 'lr') must be the same"
+            "parameters and buffers (shapes, dtypes), the optimizer's groups (also requires_grad, "
+            "and whether they have an 'lr'), and, where gradients are averaged, whether scaler= is "
+            "enabled must be the same"
         )
     if problem is not None:
         raise ValueError(problem)

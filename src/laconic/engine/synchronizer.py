@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.algorithms.compile import check_groups
 from laconic.algorithms.parse import as_recipe
 from laconic.algorithms.round import Recipe
 from laconic.engine import consensus
@@ -162,9 +161,10 @@ class Synchronizer:
             if not isinstance(given, tuple):
                 raise ValueError(f"sync.switch() takes a recipe, and {given!r} is for attach()")
             session.refuse_in_consensus("sync.switch()")
-            check_groups(given, "group" in session.links)
+            if not self.attached:
+                raise ValueError("sync.switch() after sync.detach(): call laconic.attach instead")
             session.settings.arrange(given)
-        self.driver.switch(given, begun=True)
+        self.driver.switch(given)
         self.driver.alignment.align()
         session.end_policy()
 
@@ -227,7 +227,9 @@ class Synchronizer:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: every rank saves its own, with its model's and optimizer's. Starts no
         communication; waits for what is in flight, and stores it as arrived but not folded. Raises
-        ``ValueError`` between ``backward()`` and ``step()`` where gradients are coded."""
+        ``ValueError`` between ``backward()`` and ``step()`` where gradients are coded, and inside
+        `consensus`."""
+        self._session.refuse_in_consensus("sync.state_dict()")
         if any(gradients.half_done for gradients in self.driver.run.gradients):
             raise ValueError(HALF_A_STEP)
         return self.driver.state_dict()
