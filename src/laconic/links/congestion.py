@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from laconic.links.sockets import borrowed, tcp_info
+from laconic.links.sockets import tcp_info
 
 LONG = "bbr"
 LONG_SECONDS = 0.005
@@ -53,17 +53,17 @@ def available() -> Sequence[str]:
     return sorted(names)
 
 
-def choose(connection: socket.socket) -> str:
-    """Use `LONG` for an open connection with a long round trip, if this process may. Returns its
-    name, empty if the connection keeps the system's."""
-    round_trip = tcp_info(connection.fileno(), _RTT)
+def choose(connection: socket.socket) -> Bbr | None:
+    """Use `LONG` for an open connection with a long round trip, if this process may. None: the
+    connection keeps the system's."""
+    round_trip = tcp_info(connection, _RTT)
     if not round_trip or round_trip[0] / 1e6 < LONG_SECONDS or LONG not in available():
-        return ""
+        return None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, _OPTION, LONG.encode())
     except OSError:  # root in a container may set only allowed ones
-        return ""
-    return LONG
+        return None
+    return Bbr(connection)
 
 
 class Bbr:
@@ -85,33 +85,32 @@ class Bbr:
         because `Transfer.wait_sent` has to know when a message is on its way."""
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, _UNSENT, UNSENT)
+        self._connection = connection
         self._since = time.monotonic()
         self._best = 0.0
 
-    def before_message(self, fd: int) -> None:
-        """To be called before a message is sent over the connection with the descriptor ``fd``."""
+    def before_message(self) -> None:
+        """To be called before a message is sent over the connection."""
         try:
-            with borrowed(fd) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, _CC_INFO, _ESTIMATE.size)
+            info = self._connection.getsockopt(socket.IPPROTO_TCP, _CC_INFO, _ESTIMATE.size)
             (estimate,) = _ESTIMATE.unpack(info)
         except (OSError, struct.error):  # closed; or not what Linux reports
             return
         self._best = max(estimate, self._best * self.KEPT)
         now = time.monotonic()
         old = now - self._since > self.RENEWED
-        if (old or estimate < self._best / 2) and renew(fd):
+        if (old or estimate < self._best / 2) and renew(self._connection):
             self._since = now
 
 
-def renew(fd: int) -> bool:
+def renew(connection: socket.socket) -> bool:
     """Restart the BBR of a connection. Returns False if it cannot be done yet: while packets are
     sent again, BBR would forget its window."""
-    if tcp_info(fd, _STATE) != (_OPEN,):
+    if tcp_info(connection, _STATE) != (_OPEN,):
         return False
     try:
-        with borrowed(fd) as connection:
-            for name in (_ANEW, LONG):
-                connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())
+        for name in (_ANEW, LONG):
+            connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())
     except OSError:  # closed; or in a container that does not allow it
         return False
     return True

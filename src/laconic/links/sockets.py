@@ -1,23 +1,10 @@
-"""Sockets that are known by their file descriptor."""
+"""What the system is told, and reports, of connections."""
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
 import sys
-from collections.abc import Iterator
-
-
-@contextlib.contextmanager
-def borrowed(fd: int) -> Iterator[socket.socket]:
-    """The socket of a file descriptor, which remains open."""
-    connection = socket.socket(fileno=fd)
-    try:
-        yield connection
-    finally:
-        connection.detach()
-
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
 """A connection ends after 30 s in which the other host acknowledged none of 5 probes. That is long
@@ -40,13 +27,12 @@ def watch(connection: socket.socket, *, reads_at_once: bool = True) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, limit)
 
 
-def tcp_info(fd: int, layout: struct.Struct) -> tuple[int, ...]:
+def tcp_info(connection: socket.socket, layout: struct.Struct) -> tuple[int, ...]:
     """The system's ``tcp_info`` of a TCP connection; empty if the system does not report it."""
     if not sys.platform.startswith("linux"):
         return ()
     try:
-        with borrowed(fd) as connection:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, layout.size)
-    except OSError:  # not TCP
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, layout.size)
+    except OSError:  # closed, or not TCP
         return ()
     return layout.unpack(info) if len(info) == layout.size else ()
