@@ -77,10 +77,6 @@ class Stream:
         """As `socket.socket.recv`."""
         return self._do(partial(self._connection.recv, size), select.POLLIN)
 
-    def recv_into(self, view: memoryview) -> int:
-        """As `socket.socket.recv_into`."""
-        return self._do(partial(self._connection.recv_into, view), select.POLLIN)
-
     def _do(self, call: Callable[[], T], event: int) -> T:
         """Repeat ``call`` until it need not wait, usually for ``event``."""
         deadline = math.inf if self._timeout is None else time.monotonic() + self._timeout

@@ -5,24 +5,20 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
 from laconic.links import handshake, secured
+from laconic.links.addresses import Address
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.members import Members
-from laconic.links.elastic.relay import (
-    PIECE,
-    PURPOSE,
-    Relay,
-    RelayError,
-    Stream,
-    call_donor,
-)
+from laconic.links.elastic.relay import PIECE, PURPOSE, Relay, RelayError, Stream
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import View
 from laconic.links.health import Beacon
-from laconic.links.talks import Talk
+from laconic.links.talks import Talk, converse
 
+HANDSHAKE_SECONDS = 5.0
 _NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not on Windows
 
 
@@ -56,8 +52,14 @@ class Reception:
             if members.view.place(donor.id) is None:
                 raise RelayError(f"the run goes on without {donor.name}")
 
-        stream = call_donor(donor, members.client.secret, members.me)
-        self._feed = Feed(stream, donor.id, check)
+        host, port, key = Address.parse(donor.beacon)
+        say = members.client.secret, PURPOSE, bytes.fromhex(key), 0
+        exchange = partial(handshake.call, *say, View(1, (members.me,)).pack().encode())
+        try:
+            connection = converse(host, port, exchange, HANDSHAKE_SECONDS)
+        except (OSError, handshake.RefusedError) as error:
+            raise RelayError(str(error)) from error
+        self._feed = Feed(Stream(connection), donor.id, check)
         return self._feed
 
     def close(self) -> None:
