@@ -63,6 +63,9 @@ class RelayError(RuntimeError):
 class Stream:
     """Frames over a connected socket."""
 
+    most_waiting: float = MOST_WAITING
+    """How many bytes more than two snapshots may have come and not be taken in."""
+
     def __init__(self, connection: secured.Stream) -> None:
         self._connection = connection
         self.moved = time.monotonic()
