@@ -16,11 +16,6 @@ from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink, Blocking, Job, Link, T, awaiting, one_by_one
 
 
-def size_of(x: Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return x.numel() * x.element_size()
-
-
 def inner(name: str) -> Any:
     """That attribute of the link inside."""
 
@@ -100,7 +95,7 @@ class Wrapped(Blocking, Around):
 
     def _sends(self, collective: str, x: Tensor, *more: Any) -> tuple[Cost, int]:
         """What this rank sends for a ``collective``, and how many bytes it receives."""
-        size, n = size_of(more[0] if collective == "all_gather" else x), self.size
+        size, n = (more[0] if collective == "all_gather" else x).nbytes, self.size
         if collective == "swap":
             to, source = more
             return cost.swap(size, len(to)), size * len(source)

@@ -49,7 +49,7 @@ class Reception:
 
         def check() -> None:
             look()
-            if members.view.place(donor.id) is None:
+            if donor.id not in members.view.ids:
                 raise RelayError(f"the run goes on without {donor.name}")
 
         host, port, key = Address.parse(donor.beacon)

@@ -308,7 +308,7 @@ def _is_number(value: object) -> bool:
 def size_of(value: Any) -> int:
     """The bytes of all tensors in ``value``."""
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
+        return value.nbytes
     if isinstance(value, Mapping):
         return sum(map(size_of, value.values()))
     return sum(map(size_of, value)) if isinstance(value, (list, tuple)) else 0
