@@ -206,7 +206,7 @@ class Wire:
 
     def __init__(self, rank: int, host: str | None, timeout: float, names: Sequence[int]) -> None:
         self._server, address = listen(host)
-        self._rank = rank
+        self.rank = rank
         self._key = secrets.token_bytes(handshake.KEY_BYTES)
         self.connections = Connections(names, timeout)
         self.address = str(address._replace(key=self._key.hex()))
@@ -215,7 +215,7 @@ class Wire:
         """Connect to all ranks, at their ``addresses``. All of them prove to each other that they
         know the ``secret``. ``check()`` is called every second, and raises if a rank can no longer
         connect."""
-        at = self._rank, self.connections, self._key, secret
+        at = self.rank, self.connections, self._key, secret
         try:
             with self._server:
                 connect(*at, self._server, addresses, check)
