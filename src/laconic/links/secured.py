@@ -64,22 +64,21 @@ class Stream:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection = connection
-        self._timeout: float | None = None
         self._lock = threading.Lock()
 
-    def sendall(self, data: bytes | memoryview) -> None:
-        """As `socket.socket.sendall`."""
-        left = memoryview(data)
+    def sendall(self, data: bytes | memoryview, seconds: float = math.inf) -> None:
+        """As `socket.socket.sendall`, for at most so many ``seconds``."""
+        left, deadline = memoryview(data), time.monotonic() + seconds
         while len(left):
-            left = left[self._do(partial(self._connection.send, left), select.POLLOUT) :]
+            left = left[self._do(partial(self._connection.send, left), select.POLLOUT, deadline) :]
 
-    def recv(self, size: int) -> bytes:
-        """As `socket.socket.recv`."""
-        return self._do(partial(self._connection.recv, size), select.POLLIN)
+    def recv(self, size: int, seconds: float = math.inf) -> bytes:
+        """As `socket.socket.recv`, for at most so many ``seconds``."""
+        deadline = time.monotonic() + seconds
+        return self._do(partial(self._connection.recv, size), select.POLLIN, deadline)
 
-    def _do(self, call: Callable[[], T], event: int) -> T:
+    def _do(self, call: Callable[[], T], event: int, deadline: float) -> T:
         """Repeat ``call`` until it need not wait, usually for ``event``."""
-        deadline = math.inf if self._timeout is None else time.monotonic() + self._timeout
         while True:
             if (fd := self._connection.fileno()) < 0:
                 raise OSError(errno.EBADF, "closed by another thread")
@@ -98,10 +97,6 @@ class Stream:
             poll = select.poll()
             poll.register(fd, awaited)
             poll.poll(1000 * min(left, LOOK_SECONDS))
-
-    def settimeout(self, seconds: float | None) -> None:
-        """How long each call may take."""
-        self._timeout = seconds
 
     def shutdown(self, how: int) -> None:
         """End the connection, without TLS's closing message: the other thread may be in a call."""

@@ -166,8 +166,7 @@ class Client:
         with self._sending:
             stream = self._connected()
             try:
-                stream.settimeout(CALL_SECONDS)
-                stream.sendall(json.dumps(value).encode() + b"\n")
+                stream.sendall(json.dumps(value).encode() + b"\n", CALL_SECONDS)
             except OSError as error:
                 raise self._failed(error) from error
 
@@ -182,8 +181,7 @@ class Client:
         stream, end = self._connected(), time.monotonic() + seconds
         try:
             while b"\n" not in self._text:
-                stream.settimeout(max(end - time.monotonic(), 0.001))
-                piece = stream.recv(2**16)
+                piece = stream.recv(2**16, end - time.monotonic())
                 if not piece:
                     raise ConnectionResetError("it has closed the connection")
                 self._text += piece

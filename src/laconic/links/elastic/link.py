@@ -338,12 +338,8 @@ class ElasticLink(Undivided, Quiet):
         return [*self._collective(run).pieces]
 
 
-_open: weakref.WeakSet[ElasticLink] = weakref.WeakSet()
-
-
-def end_at_exit(link: ElasticLink) -> None:
-    """Have the process end the threads of ``link`` before it ends itself."""
-    _open.add(link)
+open_links: weakref.WeakSet[ElasticLink] = weakref.WeakSet()
+"""Those whose threads the process ends before it ends itself."""
 
 
 @atexit.register
@@ -351,7 +347,7 @@ def _end_all() -> None:
     """The interpreter stops threads wherever they are. If one of them is inside torch, the process
     ends with SIGABRT."""
     until = time.monotonic() + EXIT_SECONDS
-    for link in list(_open):
+    for link in list(open_links):
         link.end(until)
 
 

@@ -40,8 +40,8 @@ from laconic.links.elastic.view import Member
 log = logging.getLogger("laconic")
 
 PURPOSE = b"join"
-LOOK_SECONDS = 1.0
-"""How often a thread looks whether it is over, where nothing wakes it."""
+LOOK_SECONDS = 0.05
+"""How often a worker that may end looks whether all was sent."""
 MOST_WAITING = 2**26
 """How many bytes more than two snapshots may wait to be sent to a newcomer."""
 _HEAD = struct.Struct(">QI")
@@ -154,7 +154,7 @@ class Relay:
         """Whether it sends all the time."""
         self._latest = 0.0
         """How many seconds the latest piece took to send."""
-        self._frames: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._state: Callable[[], Snapshot] | None = None
         self._lock = threading.Lock()
         self._size = self._waiting = 0
@@ -195,10 +195,9 @@ class Relay:
     def flush(self, seconds: float) -> None:
         """Wait until all frames so far are sent, at most so many ``seconds``: this worker may
         end."""
-        sent, end = threading.Event(), time.monotonic() + seconds
-        self._frames.put(sent)
-        while not (self.ended or sent.wait(LOOK_SECONDS) or time.monotonic() > end):
-            pass
+        end = time.monotonic() + seconds
+        while self._waiting and not self.ended and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
 
     def refuse(self, why: str) -> None:
         """Tell the newcomer that it cannot take part, and end the connection."""
@@ -246,9 +245,6 @@ class Relay:
     def _send(self) -> None:
         try:
             while (frame := self._frames.get()) is not None:
-                if isinstance(frame, threading.Event):
-                    frame.set()
-                    continue
                 self._stream.send(frame, self._turn)
                 self._add(-size_of(vars(frame)))
         except RelayError as error:

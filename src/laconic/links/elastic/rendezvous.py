@@ -18,7 +18,6 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -193,7 +192,8 @@ class Rendezvous:
             outcome = units.outcome  # all have received their messages
         if outcome is not None:
             assert units.under_way, "it waits in that unit"
-            units.outcome = replace(outcome, digests=dict(first["digests"]))
+            outcome.digests = dict(first["digests"])
+            units.outcome = outcome
             units.complete()
         units.active = [id for id in mesh.view.ids if id in first["active"]]
         if not units.under_way and units.done is not None:
