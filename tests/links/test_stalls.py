@@ -178,6 +178,7 @@ def test_the_system_watches_every_socket(
             with contextlib.suppress(OSError), forgetful.borrowed(fd) as end:
                 limit = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
                 assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), end
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), end
                 assert limit == (0 if fd in messages else 30_000), end
                 count += 1
         assert count >= 7 and len(messages) == 2

@@ -14,10 +14,12 @@ _USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # only Linux has it
 
 
 def watch(connection: socket.socket, *, reads_at_once: bool = True) -> None:
-    """Have the system end ``connection``, or those that a listening socket accepts, after 30 s in
-    which the other host has acknowledged nothing. ``reads_at_once``: the other side reads whatever
-    comes. One that need not may be slow, and have full buffers. Linux would end the connection to
-    it, too, so what was sent and not acknowledged does not count then."""
+    """Have the system send short messages at once over ``connection``, or over those that a
+    listening socket accepts, and end it after 30 s in which the other host has acknowledged
+    nothing. ``reads_at_once``: the other side reads whatever comes. One that need not may be slow,
+    and have full buffers. Linux would end the connection to it, too, so what was sent and not
+    acknowledged does not count then."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if name in vars(socket):  # not on every system
