@@ -25,9 +25,10 @@ class TcpLink(Collectives):
     threaded = True
 
     def __init__(self, guard: CallGuard) -> None:
+        super().__init__(
+            guard.rank, guard.size, guard.wire.connections, guard.header, guard.blaming
+        )
         self.calls, self.wire = guard, guard.wire
-        at = guard.rank, guard.size, self.wire.connections
-        super().__init__(*at, guard.header, guard.blaming)
         self.far = False
         """Whether a round trip takes at least `FAR_SECONDS`; the same on all ranks."""
 
@@ -67,7 +68,7 @@ class TcpLink(Collectives):
 
     @property
     def overlapping(self) -> AsyncLink | None:
-        return self.overlapped if self.far else None
+        return self._awaiting(overlaps=True) if self.far else None
 
     def split(self, sets: Sequence[Sequence[int]]) -> TcpLink:
         members = next(ranks for ranks in sets if self.rank in ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from types import coroutine
 from typing import Any, ClassVar
 
@@ -58,10 +59,6 @@ class Wrapped(Blocking, Around):
         ``received`` bytes."""
         raise NotImplementedError
 
-    def like(self, link: Link) -> Link:
-        """``link``, wrapped as this one is."""
-        raise NotImplementedError
-
     @property
     def overlapping(self) -> AsyncLink | None:
         link = self.link.overlapping if self.overlaps else None
@@ -80,7 +77,9 @@ class Wrapped(Blocking, Around):
         return sent
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
-        return self.like(self.link.split(sets))
+        wrapped = copy(self)
+        wrapped.link = self.link.split(sets)
+        return wrapped
 
     def _wrap(self, link: AsyncLink) -> AsyncLink:
         def wrap(name: str) -> Callable[..., Job[Any]]:
