@@ -18,7 +18,6 @@ Congestion-Based Congestion Control", ACM Queue 14(5), 2016), which is in Linux.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
@@ -26,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from laconic.links.sockets import tcp_info
+from laconic.links.sockets import limit_unsent, tcp_info
 
 LONG = "bbr"
 LONG_SECONDS = 0.005
@@ -35,7 +34,6 @@ _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 UNSENT = 2**19
 """The most bytes that the system takes in for a connection with BBR before it can send them."""
-_UNSENT = 25  # TCP_NOTSENT_LOWAT
 _ANEW = "reno"
 """Every Linux has it. Setting the same congestion control again would change nothing."""
 _STATE, _OPEN = struct.Struct("=xB"), 0  # struct tcp_info up to tcpi_ca_state; no packet is lost
@@ -83,8 +81,7 @@ class Bbr:
     def __init__(self, connection: socket.socket) -> None:
         """For a new ``connection``. Limits how much the system takes in before it can be sent,
         because `Transfer.wait_sent` has to know when a message is on its way."""
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, _UNSENT, UNSENT)
+        limit_unsent(connection, UNSENT)
         self._connection = connection
         self._since = time.monotonic()
         self._best = 0.0

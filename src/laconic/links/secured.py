@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import select
@@ -98,11 +99,9 @@ class Stream:
             poll.register(fd, awaited)
             poll.poll(1000 * min(left, LOOK_SECONDS))
 
-    def shutdown(self, how: int) -> None:
-        """End the connection, without TLS's closing message: the other thread may be in a call."""
-        socket.socket.shutdown(self._connection, how)
-
     def close(self) -> None:
-        """As `socket.socket.close`."""
+        """End the connection, without TLS's closing message: another thread may be in a call."""
+        with contextlib.suppress(OSError):  # it has ended already
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
         with self._lock:
             self._connection.close()

@@ -199,8 +199,6 @@ class Client:
         """Close the connection. A thread that uses it raises `CoordinatorError`."""
         stream, self._stream = self._stream, None
         if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.shutdown(socket.SHUT_RDWR)
             stream.close()
 
 

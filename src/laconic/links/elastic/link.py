@@ -22,8 +22,8 @@ from laconic.links.calls import SAME_CALLS, Call
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
 from laconic.links.elastic.reception import Reception
-from laconic.links.elastic.relay import Relay, send_record
-from laconic.links.elastic.relay_frames import Snapshot, Start
+from laconic.links.elastic.relay import Relay
+from laconic.links.elastic.relay_frames import Record, Snapshot, Start
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Outcome, Units
@@ -140,7 +140,11 @@ class ElasticLink(Undivided, Quiet):
         if units.collectives:
             if units.serial == serial:
                 units.complete()
-            self.relays = send_record(self.relays, units)
+            brought = units.outputs, list(units.kept.digests.values())
+            record = Record(units.call, units.ranks, *brought)
+            self.relays = [relay for relay in self.relays if not relay.ended]
+            for relay in self.relays:
+                relay.put(record)
         return result
 
     def _attempts(self, job: Callable[[], T]) -> T:

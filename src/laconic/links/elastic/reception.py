@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
@@ -16,10 +14,10 @@ from laconic.links.elastic.relay import PIECE, PURPOSE, Relay, RelayError, Strea
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import View
 from laconic.links.health import Beacon
+from laconic.links.sockets import limit_unsent
 from laconic.links.talks import Talk, converse
 
 HANDSHAKE_SECONDS = 5.0
-_NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not on Windows
 
 
 class Reception:
@@ -80,8 +78,6 @@ class Reception:
         except ValueError:  # of another version
             return
         talk.kept = True
-        if _NOT_SENT is not None:  # else the kernel takes in MiB, and sends them beside a round
-            with contextlib.suppress(OSError):  # it has ended already
-                talk.connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, PIECE)
+        limit_unsent(talk.connection, PIECE)  # or it takes in MiB, and sends them beside a round
         stream = Stream(secured.Stream(talk.connection))
         self._waiting.put(Relay(newcomer, stream, self._members.add, self._units))

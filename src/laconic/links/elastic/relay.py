@@ -11,13 +11,12 @@ from __future__ import annotations
 import io
 import logging
 import queue
-import socket
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from laconic.links.calls import Call
 from laconic.links.elastic.relay_frames import (
     KINDS,
     Frame,
-    Record,
     Refusal,
     Snapshot,
     Start,
@@ -135,8 +133,6 @@ class Stream:
 
     def close(self) -> None:
         """End the connection. Threads that use it raise `RelayError`."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
@@ -267,16 +263,6 @@ class Relay:
         except Exception:  # of the user's modules, in `state`: the others must not wait for it
             log.exception("the state of this worker cannot be read")
             self.give_up("its state cannot be read")
-
-
-def send_record(relays: Sequence[Relay], units: Units) -> list[Relay]:
-    """Send what a unit's collectives have brought to the newcomers. Returns the ``relays`` that
-    have not ended."""
-    record = Record(units.call, units.ranks, units.outputs, list(units.kept.digests.values()))
-    left = [relay for relay in relays if not relay.ended]
-    for relay in left:
-        relay.put(record)
-    return left
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
