@@ -201,8 +201,7 @@ class CallGuard:
 
     def _check_connections(self) -> None:
         """Raise if a connection is closed that should be open."""
-        ended = self.wire.closed()
-        closed = {r: e for r, e in ended.items() if r not in self._closed}
+        closed = {r: e for r, e in self.wire.closed().items() if r not in self._closed}
         finished = self.position.call is not None and self.position.call.name == FINISH
         if not closed or finished:
             return
@@ -222,14 +221,6 @@ class CallGuard:
             for p in positions.values()
         ):
             self._refuse(positions)
-
-    def _position(self, answer: Answer | None, serial: int) -> CallPosition:
-        """Where a rank is that has sent a message of another call, its ``serial``-th: what its
-        beacon answered, if it did."""
-        position = None if answer is None else answer.position
-        if position is None or position[:2] == self.position[:2]:
-            return CallPosition(serial)
-        return position
 
     def _ask(self, verdict: Verdict | None = None, ranks: Sequence[int] | None = None) -> Answers:
         """The answers of the other ranks of this link (or those of ``ranks``) to ``verdict``."""
@@ -252,8 +243,9 @@ class CallGuard:
         except OtherCallError as error:
             if error.header == self._record.header:  # the same call, a message of another length
                 self.conclude(str(error), [])
-            answer = self._ask(ranks=[error.rank]).get(error.rank)
-            there = self._position(answer, error.header[0])
+            there = self._ask(ranks=[error.rank])[error.rank].position
+            if there is None or there[:2] == self.position[:2]:  # the beacon does not know better
+                there = CallPosition(error.header[0])
             self._refuse({error.rank: there, self.rank: self.position})
         except ChangedError as error:
             self.conclude(str(error), [])

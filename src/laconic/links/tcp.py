@@ -25,10 +25,9 @@ class TcpLink(Collectives):
     threaded = True
 
     def __init__(self, guard: CallGuard) -> None:
-        super().__init__(
-            guard.rank, guard.size, guard.wire.connections, guard.header, guard.blaming
-        )
         self.calls, self.wire = guard, guard.wire
+        at = guard.rank, guard.size, self.wire.connections
+        super().__init__(*at, guard.header, guard.blaming)
         self.far = False
         """Whether a round trip takes at least `FAR_SECONDS`; the same on all ranks."""
 

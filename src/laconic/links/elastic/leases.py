@@ -170,10 +170,6 @@ class Job:
         ids = () if self.view is None else self.view.ids
         return [self.leases[id] for id in ids if id in self.leases]
 
-    def newer(self, epoch: int) -> list[View]:
-        """The views after ``epoch``, as far as they are kept."""
-        return [view for view in self.views if view.epoch > epoch]
-
     def is_over(self, now: float) -> bool:
         """Whether no lease of the latest view lives."""
         return all(self._is_over(worker, now) for worker in self._members())
