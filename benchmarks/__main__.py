@@ -29,6 +29,7 @@ ALL = {
     "round": (4, False, ["round"], "a local_sgd round / a bare flat all-reduce of the same bytes"),
     "round2": (2, False, ["round"], "the same with two processes"),
     "ddp": (4, False, ["ddp"], "a step under ddp() / under torch's DistributedDataParallel"),
+    "outer": (4, False, ["outer"], "outer_step(ddp(), 8, outer='muon') / ddp()"),
     "processor": (4, False, ["processor"], "processor time of the same, by codec"),
     "share": (4, True, ["share", STREAMING], "a step at 100 Mbit/s / without communication"),
     "share_slow": (4, True, ["share", STREAMING], "a step at 10 Mbit/s / without communication"),

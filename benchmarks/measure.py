@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ from laconic.links.tcp import TcpLink
 
 PAIRS = 40
 PARAMETERS = 865_280
+OUTER_PERIOD = 8
 SHARE_STEPS = 16
 """Timed steps in each turn of `share`, a multiple of the period."""
 SHARE_AROUND = 4
@@ -166,6 +168,20 @@ def ddp() -> None:
     theirs, ours = Training(wrap=True), Training()
     laconic.attach(ours.model, ours.optimizer, laconic.ddp())
     emit(ratio("", *pairs(ours.step, theirs.step), bound=1.05))
+
+
+def outer() -> None:
+    """Measure `OUTER_PERIOD` steps with an outer step against as many without."""
+    theirs, ours = Training(), Training()
+    laconic.attach(theirs.model, theirs.optimizer, laconic.ddp())
+    recipe = laconic.outer_step(laconic.ddp(), OUTER_PERIOD, outer="muon")
+    laconic.attach(ours.model, ours.optimizer, recipe)
+
+    def period(training: Training) -> None:
+        for _ in range(OUTER_PERIOD):
+            training.step()
+
+    emit(ratio("", *pairs(partial(period, ours), partial(period, theirs)), bound=1.02))
 
 
 def processor() -> None:
@@ -471,6 +487,7 @@ def main() -> None:
         "step": step,
         "round": round,
         "ddp": ddp,
+        "outer": outer,
         "processor": processor,
         "share": share,
         "elastic": elastic,

@@ -51,7 +51,7 @@ class LostError(Exception):
 @dataclass
 class Process:
     """One worker. ``reasons``: why it may end before the run does, and "hit" if it was stopped or
-    cut off in the present fault."""
+    cut off in the present fault. ``seen_struck``: the latest `Slot.struck` that was seen."""
 
     number: int
     place: int
@@ -59,7 +59,7 @@ class Process:
     slot: Slot
     status: int | None = None
     reasons: set[str] = field(default_factory=set)
-    seen_struck: bool = False
+    seen_struck: float = 0.0
 
 
 def die_with_parent(parent: int) -> None:
@@ -165,7 +165,7 @@ class Run:
             if process.status is None:
                 ended, status = os.waitpid(process.pid, os.WNOHANG)
                 process.status = os.waitstatus_to_exitcode(status) if ended else None
-            if process.slot.struck and not process.seen_struck:
+            if process.slot.struck > process.seen_struck:
                 self._struck(process)
             if ended:
                 self._ended(process)
@@ -176,7 +176,7 @@ class Run:
         time.sleep(TICK)
 
     def _struck(self, process: Process) -> None:
-        process.seen_struck = True
+        process.seen_struck = process.slot.struck
         number = signal.Signals(process.slot.signal)
         self.tell(f"worker {process.number} sent itself {number.name}")
         if number == signal.SIGSTOP:
@@ -358,10 +358,12 @@ class Run:
         begun = time.monotonic()
         limit = LIMIT + 2 * self.deadline() + max((at - begun for at, _ in self.actions), default=0)
         since: dict[int, float] = {}
-        reached = -1
+        reached: dict[int, int] = {}  # by worker: one may be faster than others (`pace="own"`)
         # which phases of a newcomer come depends on when it joins
         joining = fault.kind.endswith(("newcomer", "donor")) or "in phase and" in fault.kind
-        while reached < 0 or min(p.slot.step for p in self.living) < reached or self.actions:
+        while (
+            not reached or self.actions or any(p.slot.step < reached[p.number] for p in self.living)
+        ):
             self.poll()
             now = time.monotonic()
             if now - begun > limit:
@@ -375,9 +377,9 @@ class Run:
                     del since[place]
             armed = any(p.slot.phase for p in self.living) and not joining
             if not self._all_back() or (armed and now - begun < PHASE_SECONDS):
-                reached = -1
-            elif reached < 0:
-                reached = self.max_step() + 5
+                reached = {}
+            elif not reached:
+                reached = {p.number: p.slot.step + 5 for p in self.living}
         for process in self.processes:
             process.reasons.discard("donor")
             process.slot.phase = 0
@@ -399,7 +401,7 @@ class Run:
         back = not self.actions and len(living) >= WORKERS
         for p in living:
             back &= p.slot.stage == READY and p.slot.workers == len(living)
-            back &= p.seen_struck == bool(p.slot.struck) and not p.reasons & {"SIGKILL", "SIGTERM"}
+            back &= p.slot.struck <= p.seen_struck and not p.reasons & {"SIGKILL", "SIGTERM"}
         return back
 
     # -- the whole ----
@@ -415,7 +417,8 @@ class Run:
             for fault in self.plan.faults:
                 self.carry_out(fault)
             self.now = Outcome("end", "", "")
-            self.board.stop = self.max_step() + 100
+            own = "own" in self.plan.recipe
+            self.board.stop = (min if own else max)(p.slot.step for p in self.living) + 100
             self.wait_for("the end", lambda: not self.living)
         except LostError as error:
             self.tell(f"LOST: {error}")
