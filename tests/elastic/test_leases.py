@@ -82,7 +82,7 @@ class World:
     def _reports(self, worker: Worker) -> dict[str, tuple[str, str]]:
         found = {}
         for name, other in self.workers.items():
-            if worker.view is None or worker.view.place(other.member.id) is None:
+            if worker.view is None or other.member.id not in worker.view.ids:
                 continue
             if not other.alive or name in self.refusing:
                 found[other.member.id] = GONE, "has ended"
@@ -93,7 +93,7 @@ class World:
         return found
 
     def _beat(self, worker: Worker) -> Beat:
-        active = worker.view is not None and worker.view.place(worker.member.id) is not None
+        active = worker.view is not None and worker.member.id in worker.view.ids
         active = active and worker.member.id[0] not in self.idle
         return Beat(
             lease=LEASE, founding=worker.view is None, active=active,
@@ -129,9 +129,9 @@ class World:
         assert self.job is not None
         view = self.job.view
         if view is not None and (worker.view is None or worker.view.epoch < view.epoch):
-            entered = worker.view is not None and worker.view.place(worker.member.id) is not None
+            entered = worker.view is not None and worker.member.id in worker.view.ids
             worker.view = view
-            worker.removed = entered and view.place(worker.member.id) is None
+            worker.removed = entered and worker.member.id not in view.ids
 
     def _check(self, before: View | None, view: View | None) -> None:
         """Nobody is evicted who is well, and nobody follows without a member of the last view."""
@@ -144,7 +144,7 @@ class World:
             return  # of two that do not reach each other, either may be the one
         for worker in well:
             foreign = worker.view is not None and worker.view.epoch not in self.decided
-            assert view.place(worker.member.id) is not None or foreign, "a healthy one is out"
+            assert worker.member.id in view.ids or foreign, "a healthy one is out"
 
     def pass_time(self, seconds: float) -> None:
         pace = 0.5 if seconds < 5 else 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,10 @@ from torch import nn
 
 import laconic
 from laconic.engine import newcomers
+from laconic.links.calls import Call
 from laconic.links.elastic import simulated
 from laconic.links.elastic.feed import Feed
-from laconic.links.elastic.relay_frames import Start
+from laconic.links.elastic.relay_frames import Record, Snapshot, Start
 from laconic.policy import chooser
 from laconic.policy.chooser import Chooser
 from laconic.policy.probe import Probed, probe
@@ -269,6 +271,17 @@ def test_a_newcomer_whose_donor_is_lost_asks_another_one(
         found = laconic.simulate(program("laconic.ddp()"), faults=laconic.Faults(2, join=(7,)))
     only(left(found), "before")
     assert len(left(found)) == 3 and "a donor was lost" in caplog.text
+
+
+@pytest.mark.fault("a trace ended a newcomer that had caught up with more than its memory held")
+def test_a_simulated_newcomer_takes_in_any_number_of_frames() -> None:
+    """In the run they came one after the other, and here all are there at once."""
+    record = Record(Call(1, "gradients"), ["0"], [torch.empty(2**24)])
+    stream: Any = simulated._Stream([Snapshot(1, []), record, record])
+    feed = Feed(stream, "0", lambda: None)
+    feed.join(time.monotonic() + 60)
+    assert isinstance(feed.pop(), Snapshot)
+    assert [feed.pop(), feed.pop()] == [record, record]
 
 
 @pytest.mark.fault("a worker that joined at the end of a run did not get its result")

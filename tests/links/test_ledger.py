@@ -20,9 +20,8 @@ import laconic as la
 from laconic.algorithms.topology import Graph
 from laconic.links import Ledger, Link, Metered, Throttled, cost
 from laconic.links.link import AsyncLink
-from laconic.links.sockets import borrowed
 
-from tests.support import gloo
+from tests.support import forgetful, gloo
 from tests.support.clock import controlled
 from tests.support.loops import descend
 
@@ -118,7 +117,7 @@ def received_by_sockets() -> dict[int, int]:
     """Bytes that came over each of this process's connections, as Linux counts them."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), borrowed(int(name)) as end:
+        with suppress(OSError), forgetful.borrowed(int(name)) as end:
             if end.type == socket.SOCK_STREAM and end.family != socket.AF_UNIX:
                 info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
                 received = int.from_bytes(info[128:136], "little")  # tcpi_bytes_received

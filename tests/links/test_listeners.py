@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
 import socket
@@ -13,8 +14,9 @@ import torch
 
 import laconic as la
 from laconic.errors import LinkError
-from laconic.links import addresses, health
+from laconic.links import addresses, handshake, health
 from laconic.links.addresses import Address, listen
+from laconic.links.talks import EndedError, Talks
 
 from tests.support import gloo, job_keys, launched
 from tests.support import strangers as s
@@ -129,6 +131,31 @@ def test_callers_that_reset_their_connections_end_no_listener(
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, s.RESET)
     assert not health.ask_all([address], SECRET)[0].lost
     beacon.close()
+
+
+class Gone(socket.socket):
+    """A connection whose caller is gone, on macOS."""
+
+    def setsockopt(self, *_: Any) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+class Accepts(socket.socket):
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        return Gone(fileno=connection.detach()), address
+
+
+@pytest.mark.fault("on macOS, a caller that was gone when it was accepted ended the listener")
+def test_a_caller_that_is_gone_when_it_is_accepted() -> None:
+    server, ended = Accepts(fileno=listen("127.0.0.1")[0].detach()), list[Exception | None]()
+    talks, answer = Talks(), handshake.answer([b""], lambda key: None, lambda *_: b"")
+    talks.serve([server], lambda: answer, 5, lambda talk, error: ended.append(error))
+    with server:
+        socket.create_connection(server.getsockname()).close()
+        while not ended:
+            talks.turn(1)
+    assert isinstance(ended[0], EndedError)
 
 
 # -- nothing listens everywhere ----

@@ -21,7 +21,6 @@ import laconic
 from laconic.links import connections, handshake, health
 from laconic.links.addresses import listen
 from laconic.links.elastic.coordinator import KEY, PURPOSE, Coordinator, secret_of_callers
-from laconic.links.sockets import borrowed
 from laconic.links.talks import Talks, converse
 from laconic.links.wire import Wire
 
@@ -99,7 +98,7 @@ def test_a_slow_reader_is_no_stalled_connection(monkeypatch: pytest.MonkeyPatch)
     with other:
         with contextlib.suppress(BlockingIOError):
             while True:
-                os.write(each[1], bytes(2**16))
+                each[1].send(bytes(2**16))
         until = time.monotonic() + 4.0
         quiet = 0.0
         while time.monotonic() < until:
@@ -109,8 +108,7 @@ def test_a_slow_reader_is_no_stalled_connection(monkeypatch: pytest.MonkeyPatch)
         assert quiet > 0.3, "it was asked, less and less often"
         assert other.recv(2**20)
         forgetful.drop(other)
-        with borrowed(each[1]) as end:
-            forgetful.drop(end)
+        forgetful.drop(each[1])
         while not each.forgotten():
             assert time.monotonic() < until + 60
             time.sleep(0.1)
@@ -174,12 +172,13 @@ def test_the_system_watches_every_socket(
     joins = partial(handshake.call, secret_of_callers(), PURPOSE, KEY, 0, b"")
     with listening, contextlib.closing(converse(forgetful.HERE, port, joins, 5)):
         answers.turn(1)
-        messages = {fd for wire in wires for fd in wire.connections.values()}
+        messages = {each.fileno() for wire in wires for each in wire.connections.values()}
         count = 0
         for fd in map(int, set(os.listdir("/proc/self/fd")) - before):
-            with contextlib.suppress(OSError), borrowed(fd) as end:
+            with contextlib.suppress(OSError), forgetful.borrowed(fd) as end:
                 limit = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
                 assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), end
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), end
                 assert limit == (0 if fd in messages else 30_000), end
                 count += 1
         assert count >= 7 and len(messages) == 2

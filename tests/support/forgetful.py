@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -9,7 +10,6 @@ import struct
 from collections.abc import Iterator
 
 from laconic.links import connections, wire
-from laconic.links.sockets import borrowed
 
 HERE = "127.0.0.1"
 
@@ -17,6 +17,16 @@ HERE = "127.0.0.1"
 def hasten() -> None:
     """Have this process ask soon, and not after 10 s."""
     connections.QUIET_SECONDS, wire.LOOK_SECONDS, wire.ASK_SECONDS = 1.0, 0.2, 0.5
+
+
+@contextlib.contextmanager
+def borrowed(fd: int) -> Iterator[socket.socket]:
+    """The socket of a file descriptor, which remains open."""
+    connection = socket.socket(fileno=fd)
+    try:
+        yield connection
+    finally:
+        connection.detach()
 
 
 def _connections(port: int) -> Iterator[socket.socket]:

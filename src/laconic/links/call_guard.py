@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from laconic.errors import TIMEOUT, LinkError
+from laconic.errors import LinkError
 from laconic.links import health, job_secret, long_wait
 from laconic.links.addresses import Address
 from laconic.links.calls import FINISH, SAME_CALLS, Call, CallPosition
@@ -40,24 +40,16 @@ Answers = dict[int, Answer]
 
 
 class CallGuard:
-    """Guards the calls of one link. Links that were split from one share its ``record``.
+    """Guards the calls of one link, over ``wire``. Links that were split from one share its
+    ``record``. A guard can say who is lost once `meet` has returned.
 
     ``rank``: this rank's place in the link; ``ranks``: the world ranks of the link's members, for
-    messages. ``transport``: the link's connections. ``timeout``: how many seconds the link waits
-    for a message, for the log. A guard can say who is lost once `meet` has returned.
+    messages.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        ranks: Sequence[int],
-        transport: Wire,
-        record: LinkRecord | None = None,
-        *,
-        timeout: float = TIMEOUT,
-    ) -> None:
-        self.rank, self.ranks, self.size = rank, list(ranks), len(ranks)
-        self._transport, self._timeout = transport, timeout
+    def __init__(self, wire: Wire, record: LinkRecord | None = None) -> None:
+        self.wire, self.rank, self.ranks = wire, wire.rank, list(wire.connections.names)
+        self.size = len(self.ranks)
         self._record = record or LinkRecord()
         self._beacon = health.beacon()
         self._addresses: list[str] = []
@@ -74,22 +66,22 @@ class CallGuard:
         assert self._record.secret is not None, "the ranks have met"
         return self._record.secret
 
-    def meet(self, rendezvous: Rendezvous, text: str) -> list[str]:
+    def meet(self, rendezvous: Rendezvous) -> list[str]:
         """Exchange the addresses of the beacons, and derive the link's secret from that of the
-        ``rendezvous``. Returns every rank's ``text``, by rank. All ranks must call it."""
+        ``rendezvous``. Returns the addresses of all wires, by rank. All ranks must call it."""
         address = self._beacon.enroll()
         self._record = self._beacon.links[Address.parse(address).key]
-        received = rendezvous.exchange(f"{address}/{text}", self._timeout)
+        received = rendezvous.exchange(
+            f"{address}/{self.wire.address}", self.wire.connections.timeout
+        )
         self._addresses = [said.partition("/")[0] for said in received]
         salt = self._addresses[0].encode()  # it has a random key
         self._record.secret = job_secret.derive(rendezvous.secret, "link", salt=salt)
         return [said.partition("/")[2] for said in received]
 
-    def split(self, members: Sequence[int], transport: Wire) -> CallGuard:
+    def split(self, members: Sequence[int], wire: Wire) -> CallGuard:
         """The guard of a link of some ``members`` of this one, this rank included."""
-        ranks = [self.ranks[r] for r in members]
-        at = members.index(self.rank), ranks, transport, self._record
-        guard = CallGuard(*at, timeout=self._timeout)
+        guard = CallGuard(wire, self._record)
         guard._addresses = [self._addresses[r] for r in members]
         return guard
 
@@ -135,7 +127,7 @@ class CallGuard:
         """Raise if another rank is known not to come to the current call, and log which ranks this
         one has waited for long. Called by a thread that waits, about once a second. ``progress``:
         changes whenever something has come over the link."""
-        self._transport.connections.check_fork()
+        self.wire.connections.check_fork()
         try:
             self._raise_verdict()
             long = self._wait.due((self.position.serial, progress), time.monotonic())
@@ -144,7 +136,7 @@ class CallGuard:
                 if long:
                     self._report(long, answers)
         except LinkError:
-            self._transport.connections.shutdown()  # for the thread that waits for messages
+            self.wire.connections.shutdown()  # for the thread that waits for messages
             raise
 
     def check_peers(self, last: float) -> None:
@@ -159,7 +151,7 @@ class CallGuard:
             self._check_connections()
         except LinkError as error:
             at = f"{status}, between rounds (the last one: {self.position})"
-            self._transport.connections.shutdown()
+            self.wire.connections.shutdown()
             raise LinkError(f"{at}: {error}", ranks=error.ranks) from None
 
     def _should_ask(self) -> bool:
@@ -190,8 +182,8 @@ class CallGuard:
         answers = answers or self._ask(ranks=late)
         why = "; ".join(self._describe(r, answers[r]) for r in late)
         names = [self.ranks[r] for r in late]
-        at = self.ranks[self.rank], names, seconds, where or self._beacon.status, why, self._timeout
-        long_wait.report(*at)
+        at = self.ranks[self.rank], names, seconds, where or self._beacon.status, why
+        long_wait.report(*at, self.wire.connections.timeout)
 
     def _ask_where(self) -> Answers:
         """Ask the other ranks where they are, and return their answers; raise if one will not
@@ -201,7 +193,7 @@ class CallGuard:
         positions = {r: a.position for r, a in answers.items() if a.position is not None}
         self._check_positions({**positions, self.rank: self.position})
         # where a process has ended, the wait for its message ends by itself
-        heard = self._transport.connections.heard
+        heard = self.wire.connections.heard
         if lost := self._unreachable.lost(answers, time.monotonic(), heard):
             seconds = health.UNREACHABLE_SECONDS
             self._blame(answers, f"nothing came from it for {seconds:g} s", only=lost)
@@ -209,8 +201,7 @@ class CallGuard:
 
     def _check_connections(self) -> None:
         """Raise if a connection is closed that should be open."""
-        ended = self._transport.closed()
-        closed = {r: e for r, e in ended.items() if r not in self._closed}
+        closed = {r: e for r, e in self.wire.closed().items() if r not in self._closed}
         finished = self.position.call is not None and self.position.call.name == FINISH
         if not closed or finished:
             return
@@ -230,14 +221,6 @@ class CallGuard:
             for p in positions.values()
         ):
             self._refuse(positions)
-
-    def _position(self, answer: Answer | None, serial: int) -> CallPosition:
-        """Where a rank is that has sent a message of another call, its ``serial``-th: what its
-        beacon answered, if it did."""
-        position = None if answer is None else answer.position
-        if position is None or position[:2] == self.position[:2]:
-            return CallPosition(serial)
-        return position
 
     def _ask(self, verdict: Verdict | None = None, ranks: Sequence[int] | None = None) -> Answers:
         """The answers of the other ranks of this link (or those of ``ranks``) to ``verdict``."""
@@ -260,8 +243,9 @@ class CallGuard:
         except OtherCallError as error:
             if error.header == self._record.header:  # the same call, a message of another length
                 self.conclude(str(error), [])
-            answer = self._ask(ranks=[error.rank]).get(error.rank)
-            there = self._position(answer, error.header[0])
+            there = self._ask(ranks=[error.rank])[error.rank].position
+            if there is None or there[:2] == self.position[:2]:  # the beacon does not know better
+                there = CallPosition(error.header[0])
             self._refuse({error.rank: there, self.rank: self.position})
         except ChangedError as error:
             self.conclude(str(error), [])
@@ -285,7 +269,7 @@ class CallGuard:
         lost = {r for r, answer in (answers or {}).items() if answer.lost}
         self._ask(self._record.verdict, [r for r in range(self.size) if r not in lost])
         # no message will come; this wakes a thread that waits for one
-        self._transport.connections.shutdown()
+        self.wire.connections.shutdown()
         self._raise_verdict()
         raise AssertionError("there is a verdict")
 
@@ -309,7 +293,7 @@ class CallGuard:
         mine = self.position.serial
         silent = list(only) or [r for r, a in answers.items() if a.missing in NO_ANSWER]
         gone = [r for r, a in answers.items() if a.missing == "gone"]
-        cut = bool(self._transport.closed())
+        cut = bool(self.wire.closed())
         behind = [  # and can still come
             r for r, a in answers.items() if not cut and a.position and a.position.serial < mine
         ]

@@ -101,12 +101,9 @@ class Collectives(Blocking):
     def awaited(self) -> AsyncLink:
         return self._awaiting(overlaps=False)
 
-    @property
-    def overlapped(self) -> AsyncLink:
-        """As `awaited`, but several can be under way."""
-        return self._awaiting(overlaps=True)
-
     def _awaiting(self, overlaps: bool) -> AsyncLink:
+        """The collectives, each of which ``overlaps`` with others, or is alone under way."""
+
         def collective(name: str) -> Callable[..., Job[Any]]:
             return partial(getattr(self, f"_{name}"), overlaps=overlaps)
 

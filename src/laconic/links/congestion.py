@@ -18,7 +18,6 @@ Congestion-Based Congestion Control", ACM Queue 14(5), 2016), which is in Linux.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
@@ -26,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from laconic.links.sockets import borrowed, tcp_info
+from laconic.links.sockets import limit_unsent, tcp_info
 
 LONG = "bbr"
 LONG_SECONDS = 0.005
@@ -35,7 +34,6 @@ _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 UNSENT = 2**19
 """The most bytes that the system takes in for a connection with BBR before it can send them."""
-_UNSENT = 25  # TCP_NOTSENT_LOWAT
 _ANEW = "reno"
 """Every Linux has it. Setting the same congestion control again would change nothing."""
 _STATE, _OPEN = struct.Struct("=xB"), 0  # struct tcp_info up to tcpi_ca_state; no packet is lost
@@ -53,17 +51,17 @@ def available() -> Sequence[str]:
     return sorted(names)
 
 
-def choose(connection: socket.socket) -> str:
-    """Use `LONG` for an open connection with a long round trip, if this process may. Returns its
-    name, empty if the connection keeps the system's."""
-    round_trip = tcp_info(connection.fileno(), _RTT)
+def choose(connection: socket.socket) -> Bbr | None:
+    """Use `LONG` for an open connection with a long round trip, if this process may. None: the
+    connection keeps the system's."""
+    round_trip = tcp_info(connection, _RTT)
     if not round_trip or round_trip[0] / 1e6 < LONG_SECONDS or LONG not in available():
-        return ""
+        return None
     try:
         connection.setsockopt(socket.IPPROTO_TCP, _OPTION, LONG.encode())
     except OSError:  # root in a container may set only allowed ones
-        return ""
-    return LONG
+        return None
+    return Bbr(connection)
 
 
 class Bbr:
@@ -83,35 +81,33 @@ class Bbr:
     def __init__(self, connection: socket.socket) -> None:
         """For a new ``connection``. Limits how much the system takes in before it can be sent,
         because `Transfer.wait_sent` has to know when a message is on its way."""
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, _UNSENT, UNSENT)
+        limit_unsent(connection, UNSENT)
+        self._connection = connection
         self._since = time.monotonic()
         self._best = 0.0
 
-    def before_message(self, fd: int) -> None:
-        """To be called before a message is sent over the connection with the descriptor ``fd``."""
+    def before_message(self) -> None:
+        """To be called before a message is sent over the connection."""
         try:
-            with borrowed(fd) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, _CC_INFO, _ESTIMATE.size)
+            info = self._connection.getsockopt(socket.IPPROTO_TCP, _CC_INFO, _ESTIMATE.size)
             (estimate,) = _ESTIMATE.unpack(info)
         except (OSError, struct.error):  # closed; or not what Linux reports
             return
         self._best = max(estimate, self._best * self.KEPT)
         now = time.monotonic()
         old = now - self._since > self.RENEWED
-        if (old or estimate < self._best / 2) and renew(fd):
+        if (old or estimate < self._best / 2) and renew(self._connection):
             self._since = now
 
 
-def renew(fd: int) -> bool:
+def renew(connection: socket.socket) -> bool:
     """Restart the BBR of a connection. Returns False if it cannot be done yet: while packets are
     sent again, BBR would forget its window."""
-    if tcp_info(fd, _STATE) != (_OPEN,):
+    if tcp_info(connection, _STATE) != (_OPEN,):
         return False
     try:
-        with borrowed(fd) as connection:
-            for name in (_ANEW, LONG):
-                connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())
+        for name in (_ANEW, LONG):
+            connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())
     except OSError:  # closed; or in a container that does not allow it
         return False
     return True

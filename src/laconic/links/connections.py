@@ -15,7 +15,7 @@ from torch import Tensor
 from laconic.errors import LinkError
 from laconic.links import congestion, forks, frames
 from laconic.links.link import Sent
-from laconic.links.sockets import borrowed, tcp_info
+from laconic.links.sockets import tcp_info
 
 _SENT = struct.Struct("=100xI16xQ28xI8xQ")  # total_retrans, bytes_acked, data_segs_out, busy_time
 _RECEIVED = struct.Struct("=128xQ")  # bytes_received
@@ -27,10 +27,9 @@ often again. It does not where the other host has no room, since its process is 
 whether there is some, and the host answers."""
 
 
-class Connections(dict[int, int]):
-    """The file descriptors of connected sockets, by rank. Closed when this object is freed.
-    ``names``: the numbers of the ranks in errors. ``timeout``: seconds in which some byte must
-    move."""
+class Connections(dict[int, socket.socket]):
+    """Connected sockets, by rank. Closed when this object is freed. ``names``: the numbers of the
+    ranks in errors. ``timeout``: seconds in which some byte must move."""
 
     traffic: Traffic | None = None
     """The messages that have begun, if not all of them are complete."""
@@ -41,7 +40,7 @@ class Connections(dict[int, int]):
         self.secured: dict[int, ssl.SSLSocket] = {}
         """Those that use TLS, by file descriptor."""
         self.bbr: dict[int, congestion.Bbr] = {}
-        """Those whose congestion control is BBR, by file descriptor."""
+        """Of those whose congestion control it is, by rank."""
         self.answers: Callable[[int], bool] = lambda rank: False
         """Whether a rank answers over a new connection."""
         self._process = os.getpid()
@@ -52,19 +51,14 @@ class Connections(dict[int, int]):
         if os.getpid() != self._process:
             raise LinkError("a forked process cannot use its parent's link: start it with spawn")
 
-    def keep(self, rank: int, connection: socket.socket, control: str = "") -> None:
-        """Take over the connection to ``rank``. ``control``: the congestion control that was chosen
-        for it."""
+    def keep(self, rank: int, connection: socket.socket, bbr: congestion.Bbr | None = None) -> None:
+        """Take over the ``connection`` to ``rank``, which uses ``bbr``, if that was chosen."""
         connection.setblocking(False)
-        bbr = congestion.Bbr(connection) if control == congestion.LONG else None
-        with forks.guard:
-            if isinstance(connection, ssl.SSLSocket):
-                self[rank] = fd = connection.fileno()
-                self.secured[fd] = connection
-            else:
-                self[rank] = connection.detach()
+        self[rank] = connection
+        if isinstance(connection, ssl.SSLSocket):
+            self.secured[connection.fileno()] = connection
         if bbr is not None:
-            self.bbr[self[rank]] = bbr
+            self.bbr[rank] = bbr
 
     def received(self, rank: int) -> int:
         """How many bytes have come from ``rank``; 0 where the system does not report it. For any
@@ -77,8 +71,8 @@ class Connections(dict[int, int]):
         return min(self._info(rank, _HEARD), default=0) / 1000
 
     def _info(self, rank: int, layout: struct.Struct) -> tuple[int, ...]:
-        fd = self.get(rank)
-        return () if fd is None else tcp_info(fd, layout)
+        connection = self.get(rank)
+        return () if connection is None else tcp_info(connection, layout)
 
     def forgotten(self) -> list[int]:
         """The ranks that answer over new connections, while nothing passes over those of now."""
@@ -89,8 +83,8 @@ class Connections(dict[int, int]):
     def sent(self) -> dict[int, Sent]:
         """What was sent to each rank so far; empty where the system does not report it."""
         found = {}
-        for rank, fd in self.items():
-            info = tcp_info(fd, _SENT)
+        for rank, connection in self.items():
+            info = tcp_info(connection, _SENT)
             if not info:
                 return {}
             again, acknowledged, packets, busy = info
@@ -99,26 +93,22 @@ class Connections(dict[int, int]):
 
     def before_messages(self, ranks: Iterable[int]) -> None:
         """To be called before messages for ``ranks`` are sent, for which none are under way."""
-        for fd in (self[rank] for rank in ranks):
-            if fd in self.bbr:
-                self.bbr[fd].before_message(fd)
+        for rank in ranks:
+            if rank in self.bbr:
+                self.bbr[rank].before_message()
 
     def close(self) -> None:
         """Close all connections."""
         while self:
-            _, fd = self.popitem()
-            self.bbr.pop(fd, None)
-            secured = self.secured.pop(fd, None)
-            if secured is None:
-                os.close(fd)
-            else:
-                secured.close()
+            _, connection = self.popitem()
+            connection.close()
 
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that waiting threads return."""
-        for fd in self.values():
-            with borrowed(fd) as connection, contextlib.suppress(OSError):  # it has ended already
-                connection.shutdown(socket.SHUT_RDWR)
+        for connection in self.values():
+            with contextlib.suppress(OSError):  # it has ended already
+                # without TLS's closing message: a thread may be in a call
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def __del__(self) -> None:
         self.close()

@@ -56,8 +56,6 @@ class Hello(NamedTuple):
     @classmethod
     def unpack(cls, data: bytes) -> Hello:
         """From bytes; raises `RefusedError`."""
-        if len(data) != _HELLO.size:
-            raise RefusedError(f"a hello has {_HELLO.size} bytes, not {len(data)}")
         magic, purpose, key, number, nonce = _HELLO.unpack(data)
         if magic != _MAGIC:
             raise RefusedError("not a hello of laconic")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
-from types import coroutine
+from types import SimpleNamespace, coroutine
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -96,18 +96,11 @@ class AsyncLink(Protocol):
 COLLECTIVES = ["mean", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "swap", "gather"]
 
 
-class _Awaiting:
-    def __init__(self, link: Any, make: Callable[[str], Callable[..., Job[Any]]]) -> None:
-        self.rank, self.size, self.queues = link.rank, link.size, link.queues
-        self._make = make
-
-    def __getattr__(self, name: str) -> Callable[..., Job[Any]]:
-        return self._make(name)
-
-
 def awaiting(link: Any, make: Callable[[str], Callable[..., Job[Any]]]) -> AsyncLink:
     """The collectives that ``make(name)`` returns, between the ranks of ``link``."""
-    return cast("AsyncLink", _Awaiting(link, make))
+    made: Any = SimpleNamespace(rank=link.rank, size=link.size, queues=link.queues)
+    vars(made).update({name: make(name) for name in COLLECTIVES})
+    return cast("AsyncLink", made)
 
 
 def one_by_one(link: Link) -> AsyncLink:

@@ -92,9 +92,6 @@ class Metered(Wrapped):
     def around(self, collective: str, amount: Cost, received: int) -> AbstractContextManager[None]:
         return self.ledger.book(collective, self.name, amount, received)
 
-    def like(self, link: Link) -> Link:
-        return Metered(link, self.ledger, self.name)
-
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         self.ledger.begin(call)
         return super().begin_call(call, wait=wait)

@@ -6,7 +6,6 @@ no worker is needed to decide. Where workers come and go, see `laconic.links.ela
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,16 +127,6 @@ class Decision:
     def of(cls, fields: Mapping[str, Any]) -> Decision:
         """From its `vars`, also what JSON makes of them."""
         return cls(**_with_tuples(fields))
-
-    def pack(self) -> Tensor:
-        """As bytes."""
-        text = json.dumps(vars(self)).encode()
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-    @classmethod
-    def unpack(cls, data: Tensor) -> Decision:
-        """The inverse of `pack`."""
-        return cls.of(json.loads(bytes(data.tolist())))
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import select
@@ -64,26 +65,21 @@ class Stream:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection = connection
-        self._timeout: float | None = None
         self._lock = threading.Lock()
 
-    def sendall(self, data: bytes | memoryview) -> None:
-        """As `socket.socket.sendall`."""
-        left = memoryview(data)
+    def sendall(self, data: bytes | memoryview, seconds: float = math.inf) -> None:
+        """As `socket.socket.sendall`, for at most so many ``seconds``."""
+        left, deadline = memoryview(data), time.monotonic() + seconds
         while len(left):
-            left = left[self._do(partial(self._connection.send, left), select.POLLOUT) :]
+            left = left[self._do(partial(self._connection.send, left), select.POLLOUT, deadline) :]
 
-    def recv(self, size: int) -> bytes:
-        """As `socket.socket.recv`."""
-        return self._do(partial(self._connection.recv, size), select.POLLIN)
+    def recv(self, size: int, seconds: float = math.inf) -> bytes:
+        """As `socket.socket.recv`, for at most so many ``seconds``."""
+        deadline = time.monotonic() + seconds
+        return self._do(partial(self._connection.recv, size), select.POLLIN, deadline)
 
-    def recv_into(self, view: memoryview) -> int:
-        """As `socket.socket.recv_into`."""
-        return self._do(partial(self._connection.recv_into, view), select.POLLIN)
-
-    def _do(self, call: Callable[[], T], event: int) -> T:
+    def _do(self, call: Callable[[], T], event: int, deadline: float) -> T:
         """Repeat ``call`` until it need not wait, usually for ``event``."""
-        deadline = math.inf if self._timeout is None else time.monotonic() + self._timeout
         while True:
             if (fd := self._connection.fileno()) < 0:
                 raise OSError(errno.EBADF, "closed by another thread")
@@ -103,15 +99,9 @@ class Stream:
             poll.register(fd, awaited)
             poll.poll(1000 * min(left, LOOK_SECONDS))
 
-    def settimeout(self, seconds: float | None) -> None:
-        """How long each call may take."""
-        self._timeout = seconds
-
-    def shutdown(self, how: int) -> None:
-        """End the connection, without TLS's closing message: the other thread may be in a call."""
-        socket.socket.shutdown(self._connection, how)
-
     def close(self) -> None:
-        """As `socket.socket.close`."""
+        """End the connection, without TLS's closing message: another thread may be in a call."""
+        with contextlib.suppress(OSError):  # it has ended already
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
         with self._lock:
             self._connection.close()

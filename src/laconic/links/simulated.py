@@ -40,7 +40,6 @@ TWISTER_BYTES = 624 * 4 + 4
 class _Collective:
     """One collective under way, and the tensors that have come so far, by rank."""
 
-    members: Sequence[int]
     call: str
     received: dict[int, Tensor] = field(default_factory=dict)
     digests: dict[int, int] = field(default_factory=dict)
@@ -100,8 +99,8 @@ class RandomState:
 
 
 class Stage:
-    """Lets one worker at a time run, and brings the members of a collective together. Only the
-    worker whose turn it is reads or writes the attributes."""
+    """Lets one worker at a time run, and has the collectives under way. Only the worker whose turn
+    it is reads or writes the attributes."""
 
     def __init__(self, workers: int, step_seconds: Sequence[float] | None = None) -> None:
         self.turns = [threading.Lock() for _ in range(workers)]
@@ -159,46 +158,6 @@ class Stage:
             self.fail(f"rank {rank} failed: {type(error).__name__}: {error}", [rank])
         self.pass_turn(rank)
 
-    def join(
-        self,
-        rank: int,
-        members: Sequence[int],
-        count: int,
-        call: str,
-        x: Tensor,
-        compute: Compute,
-        digest: int,
-    ) -> tuple[Tensor, float, Sequence[int]]:
-        """Contribute ``x`` and wait for the other members. Returns ``compute`` of all tensors, in
-        rank order, when the last one came, and the members' digests."""
-        if self.failure is not None:
-            raise self.error()
-        key = (tuple(members), count)
-        collective = self.collectives.setdefault(key, _Collective(members, call))
-        if collective.call != call:
-            self.fail(
-                f"ranks disagree on what comes next: rank {rank} calls {call} where ranks "
-                f"{sorted(collective.received)} call {collective.call}. {SAME_CALLS}"
-            )
-            raise self.error()
-        collective.received[rank] = x
-        collective.digests[rank] = digest
-        if len(collective.received) == len(members):
-            collective.result = compute([collective.received[r] for r in members])
-            collective.joined = time.perf_counter()
-            collective.received.clear()
-            del self.collectives[key]
-            for r in members:
-                self.runnable[r] = True
-        else:
-            self.runnable[rank] = False
-            self.pass_turn(rank)
-            self.take_turn(rank)
-        if collective.result is None:
-            raise self.error()
-        digests = [collective.digests[r] for r in members]
-        return collective.result, collective.joined, digests
-
 
 class SimulatedLink(Quiet):
     """The link of one simulated worker to the ``members`` of its set. The stage sees workers
@@ -218,13 +177,39 @@ class SimulatedLink(Quiet):
         self.size = len(members)
 
     def join(self, call: str, x: Tensor, compute: Compute) -> Tensor:
-        """Contribute ``x`` to ``call``. Returns ``compute`` of what all ranks contribute, in rank
-        order."""
+        """Contribute ``x`` to ``call``, and wait for the other members. Returns ``compute`` of what
+        all contribute, in rank order."""
+        stage, me, members = self.stage, self.me, self._members
         self._count += 1
         call = f"{call}{list(x.shape)}"
-        at = self.me, self._members, self._count, call, x, compute, self._digest
-        result, self.joined, self._digests = self.stage.join(*at)
-        return result
+        if stage.failure is not None:
+            raise stage.error()
+        key = (tuple(members), self._count)
+        collective = stage.collectives.setdefault(key, _Collective(call))
+        if collective.call != call:
+            stage.fail(
+                f"ranks disagree on what comes next: rank {me} calls {call} where ranks "
+                f"{sorted(collective.received)} call {collective.call}. {SAME_CALLS}"
+            )
+            raise stage.error()
+        collective.received[me] = x
+        collective.digests[me] = self._digest
+        if len(collective.received) == len(members):
+            collective.result = compute([collective.received[r] for r in members])
+            collective.joined = time.perf_counter()
+            collective.received.clear()
+            del stage.collectives[key]
+            for r in members:
+                stage.runnable[r] = True
+        else:
+            stage.runnable[me] = False
+            stage.pass_turn(me)
+            stage.take_turn(me)
+        if collective.result is None:
+            raise stage.error()
+        self.joined = collective.joined
+        self._digests = [collective.digests[r] for r in members]
+        return collective.result
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         self.begin_digest(call.digest)

@@ -302,7 +302,6 @@ class Talks:
                 forks.close_in_child(connection)
             watch(connection)
             connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             number = connection.connect_ex((host, port))
             if number not in (0, errno.EINPROGRESS):
                 connection.close()
@@ -352,7 +351,6 @@ class Talks:
                 self.later(PAUSE, self._listen)
                 return
             connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if sum(map(len, self._strangers.values())) >= MOST_STRANGERS:
                 error = TimeoutError("made room for another caller")
                 self._end(superfluous(self._strangers), error)

@@ -19,14 +19,15 @@ from laconic.links.wire import Wire
 
 
 class TcpLink(Collectives):
-    """Collectives on CPU tensors over connections of laconic's own. Made by `over`;
-    ``guard`` and ``wire`` are those of the link, and connected."""
+    """Collectives on CPU tensors over connections of laconic's own. Made by `over`; ``guard`` is
+    that of the link, and its wire is connected."""
 
     threaded = True
 
-    def __init__(self, guard: CallGuard, wire: Wire) -> None:
-        super().__init__(guard.rank, guard.size, wire.connections, guard.header, guard.blaming)
-        self.calls, self.wire = guard, wire
+    def __init__(self, guard: CallGuard) -> None:
+        self.calls, self.wire = guard, guard.wire
+        at = guard.rank, guard.size, self.wire.connections
+        super().__init__(*at, guard.header, guard.blaming)
         self.far = False
         """Whether a round trip takes at least `FAR_SECONDS`; the same on all ranks."""
 
@@ -36,14 +37,14 @@ class TcpLink(Collectives):
         ranks, seconds = dist.get_process_group_ranks(group), timeout.total_seconds()
         wire = Wire(group.rank(), None, seconds, ranks)
         try:
-            guard = CallGuard(group.rank(), ranks, wire, timeout=seconds)
-            return cls._connected(guard, wire, guard.meet(Rendezvous.of(group), wire.address))
+            guard = CallGuard(wire)
+            return cls._connected(guard, guard.meet(Rendezvous.of(group)))
         except BaseException:
             wire.close()
             raise
 
     @classmethod
-    def _connected(cls, guard: CallGuard, wire: Wire, addresses: Sequence[str]) -> TcpLink:
+    def _connected(cls, guard: CallGuard, addresses: Sequence[str]) -> TcpLink:
         near = [address.startswith(("127.", "::1|")) for address in addresses]
         if any(near) and not all(near):
             name = guard.ranks[near.index(True)]
@@ -53,20 +54,20 @@ class TcpLink(Collectives):
                 ranks=[name],
             )
         try:
-            wire.connect(addresses, guard.secret, guard.check_connecting)
+            guard.wire.connect(addresses, guard.secret, guard.check_connecting)
         except LinkError as error:
             guard.conclude(str(error), error.ranks)  # tells the ranks that still wait
         except ValueError as error:  # this rank's settings
             guard.conclude(f"rank {guard.ranks[guard.rank]}: {error}", [guard.ranks[guard.rank]])
-        wire.connections.answers = guard.answering()
-        link = cls(guard, wire)
-        seconds = link.gather(torch.tensor([wire.round_trip()], dtype=torch.float64))
+        guard.wire.connections.answers = guard.answering()
+        link = cls(guard)
+        seconds = link.gather(torch.tensor([link.wire.round_trip()], dtype=torch.float64))
         link.far = float(seconds.max()) >= FAR_SECONDS
         return link
 
     @property
     def overlapping(self) -> AsyncLink | None:
-        return self.overlapped if self.far else None
+        return self._awaiting(overlaps=True) if self.far else None
 
     def split(self, sets: Sequence[Sequence[int]]) -> TcpLink:
         members = next(ranks for ranks in sets if self.rank in ranks)
@@ -74,8 +75,7 @@ class TcpLink(Collectives):
         wire = Wire(members.index(self.rank), None, self.connections.timeout, ranks)
         try:
             addresses = exchange_texts(self.gather, wire.address)
-            guard = self.calls.split(members, wire)
-            return self._connected(guard, wire, [addresses[r] for r in members])
+            return self._connected(self.calls.split(members, wire), [addresses[r] for r in members])
         except BaseException:
             wire.close()
             raise

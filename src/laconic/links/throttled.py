@@ -24,7 +24,7 @@ class Throttled(Wrapped):
         self, link: Link, bandwidth: float | str | None = None, latency: float | str = 0.0
     ) -> None:
         super().__init__(link)
-        self.bandwidth, self.latency = bandwidth, parse_duration(str(latency))
+        self.latency = parse_duration(str(latency))
         self._free = 0.0
         self._rate = float("inf") if bandwidth is None else parse_rate(str(bandwidth))
 
@@ -39,6 +39,3 @@ class Throttled(Wrapped):
         start = max(self.link.joined, self._free)
         self._free = start + amount.seconds(self._rate, self.latency / 2)
         time.sleep(max(self._free - time.perf_counter(), 0.0))
-
-    def like(self, link: Link) -> Link:
-        return Throttled(link, self.bandwidth, self.latency)

@@ -114,7 +114,7 @@ class Transfer:
         traffic.grow(len(messages))
         for index, (r, x, comes) in enumerate(messages, first):
             after = traffic.latest.get((r, comes), -1)
-            where = x.data_ptr(), x.nbytes, connections[r], comes, after
+            where = x.data_ptr(), x.nbytes, connections[r].fileno(), comes, after
             frames.begin(traffic.messages, index, header, digest, *where)
             traffic.latest[r, comes] = index
             traffic.ranks.append(r)
@@ -206,7 +206,7 @@ class Wire:
 
     def __init__(self, rank: int, host: str | None, timeout: float, names: Sequence[int]) -> None:
         self._server, address = listen(host)
-        self._rank = rank
+        self.rank = rank
         self._key = secrets.token_bytes(handshake.KEY_BYTES)
         self.connections = Connections(names, timeout)
         self.address = str(address._replace(key=self._key.hex()))
@@ -215,7 +215,7 @@ class Wire:
         """Connect to all ranks, at their ``addresses``. All of them prove to each other that they
         know the ``secret``. ``check()`` is called every second, and raises if a rank can no longer
         connect."""
-        at = self._rank, self.connections, self._key, secret
+        at = self.rank, self.connections, self._key, secret
         try:
             with self._server:
                 connect(*at, self._server, addresses, check)
@@ -227,9 +227,9 @@ class Wire:
         """The ranks whose connections have ended, and whether by an error. Does not wait, and does
         not read, so messages under way are not disturbed."""
         poll, ranks = select.poll(), {}
-        for rank, fd in self.connections.items():
-            poll.register(fd, _HANG_UP)
-            ranks[fd] = rank
+        for rank, connection in self.connections.items():
+            poll.register(connection, _HANG_UP)
+            ranks[connection.fileno()] = rank
         ended = select.POLLHUP | select.POLLERR | _HANG_UP
         return {
             ranks[fd]: bool(events & select.POLLERR)
@@ -240,7 +240,7 @@ class Wire:
     def round_trip(self) -> float:
         """Seconds of a round trip to the farthest rank, the shortest one so far; 0 where the system
         does not report it."""
-        infos = [tcp_info(fd, _LEAST) for fd in self.connections.values()]
+        infos = [tcp_info(each, _LEAST) for each in self.connections.values()]
         found = [info[0] for info in infos if info and info[0] != NO_SAMPLE]
         return max(found, default=0) / 1e6
 

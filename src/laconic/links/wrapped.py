@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from types import coroutine
 from typing import Any, ClassVar
 
@@ -14,11 +15,6 @@ from laconic.links import cost
 from laconic.links.calls import Call
 from laconic.links.cost import Cost
 from laconic.links.link import AsyncLink, Blocking, Job, Link, T, awaiting, one_by_one
-
-
-def size_of(x: Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return x.numel() * x.element_size()
 
 
 def inner(name: str) -> Any:
@@ -63,10 +59,6 @@ class Wrapped(Blocking, Around):
         ``received`` bytes."""
         raise NotImplementedError
 
-    def like(self, link: Link) -> Link:
-        """``link``, wrapped as this one is."""
-        raise NotImplementedError
-
     @property
     def overlapping(self) -> AsyncLink | None:
         link = self.link.overlapping if self.overlaps else None
@@ -85,7 +77,9 @@ class Wrapped(Blocking, Around):
         return sent
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
-        return self.like(self.link.split(sets))
+        wrapped = copy(self)
+        wrapped.link = self.link.split(sets)
+        return wrapped
 
     def _wrap(self, link: AsyncLink) -> AsyncLink:
         def wrap(name: str) -> Callable[..., Job[Any]]:
@@ -100,7 +94,7 @@ class Wrapped(Blocking, Around):
 
     def _sends(self, collective: str, x: Tensor, *more: Any) -> tuple[Cost, int]:
         """What this rank sends for a ``collective``, and how many bytes it receives."""
-        size, n = size_of(more[0] if collective == "all_gather" else x), self.size
+        size, n = (more[0] if collective == "all_gather" else x).nbytes, self.size
         if collective == "swap":
             to, source = more
             return cost.swap(size, len(to)), size * len(source)

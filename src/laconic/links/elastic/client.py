@@ -166,8 +166,7 @@ class Client:
         with self._sending:
             stream = self._connected()
             try:
-                stream.settimeout(CALL_SECONDS)
-                stream.sendall(json.dumps(value).encode() + b"\n")
+                stream.sendall(json.dumps(value).encode() + b"\n", CALL_SECONDS)
             except OSError as error:
                 raise self._failed(error) from error
 
@@ -182,8 +181,7 @@ class Client:
         stream, end = self._connected(), time.monotonic() + seconds
         try:
             while b"\n" not in self._text:
-                stream.settimeout(max(end - time.monotonic(), 0.001))
-                piece = stream.recv(2**16)
+                piece = stream.recv(2**16, end - time.monotonic())
                 if not piece:
                     raise ConnectionResetError("it has closed the connection")
                 self._text += piece
@@ -201,8 +199,6 @@ class Client:
         """Close the connection. A thread that uses it raises `CoordinatorError`."""
         stream, self._stream = self._stream, None
         if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.shutdown(socket.SHUT_RDWR)
             stream.close()
 
 

@@ -88,9 +88,10 @@ class _Client:
             self.lines.send({"again": True})
             self.lines.close_soon()
             return
-        for view in self.job.newer(self._epoch):
-            self.lines.send({"view": view.pack()})
-            self._epoch = view.epoch
+        for view in self.job.views:
+            if view.epoch > self._epoch:
+                self.lines.send({"view": view.pack()})
+                self._epoch = view.epoch
         new = {"come": come, "short": self.job.short}
         if new != self._said:
             self._said = new

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from laconic.errors import LinkError
 from laconic.links.calls import Call
-from laconic.links.elastic.relay import MOST_WAITING, READY, STATE, RelayError, Stream, size_of
+from laconic.links.elastic.relay import READY, STATE, RelayError, Stream, size_of
 from laconic.links.elastic.relay_frames import Frame, Record, Refusal, Snapshot, Start, StepSettings
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Feed:
                 self._waiting += size_of(vars(frame))
                 self._frames.append(frame)
             if isinstance(frame, Snapshot):
-                self._limit = MOST_WAITING + 2 * size_of(frame.state)
+                self._limit = self._stream.most_waiting + 2 * size_of(frame.state)
             self._changed.notify()
 
     def _take(

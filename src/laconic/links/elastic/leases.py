@@ -170,10 +170,6 @@ class Job:
         ids = () if self.view is None else self.view.ids
         return [self.leases[id] for id in ids if id in self.leases]
 
-    def newer(self, epoch: int) -> list[View]:
-        """The views after ``epoch``, as far as they are kept."""
-        return [view for view in self.views if view.epoch > epoch]
-
     def is_over(self, now: float) -> bool:
         """Whether no lease of the latest view lives."""
         return all(self._is_over(worker, now) for worker in self._members())
@@ -220,7 +216,7 @@ class Job:
         if salt != self.salt:
             if self.view is not None:
                 raise RefusedError("another run has begun under this name")
-            if view.place(id) is None:
+            if id not in view.ids:
                 raise RefusedError("no worker of its run is here")
             self._reset(salt)
         latest = self.view
@@ -234,7 +230,7 @@ class Job:
             self.close(id, now, why="knows another view")
             why = "another view was decided while the coordinator was lost"
             raise RefusedError(why, removed=True)
-        if view.place(id) is not None and latest.place(id) is None:
+        if id in view.ids and id not in latest.ids:
             raise RefusedError(latest.why, removed=True)
 
     def _reset(self, salt: str) -> None:
@@ -411,7 +407,7 @@ class Job:
         return found
 
     def _waiting(self, view: View, now: float) -> list[Lease]:
-        return [w for id, w in self.leases.items() if view.place(id) is None and w.lives(now)]
+        return [w for id, w in self.leases.items() if id not in view.ids and w.lives(now)]
 
     def _ready(self, view: View, workers: Mapping[str, Lease], now: float) -> list[Member]:
         """The newcomers that members take in."""
@@ -422,7 +418,7 @@ class Job:
         """``view`` is decided, in the next epoch."""
         before = self.view
         count = 1 if before is None else before.number + 1
-        gone = [] if before is None else [id for id in before.ids if view.place(id) is None]
+        gone = [] if before is None else [id for id in before.ids if id not in view.ids]
         notes = {id: self.leases.pop(id).beat.note for id in gone if id in self.leases}
         self.views.append(
             replace(view, epoch=count << NONCE_BITS | self._nonce, farewells=tuple(notes.items()))
@@ -436,5 +432,5 @@ class Job:
         view = self.view
         for id, worker in list(self.leases.items()):
             absent = worker.over or worker.closed is not None or now - worker.heard >= CUT_SECONDS
-            if absent and (view is None or view.place(id) is None):
+            if absent and (view is None or id not in view.ids):
                 del self.leases[id]

@@ -22,8 +22,8 @@ from laconic.links.calls import SAME_CALLS, Call
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
 from laconic.links.elastic.reception import Reception
-from laconic.links.elastic.relay import Relay, send_record
-from laconic.links.elastic.relay_frames import Snapshot, Start
+from laconic.links.elastic.relay import Relay
+from laconic.links.elastic.relay_frames import Record, Snapshot, Start
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.replay import Replay
 from laconic.links.elastic.units import Outcome, Units
@@ -140,7 +140,11 @@ class ElasticLink(Undivided, Quiet):
         if units.collectives:
             if units.serial == serial:
                 units.complete()
-            self.relays = send_record(self.relays, units)
+            brought = units.outputs, list(units.kept.digests.values())
+            record = Record(units.call, units.ranks, *brought)
+            self.relays = [relay for relay in self.relays if not relay.ended]
+            for relay in self.relays:
+                relay.put(record)
         return result
 
     def _attempts(self, job: Callable[[], T]) -> T:
@@ -280,10 +284,8 @@ class ElasticLink(Undivided, Quiet):
 
         def run(link: Everyone) -> Tensor:
             padded = torch.nn.functional.pad(x.reshape(-1), (0, n * each - x.numel()))
-            output = torch.empty_like(padded)
-            own = link.reduce_scatter(padded if n * each > x.numel() else padded.clone())
-            self.units.collectives += 1
-            link.all_gather(own, output)
+            output = padded if n * each > x.numel() else padded.clone()
+            link.mean(output)
             return output
 
         x.copy_(self._brought(run, x, x.numel()).view(x.shape))
@@ -340,12 +342,8 @@ class ElasticLink(Undivided, Quiet):
         return [*self._collective(run).pieces]
 
 
-_open: weakref.WeakSet[ElasticLink] = weakref.WeakSet()
-
-
-def end_at_exit(link: ElasticLink) -> None:
-    """Have the process end the threads of ``link`` before it ends itself."""
-    _open.add(link)
+open_links: weakref.WeakSet[ElasticLink] = weakref.WeakSet()
+"""Those whose threads the process ends before it ends itself."""
 
 
 @atexit.register
@@ -353,7 +351,7 @@ def _end_all() -> None:
     """The interpreter stops threads wherever they are. If one of them is inside torch, the process
     ends with SIGABRT."""
     until = time.monotonic() + EXIT_SECONDS
-    for link in list(_open):
+    for link in list(open_links):
         link.end(until)
 
 

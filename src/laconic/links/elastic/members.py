@@ -386,7 +386,7 @@ class Members:
             again = before is not None and view.members == before.members
             self._reconnects = self._reconnects + 1 if again else 0
             self.latest, self._short = view, self._short if again else None
-            if view.place(self.me.id) is not None:
+            if self.me.id in view.ids:
                 self.entered_view = True
             elif self.entered_view:
                 self._removed = view.why or "it was removed"

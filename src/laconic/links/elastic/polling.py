@@ -21,6 +21,7 @@ from laconic.links.polls import (
     said_in_poll,
 )
 from laconic.links.simulated import SimulatedLink
+from laconic.tensors import packed, unpacked
 
 T = TypeVar("T")
 
@@ -49,7 +50,7 @@ class ElasticPolling(Polling):
         link, units, members = self.link, self.link.units, self.link.members
         if link.replaying:
             link.replay.begin_call(POLL)
-            return Decision.unpack(link.replay.decided())
+            return Decision.of(unpacked(link.replay.decided()))
         units.call, units.heard = POLL, {}
         # a worker that does not come to the next poll is behind those that wait for it there
         members.is_at(units.serial + 1, POLL)
@@ -59,7 +60,7 @@ class ElasticPolling(Polling):
             members.signs.begins(time.monotonic())
         units.collectives = 0 if decision is None else max(units.collectives, 1)
         if decision is not None and link.relays:
-            units.outputs = [decision.pack()]
+            units.outputs = [packed(vars(decision))]
         return decision
 
     def decide(self, own: Standing, polls: Polls, admit: bool) -> Decision | None:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
 from laconic.links import handshake, secured
+from laconic.links.addresses import Address
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.members import Members
-from laconic.links.elastic.relay import (
-    PIECE,
-    PURPOSE,
-    Relay,
-    RelayError,
-    Stream,
-    call_donor,
-)
+from laconic.links.elastic.relay import PIECE, PURPOSE, Relay, RelayError, Stream
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import View
 from laconic.links.health import Beacon
-from laconic.links.talks import Talk
+from laconic.links.sockets import limit_unsent
+from laconic.links.talks import Talk, converse
 
-_NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not on Windows
+HANDSHAKE_SECONDS = 5.0
 
 
 class Reception:
@@ -53,11 +47,17 @@ class Reception:
 
         def check() -> None:
             look()
-            if members.view.place(donor.id) is None:
+            if donor.id not in members.view.ids:
                 raise RelayError(f"the run goes on without {donor.name}")
 
-        stream = call_donor(donor, members.client.secret, members.me)
-        self._feed = Feed(stream, donor.id, check)
+        host, port, key = Address.parse(donor.beacon)
+        say = members.client.secret, PURPOSE, bytes.fromhex(key), 0
+        exchange = partial(handshake.call, *say, View(1, (members.me,)).pack().encode())
+        try:
+            connection = converse(host, port, exchange, HANDSHAKE_SECONDS)
+        except (OSError, handshake.RefusedError) as error:
+            raise RelayError(str(error)) from error
+        self._feed = Feed(Stream(connection), donor.id, check)
         return self._feed
 
     def close(self) -> None:
@@ -78,8 +78,6 @@ class Reception:
         except ValueError:  # of another version
             return
         talk.kept = True
-        if _NOT_SENT is not None:  # else the kernel takes in MiB, and sends them beside a round
-            with contextlib.suppress(OSError):  # it has ended already
-                talk.connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, PIECE)
+        limit_unsent(talk.connection, PIECE)  # or it takes in MiB, and sends them beside a round
         stream = Stream(secured.Stream(talk.connection))
         self._waiting.put(Relay(newcomer, stream, self._members.add, self._units))

@@ -11,45 +11,37 @@ from __future__ import annotations
 import io
 import logging
 import queue
-import socket
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import handshake, secured
-from laconic.links.addresses import Address
+from laconic.links import secured
 from laconic.links.calls import Call
 from laconic.links.elastic.relay_frames import (
     KINDS,
     Frame,
-    Record,
     Refusal,
     Snapshot,
     Start,
 )
 from laconic.links.elastic.units import Units
-from laconic.links.elastic.view import Member, View
-from laconic.links.talks import converse
+from laconic.links.elastic.view import Member
 
 log = logging.getLogger("laconic")
 
 PURPOSE = b"join"
-HANDSHAKE_SECONDS = 5.0
-LOOK_SECONDS = 1.0
-"""How often a thread looks whether it is over, where nothing wakes it."""
+LOOK_SECONDS = 0.05
+"""How often a worker that may end looks whether all was sent."""
 MOST_WAITING = 2**26
 """How many bytes more than two snapshots may wait to be sent to a newcomer."""
-MOST_AT_ONCE = 2**24
-"""How many bytes are received into memory that was reserved for them."""
 _HEAD = struct.Struct(">QI")
 """A frame's length, and the checksum (CRC-32) of the frame."""
 _CHECK = struct.Struct(">I")
@@ -69,6 +61,9 @@ class RelayError(RuntimeError):
 class Stream:
     """Frames over a connected socket."""
 
+    most_waiting: float = MOST_WAITING
+    """How many bytes more than two snapshots may have come and not be taken in."""
+
     def __init__(self, connection: secured.Stream) -> None:
         self._connection = connection
         self.moved = time.monotonic()
@@ -83,27 +78,22 @@ class Stream:
             values["call"] = list(values["call"])
         buffer = io.BytesIO()
         torch.save({"kind": kind, **values}, buffer)
-        try:
-            data = buffer.getbuffer()
-            head = _HEAD.pack(len(data), zlib.crc32(data))
-            self._connection.sendall(head + _CHECK.pack(zlib.crc32(head)))
-            for start in range(0, len(data), PIECE):
-                with turn():
-                    self._connection.sendall(data[start : start + PIECE])
-        except OSError as error:
-            raise RelayError(str(error)) from error
+        data = buffer.getbuffer()
+        head = _HEAD.pack(len(data), zlib.crc32(data))
+        self.say(head + _CHECK.pack(zlib.crc32(head)))
+        for start in range(0, len(data), PIECE):
+            with turn():
+                self.say(data[start : start + PIECE])
 
     def receive(self) -> Frame:
         """Wait for the next frame; raises `RelayError`."""
-        head = self._exactly(_HEAD.size)
-        if self._exactly(_CHECK.size) != _CHECK.pack(zlib.crc32(head)):
+        head = self._exactly(_HEAD.size).read()
+        if self._exactly(_CHECK.size).read() != _CHECK.pack(zlib.crc32(head)):
             raise RelayError(CHANGED)
-        (length, checksum), data = _HEAD.unpack(head), io.BytesIO()
-        while data.tell() < length:  # a false length takes no memory
-            data.write(self._exactly(min(length - data.tell(), MOST_AT_ONCE)))
+        length, checksum = _HEAD.unpack(head)
+        data = self._exactly(length)
         if zlib.crc32(data.getbuffer()) != checksum:
             raise RelayError(CHANGED)
-        data.seek(0)
         try:
             values: dict[str, Any] = torch.load(data, weights_only=True)
             cls = KINDS[values.pop("kind")]
@@ -114,49 +104,36 @@ class Stream:
             raise RelayError("what came is no frame of laconic's") from error
         return frame
 
-    def _exactly(self, length: int) -> bytes:
-        data, done = bytearray(length), 0
-        view = memoryview(data)
-        while done < length:
+    def _exactly(self, length: int) -> io.BytesIO:
+        data = io.BytesIO()  # it grows with what comes: a false length takes no memory
+        while (left := length - data.tell()) > 0:
             try:
-                received = self._connection.recv_into(view[done:])
+                piece = self._connection.recv(min(left, PIECE))
             except OSError as error:
                 raise RelayError(str(error)) from error
-            if not received:
+            if not piece:
                 raise RelayError("the other worker has closed the connection")
-            done += received
+            data.write(piece)
             self.moved = time.monotonic()
-        return bytes(data)
+        data.seek(0)
+        return data
 
-    def say(self, word: bytes) -> None:
-        """Tell the donor `READY`: all of its frames so far were taken in; or `STATE`: send the
-        state again, as of `Start`. Raises `RelayError`."""
+    def say(self, data: bytes | memoryview) -> None:
+        """Send a piece of a frame; or tell the donor `READY`: all of its frames so far were taken
+        in; or `STATE`: send the state again, as of `Start`. Raises `RelayError`."""
         try:
-            self._connection.sendall(word)
+            self._connection.sendall(data)
         except OSError as error:
             raise RelayError(str(error)) from error
 
     def wait_for(self, word: bytes) -> None:
         """Wait for `say`; raises `RelayError`."""
-        if self._exactly(len(word)) != word:
+        if self._exactly(len(word)).read() != word:
             raise RelayError("the newcomer violates the protocol")
 
     def close(self) -> None:
         """End the connection. Threads that use it raise `RelayError`."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-
-def call_donor(donor: Member, secret: bytes, newcomer: Member) -> Stream:
-    """Ask ``donor`` for the state of the run; raises `RelayError`."""
-    host, port, key = Address.parse(donor.beacon)
-    hello = View(1, (newcomer,)).pack().encode()
-    exchange = partial(handshake.call, secret, PURPOSE, bytes.fromhex(key), 0, hello)
-    try:
-        return Stream(converse(host, port, exchange, HANDSHAKE_SECONDS))
-    except (OSError, handshake.RefusedError) as error:
-        raise RelayError(str(error)) from error
 
 
 class Relay:
@@ -173,19 +150,16 @@ class Relay:
         """Whether it sends all the time."""
         self._latest = 0.0
         """How many seconds the latest piece took to send."""
-        self._frames: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._state: Callable[[], Snapshot] | None = None
         self._lock = threading.Lock()
-        self._limit = self._waiting = 0
-        """How many bytes may wait to be sent, and how many do."""
-        self._size = 0
-        """Of the snapshot."""
+        self._size = self._waiting = 0
+        """How many bytes the snapshot has, and how many wait to be sent."""
         self._threads: list[threading.Thread] = []
 
     def begin(self, snapshot: Snapshot) -> None:
         """Send the ``snapshot`` first."""
         self._size = size_of(vars(snapshot))
-        self._limit = MOST_WAITING + 2 * self._size
         self.put(snapshot)
         for work in (self._send, self._listen):
             thread = threading.Thread(target=work, daemon=True, name="laconic-relay")
@@ -205,7 +179,7 @@ class Relay:
         self._add(size_of(vars(frame)))
         if self._waiting > 2 * self._size:
             self._hurry()
-        if self._waiting > self._limit:
+        if self._waiting > MOST_WAITING + 2 * self._size:
             self.give_up("it takes in less than the workers exchange")
         else:
             self._frames.put(frame)
@@ -217,10 +191,9 @@ class Relay:
     def flush(self, seconds: float) -> None:
         """Wait until all frames so far are sent, at most so many ``seconds``: this worker may
         end."""
-        sent, end = threading.Event(), time.monotonic() + seconds
-        self._frames.put(sent)
-        while not (self.ended or sent.wait(LOOK_SECONDS) or time.monotonic() > end):
-            pass
+        end = time.monotonic() + seconds
+        while self._waiting and not self.ended and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
 
     def refuse(self, why: str) -> None:
         """Tell the newcomer that it cannot take part, and end the connection."""
@@ -268,9 +241,6 @@ class Relay:
     def _send(self) -> None:
         try:
             while (frame := self._frames.get()) is not None:
-                if isinstance(frame, threading.Event):
-                    frame.set()
-                    continue
                 self._stream.send(frame, self._turn)
                 self._add(-size_of(vars(frame)))
         except RelayError as error:
@@ -293,16 +263,6 @@ class Relay:
         except Exception:  # of the user's modules, in `state`: the others must not wait for it
             log.exception("the state of this worker cannot be read")
             self.give_up("its state cannot be read")
-
-
-def send_record(relays: Sequence[Relay], units: Units) -> list[Relay]:
-    """Send what a unit's collectives have brought to the newcomers. Returns the ``relays`` that
-    have not ended."""
-    record = Record(units.call, units.ranks, units.outputs, list(units.kept.digests.values()))
-    left = [relay for relay in relays if not relay.ended]
-    for relay in left:
-        relay.put(record)
-    return left
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -330,7 +290,7 @@ def _is_number(value: object) -> bool:
 def size_of(value: Any) -> int:
     """The bytes of all tensors in ``value``."""
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
+        return value.nbytes
     if isinstance(value, Mapping):
         return sum(map(size_of, value.values()))
     return sum(map(size_of, value)) if isinstance(value, (list, tuple)) else 0

@@ -18,7 +18,6 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -87,8 +86,9 @@ class Rendezvous:
         """How many bytes have come from the member ``id`` over the present connections. In another
         thread."""
         mesh = self._mesh
-        place = None if mesh is None else mesh.view.place(id)
-        return 0 if mesh is None or place is None else mesh.connections.received(place)
+        if mesh is None or id not in mesh.view.ids:
+            return 0
+        return mesh.connections.received(mesh.view.ids.index(id))
 
     @property
     def ids(self) -> list[str]:
@@ -99,7 +99,7 @@ class Rendezvous:
     def adopt(self) -> None:
         """Connect to the members of the latest view, if that is not done yet. Between two units."""
         members = self._members
-        if self._units.done is None and members.view.place(members.me.id) is None:
+        if self._units.done is None and members.me.id not in members.view.ids:
             return  # a newcomer that is in no view yet
         while self._mesh is None or members.view.epoch > self._epoch:
             self.resolve()
@@ -192,7 +192,8 @@ class Rendezvous:
             outcome = units.outcome  # all have received their messages
         if outcome is not None:
             assert units.under_way, "it waits in that unit"
-            units.outcome = replace(outcome, digests=dict(first["digests"]))
+            outcome.digests = dict(first["digests"])
+            units.outcome = outcome
             units.complete()
         units.active = [id for id in mesh.view.ids if id in first["active"]]
         if not units.under_way and units.done is not None:
@@ -209,7 +210,7 @@ class Rendezvous:
             "done": units.done,
             "active": units.active,
             "digests": units.kept.digests,
-            "bytes": None if output is None else output.numel() * output.element_size(),
+            "bytes": None if output is None else output.nbytes,
             "report": self._reports.report(),
         }
 

@@ -85,7 +85,7 @@ class Replay:
         if outputs is None:
             return None
         output = outputs.pop(0)
-        whole = output.numel() * output.element_size() // x.element_size()
+        whole = output.nbytes // x.element_size()
         if not 0 <= whole - length < len(self._workers):
             raise RelayError(
                 f"it exchanges {whole} elements in {self._call}, and this worker has {length}: the "

@@ -171,7 +171,7 @@ class _Relay:
 class _Stream:
     """In place of `laconic.links.elastic.relay.Stream`: all ``frames`` are there."""
 
-    moved = math.inf
+    moved = most_waiting = math.inf
 
     def __init__(self, frames: Sequence[Frame]) -> None:
         self._takes_part = any(isinstance(frame, Start) for frame in frames)

@@ -14,7 +14,7 @@ from laconic.links.addresses import listen, own_address
 from laconic.links.elastic.client import SAY_SECONDS, Client, OtherProgramError, UntrustedError
 from laconic.links.elastic.coordinator import parse_address
 from laconic.links.elastic.leases import Need
-from laconic.links.elastic.link import ElasticLink, end_at_exit
+from laconic.links.elastic.link import ElasticLink, open_links
 from laconic.links.elastic.members import BEAT, Members
 from laconic.links.elastic.reception import Reception
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
@@ -65,7 +65,7 @@ def start(
             raise _different(error.about, about, job, client.at) from None
         if members.entered_view:
             link.begin(view.ids)
-        end_at_exit(link)
+        open_links.add(link)
         on_error.pop_all()
     return link
 

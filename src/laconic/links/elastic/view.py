@@ -58,15 +58,11 @@ class View:
         """The members' ids, in order."""
         return [member.id for member in self.members]
 
-    def place(self, id: str) -> int | None:
-        """The position of a member; None if it is not in this view."""
-        return self.ids.index(id) if id in self.ids else None
-
     def after(self, lost: Mapping[str, str], newcomers: Sequence[Member]) -> View:
         """The next view, but for its epoch: without the ``lost`` members (by id, and why) and with
         ``newcomers`` at its end."""
         members = [m for m in self.members if m.id not in lost]
-        new = [m for m in newcomers if self.place(m.id) is None][: MOST_MEMBERS - len(members)]
+        new = [m for m in newcomers if m.id not in self.ids][: MOST_MEMBERS - len(members)]
         why = [f"{m.name} {lost[m.id]}" for m in self.members if m.id in lost]
         why += [f"{m.name} joins" for m in new]
         text = "; ".join(why) or "the connections are made again"
