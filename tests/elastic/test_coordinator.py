@@ -98,7 +98,7 @@ def test_a_worker_whose_connection_ends_calls_again_at_once(
     client = link.members.client
     time.sleep(pause)
     before = client._stream
-    before.shutdown(socket.SHUT_RDWR)
+    before._connection.shutdown(socket.SHUT_RDWR)
     end = time.monotonic() + pause - 0.5
     while client._stream in (None, before) and time.monotonic() < end:
         time.sleep(0.05)
