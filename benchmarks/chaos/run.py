@@ -81,7 +81,7 @@ class Run:
         serving = 0 if plan.embedded else WORKERS
         self.host = self.network.address(serving) if self.network else "127.0.0.1"
         self.processes: list[Process] = []
-        self.coordinator = 0
+        self.coordinator, self.served_since = 0, 0.0
         self.actions: list[tuple[float, Callable[[], None]]] = []
         self.story = (folder / "story").open("w", buffering=1)
         self.outcomes: list[Outcome] = []
@@ -131,6 +131,7 @@ class Run:
 
         if not self.plan.embedded:
             self.coordinator = self.fork("coordinator", WORKERS, serve)
+            self.served_since = time.monotonic()
             self.tell(f"coordinator {self.coordinator}")
 
     def start_worker(self, place: int) -> Process:
@@ -257,7 +258,8 @@ class Run:
                 time.sleep(fault.pause)
             bound, more = self.begin(part, victims[number], victims[1], fault)
             self.now.bound, lost = max(self.now.bound, bound), lost + more
-        if self.plan.embedded or "coordinator" in fault.kind:
+        fresh = time.monotonic() - self.served_since < RETURN_SECONDS  # it does not know them yet
+        if self.plan.embedded or "coordinator" in fault.kind or fresh:
             self.now.bound += RETURN_SECONDS + MARGIN
         if WORKERS - lost < (self.plan.min_workers or WORKERS // 2 + 1):
             self.now.bound = float("inf")
