@@ -367,7 +367,7 @@ def load(driver: Driver, data: Tensor) -> Tensor | None:
         session.bound.load_state_dict(state["optimizer"])
         driver.load([{**state["sync"], **here, "in_step": False, "stepped": []}], alone=True)
     except (RuntimeError, ValueError) as error:
-        raise LinkError(f"the state of another worker cannot be loaded: {error}") from None
+        raise LinkError(f"the state of another worker cannot be loaded: {error}") from error
     for running in driver.run.rounds:
         if running.round.exchange.out_degree is not None:
             running.in_flight.clear()

@@ -12,7 +12,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
 enough for a saturated network. The kernel of a stopped process still acknowledges them."""
 UNACKNOWLEDGED_MS = 30_000
 _USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # only Linux has it
-_NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not on Windows
+_NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)  # Linux's, where Python does not name it
 
 
 def watch(connection: socket.socket, *, reads_at_once: bool = True) -> None:
@@ -33,9 +33,8 @@ def watch(connection: socket.socket, *, reads_at_once: bool = True) -> None:
 
 def limit_unsent(connection: socket.socket, most: int) -> None:
     """Have the system take in ``most`` bytes for ``connection`` before it can send them."""
-    if _NOT_SENT is not None:
-        with contextlib.suppress(OSError):  # it has ended already
-            connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, most)
+    with contextlib.suppress(OSError):  # it has ended already
+        connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, most)
 
 
 def tcp_info(connection: socket.socket, layout: struct.Struct) -> tuple[int, ...]:
