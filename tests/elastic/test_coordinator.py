@@ -106,6 +106,26 @@ def test_a_worker_whose_connection_ends_calls_again_at_once(
     sync.detach()
 
 
+@pytest.mark.fault("a worker that was cut off right after long rounds kept its long lease")
+def test_the_coordinator_hears_of_another_lease_at_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = attached(start().port)
+    members = sync.driver.session.elastic.members  # type: ignore[union-attr]
+    time.sleep(1.0)  # the first beats
+    monkeypatch.setattr("laconic.links.elastic.members.BEAT", 60.0)
+    time.sleep(1.0)
+    said = list[float]()
+    monkeypatch.setattr(members.client, "beat", lambda beat: said.append(beat.lease))
+    begins, moments = members.signs.begins, iter([100.0, 104.0, *range(105, 113)])
+    monkeypatch.setattr(members.signs, "begins", lambda _: begins(next(moments)))
+    for _ in range(10):
+        members.round_begins()
+        time.sleep(0.05)
+    assert said == [8.0, 5.0]
+    sync.detach()
+
+
 def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, which says what to start."""
     monkeypatch.setattr("laconic.links.elastic.client.CALL_SECONDS", 0.5)

@@ -201,9 +201,8 @@ class Coordinator:
             present = self._is_present(client)
             del self._clients[client.at]
             if present:
-                by_system = isinstance(error, CLOSED)
-                at = client.at[1], time.monotonic()
-                client.job.close(*at, why=client.why, by_system=by_system)
+                now, by_system = time.monotonic(), isinstance(error, CLOSED)
+                client.job.close(client.at[1], now, why=client.why, by_system=by_system)
                 self._decide()
 
     def _is_present(self, client: _Client) -> bool:

@@ -420,9 +420,8 @@ class Job:
         count = 1 if before is None else before.number + 1
         gone = [] if before is None else [id for id in before.ids if id not in view.ids]
         notes = {id: self.leases.pop(id).beat.note for id in gone if id in self.leases}
-        self.views.append(
-            replace(view, epoch=count << NONCE_BITS | self._nonce, farewells=tuple(notes.items()))
-        )
+        epoch = count << NONCE_BITS | self._nonce
+        self.views.append(replace(view, epoch=epoch, farewells=tuple(notes.items())))
         self._adopted = None
         if before is None or view.ids != before.ids:
             self.short = None

@@ -216,7 +216,7 @@ class ElasticLink(Undivided, Quiet):
         units, rendezvous = self.units, self.rendezvous
         units.call, units.heard = call, {}
         self.members.is_at(units.serial, call)
-        self.members.signs.begins(time.monotonic())
+        self.members.round_begins()
         if call.starts:
             self.admit(call)
         if units.me not in units.ranks:

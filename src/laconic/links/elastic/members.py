@@ -8,7 +8,6 @@ view was decided (`laconic.links.elastic.leases` says how).
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -65,7 +64,7 @@ class Members:
     the thread that hears         the view, why this worker was removed, and why no
                                   view can be decided
     the communication thread      where it is, and that it waits (`is_at`, `broken`,
-                                  `mended`, `idle`)
+                                  `mended`, `idle`), and when rounds begin
     a donor's relay               the newcomers (`add`)
     the main thread               that this worker leaves
     ============================  ===================================================
@@ -170,6 +169,14 @@ class Members:
         if not self._removed:
             self.record.position = self.position
         self._reconnects = 0
+
+    def round_begins(self) -> None:
+        """A round begins. The coordinator hears at once how long the lease is now: a worker that is
+        cut off before its next beat would keep the one before."""
+        before = self.signs.deadline
+        self.signs.begins(time.monotonic())
+        if self.signs.deadline != before:
+            self._wake_beat.set()
 
     def broken(self) -> None:
         """The connections of the present view are broken: find out why."""
@@ -406,14 +413,13 @@ def nobody(me: str, number: int) -> Any:
     def nothing(*_: object) -> None:
         pass
 
-    does = "is_at", "check", "status", "leave", "idle", "close", "silence"
+    does = "is_at", "round_begins", "check", "status", "leave", "idle", "close", "silence"
     return SimpleNamespace(
         me=SimpleNamespace(id=me),
         number=number,
         view=SimpleNamespace(number=1, epoch=1, ids=[]),
         wait=0.0,
         limit=0.0,
-        signs=Signs(math.inf),
         record=LinkRecord(),
         ended=False,
         **dict.fromkeys(does, nothing),

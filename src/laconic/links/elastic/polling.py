@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -57,7 +56,7 @@ class ElasticPolling(Polling):
         decision = self.decide(own, polls, admit)
         members.is_at(units.serial, POLL)
         if decision is not None and decision.kind != CALLS:  # silence is judged by rounds
-            members.signs.begins(time.monotonic())
+            members.round_begins()
         units.collectives = 0 if decision is None else max(units.collectives, 1)
         if decision is not None and link.relays:
             units.outputs = [packed(vars(decision))]
