@@ -42,7 +42,8 @@ REPORTS_SECONDS = 1.0
 """How long reports are collected: all that are about one event come within this time."""
 HEARD_SECONDS = 2.0
 """Workers that were not heard for so long are silent. They can be neither reported nor report:
-their leases say enough."""
+their leases say enough. If the reports of most others counted, some would be evicted after outages
+shorter than their lease: a reporter's own outage looks like that of the others."""
 TWO_SECONDS = 3.0
 """The same of two workers that report each other: one that is cut off altogether is known by
 then."""
@@ -361,12 +362,8 @@ class Job:
         """The members that are lost, and why."""
         reports = [w.beat.reports for w in workers.values() if w.lives(now)]
         refused = {id for said in reports for id, (kind, _) in said.items() if kind == GONE}
-        lost = {}
-        for id in view.ids:
-            if id not in workers:
-                lost[id] = "has ended"
-                continue
-            worker = workers[id]
+        lost = {id: "has ended" for id in view.ids if id not in workers}
+        for id, worker in workers.items():
             silent, closed = now - worker.heard, worker.closed
             whole = silent >= worker.beat.lease and now - self._cut >= worker.beat.lease
             if worker.over:
