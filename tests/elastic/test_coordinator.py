@@ -126,6 +126,33 @@ def test_the_coordinator_hears_of_another_lease_at_once(
     sync.detach()
 
 
+@pytest.mark.fault("one that was silent for a moment was reported when nobody asked it any more")
+def test_one_that_was_silent_is_asked_until_it_answers(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = attached(start().port)
+    members = sync.driver.session.elastic.members  # type: ignore[union-attr]
+    other, answers = member("b"), iter([health.SILENT] * 3)
+
+    def ask_all(
+        beacons: object, secret: object, heard: Callable[[int, health.Answer], None]
+    ) -> None:
+        heard(0, next(answers, health.Answer("computing")))
+
+    monkeypatch.setattr(health, "ask_all", ask_all)
+    monkeypatch.setattr(members, "_others", lambda: [other])
+    monkeypatch.setattr(members, "moved", lambda id: 0)
+    members.waiting_since = end = time.monotonic() + 10.0
+    while members.signs.silent_since(other.id) is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert members.signs.silent_since(other.id) is not None
+    members.waiting_since = None
+    time.sleep(3.0)
+    assert members.signs.silent_since(other.id) is None
+    monkeypatch.undo()
+    sync.detach()
+
+
 def test_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, which says what to start."""
     monkeypatch.setattr("laconic.links.elastic.client.CALL_SECONDS", 0.5)

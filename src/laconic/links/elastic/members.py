@@ -256,7 +256,8 @@ class Members:
         said, renewed = Beat(lease=0.0), 0.0
         while not self.closed and not self._removed:
             broken = self._broken_since is not None
-            if self.entered_view and (broken or self.waiting_since is not None):
+            waits = broken or self.waiting_since is not None
+            if self.entered_view and (waits or any(map(self._is_silent, self._others()))):
                 ask = threading.Thread(target=self._ask, args=(self._others(),), daemon=True)
                 ask.start()
                 ask.join(BEAT)  # who does not answer does not delay the next questions
@@ -269,6 +270,10 @@ class Members:
                     said = Beat(lease=0.0)  # the thread that hears connects again
             self._wake_beat.wait(FAST_BEAT if broken else BEAT)
             self._wake_beat.clear()
+
+    def _is_silent(self, member: Member) -> bool:
+        """Whether it is to be asked until it answers, or bytes come: it may well be there again."""
+        return self.signs.silent_since(member.id) is not None
 
     def _own_beat(self) -> Beat:
         view, reports = self.latest, dict[str, tuple[str, str]]()

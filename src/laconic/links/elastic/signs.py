@@ -114,6 +114,5 @@ class Signs:
             elif since is not None and id in self._gone:
                 found[id] = GONE, "has ended"
             elif stuck and reached is not None and reached.serial < position.serial:
-                why = f"has not come to {position} for {self.stuck_deadline:.0f} s"
-                found[id] = SILENT, why
+                found[id] = SILENT, f"has not come to {position} for {self.stuck_deadline:.0f} s"
         return found
