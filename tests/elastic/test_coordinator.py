@@ -64,6 +64,12 @@ def attached(port: int, wait: float = 60.0, **options: Any) -> laconic.Synchroni
     return laconic.attach(model, optimizer, laconic.ddp(), elastic=elastic)
 
 
+def members_of(sync: laconic.Synchronizer) -> Any:
+    """Whom a worker looks after."""
+    link: Any = sync.driver.session.elastic
+    return link.members
+
+
 def refused(port: int, **options: Any) -> str:
     """What a worker hears, in one line."""
     with pytest.raises(laconic.LinkError) as error:
@@ -94,8 +100,7 @@ def test_a_worker_whose_connection_ends_calls_again_at_once(
     pause = 3.0
     monkeypatch.setattr("laconic.links.elastic.members.RETRY_SECONDS", pause)
     sync = attached(start().port)
-    link: Any = sync.driver.session.elastic
-    client = link.members.client
+    client = members_of(sync).client
     time.sleep(pause)
     before = client._stream
     before._connection.shutdown(socket.SHUT_RDWR)
@@ -111,7 +116,7 @@ def test_the_coordinator_hears_of_another_lease_at_once(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = attached(start().port)
-    members = sync.driver.session.elastic.members  # type: ignore[union-attr]
+    members = members_of(sync)
     time.sleep(1.0)  # the first beats
     monkeypatch.setattr("laconic.links.elastic.members.BEAT", 60.0)
     time.sleep(1.0)
@@ -131,7 +136,7 @@ def test_one_that_was_silent_is_asked_until_it_answers(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = attached(start().port)
-    members = sync.driver.session.elastic.members  # type: ignore[union-attr]
+    members = members_of(sync)
     other, answers = member("b"), iter([health.SILENT] * 3)
 
     def ask_all(

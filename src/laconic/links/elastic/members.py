@@ -272,7 +272,8 @@ class Members:
             self._wake_beat.clear()
 
     def _is_silent(self, member: Member) -> bool:
-        """Whether it is to be asked until it answers, or bytes come: it may well be there again."""
+        """Whether it has neither answered the last question nor sent anything since. It is asked
+        again, since it may be back."""
         return self.signs.silent_since(member.id) is not None
 
     def _own_beat(self) -> Beat:
