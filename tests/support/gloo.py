@@ -40,17 +40,16 @@ def forking() -> ForkServerContext:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def free_ports(count: int) -> range:
-    """So many free ports in a row, below those that systems give away.
+    """So many free ports in a row, below those that systems give away: a connection of another test
+    would take one of those before it is listened at.
 
     Where they are is by chance, as tests that run at the same time ask before they listen.
     """
-    starts = range(20000, 30000, 50)
+    starts = range(20000, 32000 - count)
     for first in random.Random().sample(starts, len(starts)):  # whatever seed a test has set
         with ExitStack() as closing:
             try:
