@@ -27,7 +27,7 @@ from laconic.algorithms.round import GradientRound
 from laconic.buckets import BUCKET_BYTES
 from laconic.cli import main as cli
 from laconic.cli.keys import CA, CERTIFICATE, KEY
-from laconic.engine import gradient_rounds
+from laconic.engine import gradient_channels
 from laconic.lab.emulation.cluster import Cluster
 from laconic.lab.race import workloads
 from laconic.lab.race.worker import interface_bytes
@@ -325,7 +325,7 @@ def buckets() -> None:
     is averaged before the next one is sent, and to steps with a single bucket."""
     recipe, trainings = laconic.ddp(codec="int4"), {}
     for name in ("together", "one after the other", "in a single bucket"):
-        gradient_rounds.CODED_BUCKETS = 1 if "single" in name else 3
+        gradient_channels.CODED_BUCKETS = 1 if "single" in name else 3
         trainings[name], link = Training(), own_link()
         assert link.far, "the network has a long round trip"
         link.far = name != "one after the other"
