@@ -24,22 +24,25 @@ Each gossip is then doubly stochastic, and all push weights are equal.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
 from laconic.errors import check_choice, check_int
 
-GRAPHS = (
-    "exponential",
-    "directed_exponential",
-    "bipartite_exponential",
-    "directed_linear",
-    "bipartite_linear",
-    "ring",
-    "complete",
-    "random",
-)
+_LISTS: dict[str, Callable[[int, int], Sequence[int]]] = {
+    "exponential": lambda p, n: [j * d for d in _powers(p + 1, n) for j in range(1, p + 1)],
+    "directed_exponential": lambda p, n: _signed(_powers(2, n)),
+    "bipartite_exponential": lambda p, n: _signed([1, *(1 + d for d in _powers(2, n)[1:])]),
+    "directed_linear": lambda p, n: _signed(range(1, n, 2)),
+    "bipartite_linear": lambda p, n: _signed(range(1, n)),
+    "ring": lambda p, n: (1, -1)[:p],
+    "complete": lambda p, n: range(1, n),
+}
+"""The lists of the table above, for p peers and n ranks. That of ``exponential`` has one i after
+the other."""
+GRAPHS = (*_LISTS, "random")
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,8 @@ class Graph:
         """Return after how many gossips the graphs between ``n`` ranks repeat. None: never."""
         if self.name == "random":
             return None
-        if n == 1 or self.name in ("ring", "complete"):
-            return 1
-        if self.name == "exponential":
-            return _log(self.peers + 1, n - 1) + 1
-        length = len(_listed_peers(self.name, 0, n, self.repeats))
-        return length // math.gcd(length, self.peers)
+        length = len(_listed_peers(self, 0, n))
+        return 1 if self.name == "complete" or n == 1 else length // math.gcd(length, self.peers)
 
     def share(self, rank: int, source: int, n: int, k: int, seed: int = 0) -> float:
         """Return the Metropolis weight of ``source`` at ``rank``: ``1/(1 + max(both degrees))``.
@@ -88,20 +87,12 @@ class Graph:
         edges = _edges(self, n, k, seed)
         return 1.0 / (1 + max(len(edges[rank]), len(edges[source])))
 
-    def _targets(self, rank: int, n: int, k: int, seed: int) -> list[int]:
-        if n == 1:
-            return []
-        if self.name == "complete":
-            return list(range(n))
+    def _targets(self, rank: int, n: int, k: int, seed: int) -> Sequence[int]:
         if self.name == "random":
             return [_partners(n, k, seed)[rank]]
-        if self.name == "ring":
-            return [(rank + hop) % n for hop in (1, -1)[: self.peers]]
-        if self.name == "exponential":
-            base = self.peers + 1
-            scale = base ** (k % (_log(base, n - 1) + 1))
-            return [(rank + j * scale) % n for j in range(1, base)]
-        book = _listed_peers(self.name, rank, n, self.repeats)
+        book = _listed_peers(self, rank, n)
+        if self.name == "complete" or not book:
+            return book
         return [book[(k * self.peers + j) % len(book)] for j in range(self.peers)]
 
 
@@ -118,30 +109,24 @@ def _edges(graph: Graph, n: int, k: int, seed: int) -> tuple[tuple[int, ...], ..
 
 
 @lru_cache(maxsize=4096)
-def _listed_peers(name: str, rank: int, n: int, repeats: bool) -> tuple[int, ...]:
-    """Return the peers of ``rank`` in a graph that the table above defines by a list."""
-    hops = [sign * d for d in _distances(name, n) for sign in (1, -1)]
-    listed = [(rank + hop) % n for hop in hops]
-    if not repeats:
+def _listed_peers(graph: Graph, rank: int, n: int) -> tuple[int, ...]:
+    """Return the ranks to which ``rank`` sends in one gossip after the other."""
+    listed = [(rank + hop) % n for hop in _LISTS[graph.name](graph.peers, n)]
+    if graph.name != "exponential" and not graph.repeats:
         listed = list(dict.fromkeys(r for r in listed if r != rank))
-    return tuple(r for r in listed if not name.startswith("bipartite") or (r - rank) % 2)
+    return tuple(r for r in listed if not graph.name.startswith("bipartite") or (r - rank) % 2)
 
 
-def _distances(name: str, n: int) -> list[int]:
-    powers = [2**i for i in range(_log(2, n - 1) + 1)]
-    if name == "directed_exponential":
-        return powers
-    if name == "bipartite_exponential":
-        return [1, *(1 + power for power in powers[1:])]
-    return list(range(1, n, 2 if name == "directed_linear" else 1))
+def _signed(distances: Sequence[int]) -> list[int]:
+    return [sign * d for d in distances for sign in (1, -1)]
 
 
-def _log(base: int, x: int) -> int:
-    """Return floor(log_base(x)), exactly."""
-    power = 0
-    while base ** (power + 1) <= x:
-        power += 1
-    return power
+def _powers(base: int, n: int) -> list[int]:
+    """Return the powers of ``base`` below ``n``, and 1."""
+    powers = [1]
+    while powers[-1] * base < n:
+        powers.append(powers[-1] * base)
+    return powers
 
 
 @lru_cache(maxsize=16)
