@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
 
 from laconic.algorithms.identity import plain
 from laconic.algorithms.round import NamedRecipe, is_recipe
@@ -15,26 +15,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def bind(
-    name: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments of the call ``name(*arguments, **options)`` by parameter name.
-
-    Raises ``ValueError``, in one line that lists the options, if the call does not fit
-    ``function``.
-    """
-    signature = inspect.signature(function)
-    parameters = signature.parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        for option in options:
-            if option not in parameters:
-                raise ValueError(no_option(name, option, function))
-    try:
-        return dict(signature.bind(*arguments, **options).arguments)
-    except TypeError as error:
-        raise ValueError(f"{name}{_plain(signature)}: {error}") from None
-
-
 def no_option(name: str, option: str, function: Callable[..., Any]) -> str:
     """Return the error text for a ``function``, called ``name``, that has no such ``option``."""
     choices = list(inspect.signature(function).parameters)
@@ -42,23 +22,28 @@ def no_option(name: str, option: str, function: Callable[..., Any]) -> str:
     return f"{name} has no option {option!r}{meant}: its options are {', '.join(choices) or 'none'}"
 
 
-def make(
-    name: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
-    """Return what ``function``, called ``name``, makes: a recipe prints as this call. Checks the
-    arguments, as `bind` does."""
-    given = bind(name, function, arguments, options)
-    made = function(*arguments, **options)
-    return NamedRecipe(made, call_text(name, function, given)) if is_recipe(made) else made
+def named(function: Callable[P, R], name: str | None = None) -> Callable[P, R]:
+    """Wrap a function that makes a recipe, or `auto`: the recipe prints as the call that made it.
+    ``name``: what the function is called there; None: its own name.
 
-
-def named(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function that makes a recipe, or `auto`: see `make`."""
+    A call that does not fit the function raises ``ValueError``, in one line that lists the options.
+    """
+    name, signature = name or function.__name__, inspect.signature(function)
+    parameters = signature.parameters
+    any_option = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> R:
-        made: R = make(function.__name__, function, arguments, options)
-        return made
+        for option in options:
+            if not (any_option or option in parameters):
+                raise ValueError(no_option(name, option, function))
+        try:
+            given = signature.bind(*arguments, **options).arguments
+        except TypeError as error:
+            raise ValueError(f"{name}{_plain(signature)}: {error}") from None
+        made: Any = function(*arguments, **options)
+        text = call_text(name, function, given)
+        return cast("R", NamedRecipe(made, text) if is_recipe(made) else made)
 
     return call
 

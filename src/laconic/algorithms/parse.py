@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from laconic.algorithms.auto import Auto, auto
-from laconic.algorithms.named import make, no_option
+from laconic.algorithms.named import named, no_option
 from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.round import AnyRound, Recipe, is_recipe
 from laconic.errors import did_you_mean
@@ -75,7 +75,7 @@ def _call(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
             raise ValueError(f"{name}: option {keyword.arg!r} is given twice, in {text!r}")
         options[keyword.arg] = _value(keyword.value, text, functions, noun)
     try:
-        return make(name, function, arguments, options)
+        return named(function, name)(*arguments, **options)
     except ValueError as error:
         raise ValueError(f"{error}, in {text!r}") from None
 
