@@ -16,10 +16,8 @@ from laconic.algorithms.recipe_parts import (
     check_delay,
     check_effect,
     check_sharded,
-    identical,
     mean_over_workers,
-    outermost,
-    skip,
+    over_base,
 )
 from laconic.algorithms.round import OptimizerState, Recipe, Round, workers_differ
 from laconic.algorithms.schedules import Every, every
@@ -237,7 +235,6 @@ def outer_step(
     check_base(base)
     check_bool("average", average)
     update = outer_update(outer, lr, momentum, (None, 0.6))
-    exchange: Exchange
     if not average and workers_differ(base):
         check_effect("with average=False", sharded=not sharded, codec=codec is not None)
         check_effect("with average=False", optimizer_state=optimizer_state == "average")
@@ -246,14 +243,12 @@ def outer_step(
         if callable(outer):
             raise ValueError("with average=False, outer must be None or 'muon', not a function")
         own = OwnStep(update.lr, momentum, muon=update.scope == "tensors")
-        return (outermost(slow, own, Alone(), optimizer_state), *base)
-    if workers_differ(base):
-        check_sharded(sharded, outer=update.sends == "change", codec=codec is not None)
-        exchange = pseudo_gradients(update, codec, sharded=sharded)
-    else:
-        exchange = identical(sharded, codec, optimizer_state, average=average)
-    last = outermost(slow, update, exchange, optimizer_state)
-    return (*(skip(r, slow) for r in base), last)
+        return (Round(slow, own, Alone(), optimizer_state=optimizer_state), *base)
+    check_sharded(sharded, outer=update.sends == "change", codec=codec is not None)
+    exchange = pseudo_gradients(update, codec, sharded=sharded)
+    last = Round(slow, update, exchange, optimizer_state=optimizer_state)
+    given = {"sharded": not sharded, "codec": codec is not None, "average": not average}
+    return over_base(base, slow, last, **given)
 
 
 def outer_update(

@@ -7,9 +7,15 @@ from dataclasses import replace
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import CodedMean, Identical, Mean, ShardedMean
-from laconic.algorithms.round import AnyRound, GradientRound, OptimizerState, Round, is_recipe
+from laconic.algorithms.round import (
+    AnyRound,
+    GradientRound,
+    Recipe,
+    Round,
+    is_recipe,
+    workers_differ,
+)
 from laconic.algorithms.schedules import After, Every, Unless
-from laconic.algorithms.update import Update
 from laconic.codecs import Codec, codec_of
 from laconic.errors import check_bool
 
@@ -43,25 +49,6 @@ def check_sharded(sharded: bool, **others: bool) -> None:
         check_effect(f"with {name}=", sharded=given and not sharded)
 
 
-def identical(
-    sharded: bool, codec: CodecOption, optimizer_state: OptimizerState, *, average: bool = True
-) -> Exchange:
-    """Return the exchange of an outer step over a base that keeps workers equal."""
-    given = {"sharded": not sharded, "codec": codec is not None, "average": not average}
-    given["optimizer_state"] = optimizer_state == "average"
-    check_effect("over a base that keeps workers equal", **given)
-    return Identical()
-
-
-def outermost(
-    when: Every, update: Update, exchange: Exchange, optimizer_state: OptimizerState
-) -> Round:
-    """Return the round of an outer step over a base. If the base keeps workers equal, nothing is
-    sent and every rank takes the whole step itself: the ranks of a worker do not divide it."""
-    over = "world" if exchange.identical else "workers"
-    return Round(when, update, exchange, over=over, optimizer_state=optimizer_state)
-
-
 def check_delay(delay: int, period: int) -> None:
     """Warn if a round is sent before the round before the last was folded in."""
     if isinstance(delay, int) and delay > period:
@@ -77,6 +64,17 @@ def check_base(base: object) -> None:
     """Raise ``ValueError`` unless ``base`` is a recipe."""
     if not is_recipe(base):
         raise ValueError(f"base must be a recipe, such as laconic.local_sgd(12), not {base!r}")
+
+
+def over_base(base: Recipe, slow: Every, last: Round, **given: bool) -> Recipe:
+    """Return ``base`` with the outer step ``last`` over it, due as ``slow``. If the base keeps
+    workers equal, nothing is sent and every rank takes the whole step itself: the ranks of a worker
+    do not divide it. Raises ``ValueError`` if an option is then ``given`` that has no effect."""
+    if not workers_differ(base):
+        given["optimizer_state"] = last.optimizer_state == "average"
+        check_effect("over a base that keeps workers equal", **given)
+        last = replace(last, exchange=Identical(), over="world")
+    return (*(skip(r, slow) for r in base), last)
 
 
 def skip(r: AnyRound, slow: Every) -> AnyRound:

@@ -23,12 +23,10 @@ from laconic.algorithms.recipe_parts import (
     check_delay,
     check_effect,
     check_sharded,
-    identical,
     mean_over_workers,
-    outermost,
-    skip,
+    over_base,
 )
-from laconic.algorithms.round import GradientRound, OptimizerState, Recipe, Round, workers_differ
+from laconic.algorithms.round import GradientRound, OptimizerState, Recipe, Round
 from laconic.algorithms.schedules import Every, Unless, after, every, until
 from laconic.algorithms.topology import Graph
 from laconic.algorithms.updates import (
@@ -254,13 +252,9 @@ def slowmo(
         raise ValueError("average=False sends nothing, so there is nothing to code: omit codec=")
     check_sharded(sharded, average=not average, codec=codec is not None)
     exchange: Exchange = Alone() if not average else mean_over_workers(codec, sharded=sharded)
-    if base is not None and not workers_differ(base):
-        exchange = identical(sharded, codec, optimizer_state, average=average)
-    update = SlowMomentum(momentum, lr)
-    return (
-        *(skip(r, slow) for r in base or ()),
-        outermost(slow, update, exchange, optimizer_state),
-    )
+    given = {"sharded": not sharded, "codec": codec is not None, "average": not average}
+    last = Round(slow, SlowMomentum(momentum, lr), exchange, optimizer_state=optimizer_state)
+    return over_base(base or (), slow, last, **given)
 
 
 @named
