@@ -35,36 +35,28 @@ def parameter_rounds(recipe: Recipe, *, buffers: bool) -> list[Round]:
     return rounds + buffer_rounds(rounds) if buffers else rounds
 
 
-def buffer_rounds(recipe: Sequence[AnyRound]) -> list[Round]:
-    """Rounds for module buffers at the parameter rounds of ``recipe``, with the same delays; of
-    rounds on fragments at the first, so once per period. Where a round gossips, buffers are mixed
-    with those of the same peers: an average over all workers would defeat the purpose. Elsewhere
-    they are averaged over the ranks that the round is over: of a group, or of all workers."""
-    found: list[Round] = []
+def buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
+    """Rounds for module buffers at these parameter ``rounds``, with the same delays; of rounds on
+    fragments at the first, so once per period. Where a round gossips, buffers are mixed with those
+    of the same peers: an average over all workers would defeat the purpose. Elsewhere they are
+    averaged over the ranks that the round is over: of a group, or of all workers."""
+    found: dict[Round, Schedule] = {}
     first: dict[tuple[int, str], Fragment] = {}
-    for r in recipe:
-        if not isinstance(r, Round) or is_of_optimizer(r.part) or r.exchange.identical:
-            continue  # x may differ then; or workers agree, and nothing is sent
-        if isinstance(r.update, OwnStep):
-            continue  # workers do not meet
+    for r in rounds:
+        if is_of_optimizer(r.part) or r.exchange.identical or isinstance(r.update, OwnStep):
+            continue  # x may differ after it, or workers agree before it
         if isinstance(r.part, Fragment):
             kind = r.part.count, r.part.by
             if first.setdefault(kind, r.part) != r.part:
                 continue
         over = "world" if r.over == "workers" else r.over  # a worker's ranks have buffers each
-        like = Round(r.when, Replace(), Mean(), module_buffers, over=over, delay=r.delay)
-        if isinstance(r.exchange, QuorumMean):
-            like = replace(like, exchange=r.exchange.unanchored(), over=r.over)
-            found += [] if like in found else [like]  # it closes with the round itself
-            continue
-        if r.exchange.out_degree is not None:
+        like = Round(every(1), Replace(), Mean(), module_buffers, over=over, delay=r.delay)
+        if isinstance(r.exchange, QuorumMean):  # it closes with the round itself
+            like = replace(like, when=r.when, exchange=r.exchange.unanchored(), over=r.over)
+        elif r.exchange.out_degree is not None:
             like = replace(like, update=Mix(), exchange=r.exchange, over=r.over)
-        same = [f for f in found if replace(f, when=r.when) == like]
-        if same:
-            found[found.index(same[0])] = replace(like, when=any_of(same[0].when, r.when))
-        else:
-            found.append(like)
-    return found
+        found[like] = any_of(found[like], r.when) if like in found else r.when
+    return [replace(like, when=when) for like, when in found.items()]
 
 
 def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
