@@ -7,7 +7,6 @@ for equality between ranks, and evaluated ahead of time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,27 +109,19 @@ def ends(schedule: Schedule, step: int) -> bool:
 def _pattern(schedule: Schedule) -> tuple[set[int], int] | None:
     """The numbers of steps in ``schedule``, and its period: from one of them to the next, and after
     the last one, it repeats with the period. None: it is not made of the kinds here."""
-    numbers, periods = {0}, [1]
-    for part in _parts(schedule):
-        if isinstance(part, Every):
-            numbers.add(part.offset)
-            periods.append(part.period)
-        elif isinstance(part, After):
-            numbers.add(part.start)
-        elif isinstance(part, Until):
-            numbers.add(part.end)
-        elif not isinstance(part, (Unless, AnyOf)):
+    numbers, period = {0}, 1
+    parts: list[object] = [schedule]
+    for part in parts:  # what they are made of is added to them
+        if isinstance(part, tuple):
+            parts += part
+        elif isinstance(part, int):
+            numbers.add(part)
+        elif isinstance(part, (Every, Unless, After, Until, AnyOf)):
+            period = math.lcm(period, part.period if isinstance(part, Every) else 1)
+            parts += [value for name, value in vars(part).items() if name != "period"]
+        else:
             return None
-    return numbers, math.lcm(*periods)
-
-
-def _parts(schedule: Schedule) -> Iterator[Schedule]:
-    """``schedule`` and all schedules that it is made of."""
-    yield schedule
-    for inner in getattr(schedule, "__dict__", {}).values():
-        for part in inner if isinstance(inner, tuple) else (inner,):
-            if callable(part):
-                yield from _parts(part)
+    return numbers, period
 
 
 LATE_STEPS = 0.25
