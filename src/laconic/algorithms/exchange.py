@@ -42,8 +42,7 @@ class Arrival(NamedTuple):
 class Exchange:
     """With whom a message is exchanged, and how it is encoded.
 
-    `out_degree`, `rebase` and `collect` are methods that an exchange may have, and are None where
-    it has not.
+    `out_degree` is a method that an exchange may have, and is None where it has not.
 
     Examples:
         >>> laconic.exchanges.Mean().cost(length=1000, itemsize=4, n=4).bytes  # 2(n-1)/n of 4 kB
@@ -64,13 +63,6 @@ class Exchange:
     """``out_degree(clock)``: how many peers a message goes to, if it goes to some peers only
     (gossip). Module buffers then travel the same way. Such an exchange sends `Update.weight` with
     each message, and brings the sum of those received."""
-    rebase: Callable[[Tensor, State], None] | None = None
-    """``rebase(x, state)``: all workers hold ``x`` now, received otherwise. Messages are relative
-    to it from now on, and nothing of what they agreed on before is still to be sent."""
-    collect: Callable[[State, slice, int], None] | None = None
-    """``collect(state, owned, n)`` moves what this rank keeps as the owner of the slice ``owned``,
-    one of ``n`` ranks, into state as long as the message, which alone is copied into other
-    buckets."""
 
     @property
     def identical(self) -> bool:
@@ -123,6 +115,14 @@ class Exchange:
         that of the slice ``owned``. A tensor of two dimensions has a size of its own, and is the
         same on all workers."""
         return {}
+
+    def rebase(self, x: Tensor, state: State) -> None:
+        """All workers hold ``x`` now, received otherwise: messages are relative to it from now on,
+        and nothing of what they agreed on before is still to be sent."""
+
+    def collect(self, state: State, owned: slice, n: int) -> None:
+        """Move what this rank keeps as the owner of the slice ``owned``, one of ``n`` ranks, into
+        state as long as the message, which alone is copied into other buckets."""
 
     def replicated(self) -> Exchange:
         """The same exchange with all outer state on every worker, for messages of any length and

@@ -174,8 +174,7 @@ class GradientChannels:
         found: dict[tuple[str, int], Tensor] = {}
         for channel in self.all:
             state = channel.exchange_state
-            if self.exchange.collect is not None:
-                self.exchange.collect(state, channel.region, self.link.size)
+            self.exchange.collect(state, channel.region, self.link.size)
             for name, segment, values in _by_segment(channel.bucket, state):
                 key = name, id(segment.tensor)
                 if key not in found:

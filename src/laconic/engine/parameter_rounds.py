@@ -320,6 +320,5 @@ class ParameterRunner:
             x = channel.bucket.pack(self._session.memory(channel.bucket))[channel.part]
             if step is not None:
                 self._session.comm.call(partial(self.link.broadcast, x), self.label(step))
-            if self.round.exchange.rebase is not None:
-                with channel.states() as (_, exchange_state):
-                    self.round.exchange.rebase(x, exchange_state)
+            with channel.states() as (_, exchange_state):
+                self.round.exchange.rebase(x, exchange_state)

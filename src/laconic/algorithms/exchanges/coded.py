@@ -221,8 +221,7 @@ class LastMean(Mean):
     async def run(
         self, link: AsyncLink, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
-        if self.coded.collect is not None:
-            self.coded.collect(state, self.owned, link.size)
+        self.coded.collect(state, self.owned, link.size)
         total = message + state["residual"]
         if "lag" in state and len(state["lag"]) == len(total):
             total.add_(state["lag"], alpha=link.size)

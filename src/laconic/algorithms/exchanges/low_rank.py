@@ -166,8 +166,7 @@ class LowRank(Exchange):
         if not bool(mean.isfinite().all()):
             raise NotFiniteError("some ranks had NaN, infinite, or too large values to send")
         if state:
-            if exchange.collect is not None:
-                exchange.collect(state, owned, n)
+            exchange.collect(state, owned, n)
             padded -= state["residual"]
         sizes = [t.numel() for t in tensors]
         means, own = (torch.split(x[: len(flat)], sizes) for x in (mean, padded))

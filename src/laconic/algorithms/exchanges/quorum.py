@@ -82,9 +82,7 @@ class QuorumMean(Exchange):
         return self.inner.init(x, owned)
 
     def rebase(self, x: Tensor, state: State) -> None:
-        """See `Exchange.rebase`."""
-        if self.inner.rebase is not None:
-            self.inner.rebase(x, state)
+        self.inner.rebase(x, state)
 
     def contribution(
         self,
