@@ -240,22 +240,28 @@ class _WithoutRate(Clock):
         return repr(vars(self)["given"])
 
 
-class NotOwned(UserDict[str, Tensor]):
-    """``state`` for a ``method`` of ``update`` that does not run where the owners' slices are."""
+class Seen(UserDict[str, Tensor]):
+    """``state`` as a ``method`` of ``update`` may use it. `combine` runs where the owners' slices
+    are, and all other methods where the rest of the state is; numbers are in both places."""
 
     def __init__(self, state: State, update: Update, method: str) -> None:
         self.data: State = state  # type: ignore[assignment]
         self._update, self._method = update, method
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self.data[name]
-        if tensor.dim() and self._update.slots.get(name) == "owner":
+        tensor, slot = self.data[name], self._update.slots.get(name)
+        combines = self._method == "combine"
+        if slot is None or not tensor.dim() or (slot == "owner") == combines:
+            return tensor
+        used = f"{type(self._update).__name__}.{self._method} uses state[{name!r}]"
+        if combines:
             raise ValueError(
-                f"{type(self._update).__name__}.{self._method} uses state[{name!r}], of which each "
-                'worker may have a slice, because its slot is "owner": that is for `combine`. For '
-                'other methods give it the slot "everywhere"'
+                f'{used}, whose slot is "{slot}": `combine` has state with the slot "owner" only'
             )
-        return tensor
+        raise ValueError(
+            f'{used}, of which each worker may have a slice, because its slot is "owner": that is '
+            'for `combine`. For other methods give it the slot "everywhere"'
+        )
 
 
 def rated(update: Update, clock: Clock) -> Clock:
@@ -266,8 +272,7 @@ def rated(update: Update, clock: Clock) -> Clock:
 def seen_by(update: Update, method: str, state: State, clock: Clock) -> tuple[State, Clock]:
     """What a method of ``update`` gets: an error where it uses what the update's class does not
     declare."""
-    seen = state if method == "combine" else NotOwned(state, update, method)
-    return seen, rated(update, clock)
+    return Seen(state, update, method), rated(update, clock)
 
 
 def computed(
@@ -275,16 +280,7 @@ def computed(
 ) -> Tensor:
     """Return what ``method`` of ``update`` makes of ``tensors``. Raises ``ValueError`` if it must
     not be."""
-    try:
-        value = getattr(update, method)(*tensors, *seen_by(update, method, state, clock))
-    except KeyError as error:
-        slot = update.slots.get(error.args[0], "owner")
-        if method != "combine" or slot == "owner":
-            raise
-        raise ValueError(
-            f"{type(update).__name__}.combine uses state[{error.args[0]!r}], whose slot is "
-            f'"{slot}": `combine` has state with the slot "owner" only'
-        ) from error
+    value = getattr(update, method)(*tensors, *seen_by(update, method, state, clock))
     if not isinstance(value, Tensor):
         raise ValueError(
             f"{type(update).__name__}.{method} must return a tensor, not {type(value).__name__}"

@@ -16,7 +16,7 @@ from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores, of_worker
 from laconic.algorithms.update import Clock, State, Tensors, Update, computed, rated
 from laconic.buckets import Bucket
-from laconic.engine.channel import ByGroup, Channel, is_owned
+from laconic.engine.channel import ByGroup, Channel
 from laconic.engine.comparison import NonfiniteCheck
 from laconic.engine.session import Session
 from laconic.errors import NotFiniteError
@@ -25,17 +25,12 @@ from laconic.links.link import AsyncLink, Job, Link
 from laconic.tensors import as_shard, is_sharded, local, state_dtype
 
 
-def outer_step(channel: Channel, update: Update, state: State, clock: Clock) -> Combine:
-    """The outer step on a mean, where it arrives: `Update.combine` with the numbers in ``state``,
-    the channel's on the device, and what belongs to the owner."""
-    names = [k for k, t in channel.state.items() if not t.dim() or is_owned(update, k, t)]
+def outer_step(update: Update, state: State, clock: Clock) -> Combine:
+    """The outer step on a mean, where it arrives: `Update.combine` with the ``state`` there."""
     clock = replace(clock, tensors=Tensors())
 
     def combine(mean: Tensor) -> Tensor:
-        owned = {name: state[name] for name in names}
-        result = computed(update, "combine", [mean.to(state_dtype(mean.dtype))], owned, clock)
-        state.update(owned)  # an outer optimizer makes its state in its first step
-        return result
+        return computed(update, "combine", [mean.to(state_dtype(mean.dtype))], state, clock)
 
     return combine
 
@@ -116,7 +111,7 @@ class Messenger:
             clock = replace(clock, score=of_worker(ranks))
         try:
             with channel.states() as (state, exchange_state):
-                combine, now = outer_step(channel, update, state, clock), rated(update, clock)
+                combine, now = outer_step(update, state, clock), rated(update, clock)
                 result = await channel.exchange.run(link, part, combine, now, exchange_state)
         except NotFiniteError as error:
             self.nonfinite.report(error)

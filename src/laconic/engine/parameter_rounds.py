@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores
-from laconic.algorithms.update import Clock, NotOwned, computed, seen_by
+from laconic.algorithms.update import Clock, Seen, computed, seen_by
 from laconic.buckets import Bucket, bucketize
 from laconic.engine.channel import ByGroup, Channel, ChannelSet, by_tensor, is_owned
 from laconic.engine.comparison import held_by_all
@@ -262,7 +262,7 @@ class ParameterRunner:
             for channel in self.channels:
                 x = channel.bucket.pack(self._session.memory(channel.bucket))
                 with channel.states() as (state, _):
-                    update.quiesce(x, NotOwned(state, update, "quiesce"), averaged)
+                    update.quiesce(x, Seen(state, update, "quiesce"), averaged)
                 channel.bucket.unpack(x)
 
     # -- every step ----

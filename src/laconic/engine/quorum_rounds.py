@@ -140,7 +140,7 @@ class Kind:
             anchor = None if update.anchor is None else state[update.anchor]
             worker = own, x is not None, base, anchor
             message = exchange.contribution(*worker, all_arrive=arrived == n)
-            combine = outer_step(channel, update, state, clock)
+            combine = outer_step(update, state, clock)
             job = partial(exchange.run, link, message, combine, clock, carried)
             arrival = run_here(None, coroutine(job))
             return None if x is None else arrival.flat.to(bucket.dtype, copy=True)
