@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from laconic.algorithms.diloco_recipes import (
-    diloco,
-    outer_step,
-    streaming_diloco,
-)
+from laconic.algorithms.diloco_recipes import diloco, outer_step, streaming_diloco
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import Alone, Leader, LowRank, Mean, Push
 from laconic.algorithms.named import named
@@ -29,14 +25,7 @@ from laconic.algorithms.recipe_parts import (
 from laconic.algorithms.round import GradientRound, OptimizerState, Recipe, Round
 from laconic.algorithms.schedules import Every, Unless, after, every, until
 from laconic.algorithms.topology import Graph
-from laconic.algorithms.updates import (
-    Average,
-    Elastic,
-    LeaderPull,
-    Mix,
-    PushSum,
-    SlowMomentum,
-)
+from laconic.algorithms.updates import Average, Elastic, LeaderPull, Mix, PushSum, SlowMomentum
 from laconic.codecs import codec_of
 from laconic.errors import check_bool, check_float, check_int
 
