@@ -73,7 +73,11 @@ class Coded(Exchange):
         return n * self.codec.grain
 
     def init(self, x: Tensor, owned: slice) -> State:
-        check_codable(self.codec, x)
+        if not x.is_floating_point():
+            raise ValueError(
+                f"{self.codec} codes floating-point parameters only, not {x.dtype}: choose a "
+                "recipe that does not code them, without codec="
+            )
         state = {"reference": x} if self.relative else {}
         return {**state, "residual": torch.zeros_like(x), "lag": torch.zeros_like(x[owned])}
 
@@ -155,12 +159,14 @@ class CodedMean(Coded):
         codes = await self.all_gather(link, combine(w), w, less)
         # e <- v - q ; o <- w - p
         torch._foreach_copy_([state["residual"], state["lag"]], [residual, w])
-        if self.relative:
-            add_decoded(self.codec, codes, state["reference"])
-            return Arrival(state["reference"], lent=True)
-        fits = residual.dtype == torch.float32
-        received = self.codec.decode(codes, len(residual), residual if fits else None)
-        return Arrival(received.to(residual.dtype))
+        fits = residual.dtype == torch.float32  # as what is decoded
+        r = state["reference"] if self.relative else residual
+        decoded = self.codec.decode(codes, len(r), r if fits else None, add=self.relative and fits)
+        if not self.relative:
+            return Arrival(decoded.to(r.dtype))
+        if not fits:
+            r += decoded
+        return Arrival(r, lent=True)
 
 
 @dataclass(frozen=True)
@@ -235,23 +241,6 @@ def _padded(t: Tensor, padding: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, padding)) if padding else t
 
 
-def check_codable(codec: object, x: Tensor) -> None:
-    """Raise ``ValueError`` if ``codec`` cannot code parameters like ``x``."""
-    if not x.is_floating_point():
-        raise ValueError(
-            f"{codec} codes floating-point parameters only, not {x.dtype}: choose a recipe that "
-            "does not code them, without codec="
-        )
-
-
-def add_decoded(codec: Codec, payload: Tensor, x: Tensor) -> None:
-    """Compute ``x <- x + Q``, where ``payload`` is the code of Q."""
-    if x.dtype == torch.float32:
-        codec.decode(payload, len(x), x, add=True)
-    else:
-        x += codec.decode(payload, len(x))
-
-
 def _encode(
     codec: Codec, x: Tensor, less: Tensor | None, plus: Tensor | None, out: Tensor, left: Tensor
 ) -> str:
@@ -265,18 +254,11 @@ def _encode(
     return ""
 
 
-def nonfinite_rows(rows: Tensor) -> list[int]:
-    """Return the indices of the ``rows`` that hold nothing but `NOT_FINITE`."""
-    first = rows[:, 0].tolist()
-    return [
-        r for r, byte in enumerate(first) if byte == NOT_FINITE and bool((rows[r] == byte).all())
-    ]
-
-
 def _received(rows: Tensor, own: str, device: torch.device) -> Tensor:
     """Return ``rows``, or a copy on ``device``, which is queued there. Raise the same error on
     every rank if any row holds nothing but `NOT_FINITE`."""
-    if ranks := nonfinite_rows(rows):
+    marked = [r for r, byte in enumerate(rows[:, 0].tolist()) if byte == NOT_FINITE]
+    if ranks := [r for r in marked if bool((rows[r] == NOT_FINITE).all())]:
         here = f"; on this rank: {own}" if own else ""
         raise NotFiniteError(f"ranks {ranks} of its link had NaN or infinite values to send{here}")
     if rows.device == device:
