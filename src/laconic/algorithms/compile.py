@@ -52,7 +52,8 @@ def buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
         over = "world" if r.over == "workers" else r.over  # a worker's ranks have buffers each
         like = Round(every(1), Replace(), Mean(), module_buffers, over=over, delay=r.delay)
         if isinstance(r.exchange, QuorumMean):  # it closes with the round itself
-            like = replace(like, when=r.when, exchange=r.exchange.unanchored(), over=r.over)
+            exchange = replace(r.exchange, codec=None, anchored=False)
+            like = replace(like, when=r.when, exchange=exchange, over=r.over)
         elif r.exchange.out_degree is not None:
             like = replace(like, update=Mix(), exchange=r.exchange, over=r.over)
         found[like] = any_of(found[like], r.when) if like in found else r.when

@@ -245,7 +245,7 @@ def outer_step(
         own = OwnStep(update.lr, momentum, muon=update.scope == "tensors")
         return (Round(slow, own, Alone(), optimizer_state=optimizer_state), *base)
     check_sharded(sharded, outer=update.sends == "change", codec=codec is not None)
-    exchange = pseudo_gradients(update, codec, sharded=sharded)
+    exchange = mean_over_workers(codec, relative=update.sends == "model", sharded=sharded)
     last = Round(slow, update, exchange, optimizer_state=optimizer_state)
     given = {"sharded": not sharded, "codec": codec is not None, "average": not average}
     return over_base(base, slow, last, **given)
@@ -291,12 +291,6 @@ def check_merge(merge: Merge, mix: float, delay: int) -> None:
     check_effect(f"with merge={merge!r}", mix=merge != "mix" and given["mix"])
 
 
-def pseudo_gradients(update: OuterStep, codec: CodecOption, *, sharded: bool) -> Exchange:
-    """Return the exchange for the pseudo-gradients of ``update``."""
-    relative = update.sends == "model"
-    return mean_over_workers(codec, relative=relative, sharded=sharded and relative)
-
-
 def with_quorum(
     update: OuterStep, codec: CodecOption, some: QuorumMean, delay: int, *, sharded: bool
 ) -> tuple[Update, Exchange]:
@@ -308,7 +302,8 @@ def with_quorum(
                 "grace= is for rounds that do not wait for all workers at equal pace: give quorum= "
                 "or pace='own'"
             )
-        return update, pseudo_gradients(update, codec, sharded=sharded)
+        relative = update.sends == "model"
+        return update, mean_over_workers(codec, relative=relative, sharded=sharded)
     if delay:
         raise ValueError("rounds with quorum= or pace='own' fold results at once: use delay=0")
     if not update.combines_only:

@@ -27,10 +27,11 @@ coding. The next message sends what a code leaves out (error feedback)."""
 def mean_over_workers(
     codec: CodecOption, *, relative: bool = True, sharded: bool = False
 ) -> Exchange:
-    """Return the average over workers, coded or not."""
+    """Return the average over workers, coded or not. ``relative``: of models, not of changes; only
+    their outer state can be ``sharded``."""
     if codec is not None:
         return CodedMean(codec_of(codec), relative)
-    return ShardedMean() if sharded else Mean()
+    return ShardedMean() if sharded and relative else Mean()
 
 
 def check_effect(why: str, **given: bool) -> None:

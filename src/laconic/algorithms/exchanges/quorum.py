@@ -68,10 +68,6 @@ class QuorumMean(Exchange):
     def replicated(self) -> Exchange:
         return self
 
-    def unanchored(self) -> QuorumMean:
-        """The mean in the same rounds for an update without an anchor."""
-        return QuorumMean(self.workers, self.grace, self.pace, anchored=False)
-
     def multiple(self, n: int) -> int:
         return self.inner.multiple(n)
 
