@@ -54,6 +54,11 @@ class Coded(Exchange):
     relative: bool
 
     agrees = True
+    slots: ClassVar[dict[str, Slot]] = {
+        "reference": "everywhere",
+        "residual": "private",
+        "lag": "private",
+    }
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
@@ -133,11 +138,7 @@ class CodedMean(Coded):
     the reference, each as long as the message; and the owner's residual, 1/n of that length.
     """
 
-    slots: ClassVar[dict[str, Slot]] = {
-        "reference": "everywhere",
-        "residual": "private",
-        "lag": "owner",
-    }
+    slots: ClassVar[dict[str, Slot]] = {**Coded.slots, "lag": "owner"}
 
     def owners(self, n: int) -> int | None:
         return n
@@ -178,12 +179,6 @@ class ReplicatedMean(Coded):
     what is elsewhere moves to e, times n, since the mean divides it by n. State changes only after
     everything has arrived. Sends 2(n-1)/n of the coded message.
     """
-
-    slots: ClassVar[dict[str, Slot]] = {
-        "reference": "everywhere",
-        "residual": "private",
-        "lag": "private",
-    }
 
     def replicated(self) -> Exchange:
         return self

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.update import Clock, Slot, State, Update
+from laconic.algorithms.updates.outer_step import OuterStep
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,7 @@ class DelayedNesterov(Update):
     lr: float
     momentum: float
 
-    slots: ClassVar[dict[str, Slot]] = {
-        "anchor": "owner",
-        "m": "owner",
-        "B": "owner",
-        "count": "owner",
-    }
+    slots: ClassVar[dict[str, Slot]] = {**OuterStep.slots, "B": "owner", "count": "owner"}
     anchor = "anchor"
     replaces = True
 
