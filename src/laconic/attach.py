@@ -47,7 +47,7 @@ from laconic.links.null import NullLink
 from laconic.links.rank_sets import agreed_link, layout_of, refused_by_all, sets_of
 from laconic.links.staged import StagedLink
 from laconic.links.torch_link import CHOICES, Choice
-from laconic.metrics import MetricsArgument, agree_on_metrics, check_metrics
+from laconic.metrics import MetricsArgument, check_metrics
 from laconic.policy.candidates import start
 from laconic.policy.chooser import Chooser
 from laconic.tensors import is_sharded, reshard
@@ -179,6 +179,8 @@ def attach(
         check_choice("link", choice, CHOICES)
         check_float("timeout", timeout, 0.0, strict=True)
         optimizer, params = _check(model, optimizer, given, scaler, offload)
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None  # it does nothing
         recipe = as_recipe(recipe)
         rounds = start(2).recipe if isinstance(recipe, Auto) else recipe
         warn_of_groups(rounds, group_size)
@@ -188,7 +190,7 @@ def attach(
         if elastic is not None:
             rounds = replicated(rounds)
             ranks = elastic_runs.ranks_of_worker(nprocs_per_node, mesh, params)
-            if _at_work(scaler) is not None:  # gradients that are averaged are scaled alike
+            if scaler is not None:  # gradients that are averaged are scaled alike
                 others = {**(elastic.others or {}), "laconic: scaler": scaler}
                 elastic = replace(elastic, others=others)
             elastic_runs.check(elastic, recipe, ranks)
@@ -204,25 +206,32 @@ def attach(
     with ExitStack() as on_error:
         at = joined, given, choice, timeout
         sets = _meet(model, params, *at, nprocs_per_node, mesh, group_size, on_error)
-        number = None if joined is None else joined.number
-        records = agree_on_metrics(records, sets["world"], number)
         arrange = partial(_arrange, sets, params, buffers, joined is not None)
-        settings = Settings(buffers, arrange, seed, _at_work(scaler), offload=offload)
+        settings = Settings(buffers, arrange, seed, scaler, offload=offload)
+        number = None if joined is None else joined.number
         if joined is not None:
             settings = replace(settings, elastic=joined.link, inside=joined.inside)
-        driver = _build(model, optimizer, recipe, sets, settings)
+        if isinstance(recipe, Auto):
+            workers = 2 if joined is not None else sets["workers"].size  # or more, later
+            settings = replace(settings, policy=(policy := Chooser(recipe, workers)))
+            recipe = policy.recipe
+        with on_all_ranks(sets["world"].gather):
+            records = records and records.of(sets["world"].rank if number is None else number)
+            if joined is None:
+                arrange(recipe)
+        driver = Driver(model, optimizer, recipe, sets, settings)
         on_error.pop_all()  # the synchronizer keeps the links open
     if joined is not None:
         joined.take_part(driver)
-    sync = _register(driver, optimizer, scaler)
+    sync = Synchronizer(driver)
+    attached.claim(optimizer, sync)
+    if scaler is not None:
+        attached.watch(scaler)
+    if joined is None and sync.workers > 1:
+        watch(driver.ending)
     if records is not None:
         sync.record(records, number)
     return sync
-
-
-def _at_work(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
-    """``scaler``, if it does something."""
-    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def _check(
@@ -303,33 +312,4 @@ def _arrange(
     if sharded:
         alone = (replace(r, over="workers") if r.over == "world" else r for r in recipe)
         return renamed(recipe, alone)
-    if elastic:
-        return recipe
-    return renamed(recipe, with_replicas(recipe) if ranks > 1 else recipe)
-
-
-def _build(
-    model: nn.Module, optimizer: Optimizer, recipe: Recipe | Auto, sets: Sets, settings: Settings
-) -> Driver:
-    """Make what runs the rounds."""
-    if isinstance(recipe, Auto):
-        workers = 2 if settings.elastic is not None else sets["workers"].size  # or more, later
-        settings = replace(settings, policy=(policy := Chooser(recipe, workers)))
-        recipe = policy.recipe
-    if settings.elastic is None:
-        with on_all_ranks(sets["world"].gather):
-            settings.arrange(recipe)
-    return Driver(model, optimizer, recipe, sets, settings)
-
-
-def _register(
-    driver: Driver, optimizer: Optimizer, scaler: torch.amp.GradScaler | None
-) -> Synchronizer:
-    """Make the synchronizer, which follows the optimizer, the scaler, and the program's end."""
-    sync = Synchronizer(driver)
-    attached.claim(optimizer, sync)
-    if scaler is not None:
-        attached.watch(scaler)
-    if driver.session.elastic is None and sync.workers > 1:
-        watch(driver.ending)
-    return sync
+    return renamed(recipe, with_replicas(recipe)) if ranks > 1 else recipe

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from laconic.errors import check_float
-from laconic.links.agreement import on_all_ranks
-from laconic.links.link import Link
 from laconic.units import finite
 
 
@@ -78,16 +76,3 @@ def check_metrics(metrics: MetricsArgument) -> JsonLines | None:
     if isinstance(metrics, (str, os.PathLike)):
         return JsonLines(metrics)
     raise ValueError(f"metrics must be a path or laconic.JsonLines, not {metrics!r}")
-
-
-def agree_on_metrics(
-    metrics: JsonLines | None, link: Link, number: int | None = None
-) -> JsonLines | None:
-    """Return what this rank writes. Call it on every rank, also without ``metrics``. ``number``: of
-    this rank's file, if it is not the rank.
-
-    Raises ``ValueError`` on every rank if any of them lacks the place. Any later problem is a
-    warning on the affected rank only.
-    """
-    with on_all_ranks(link.gather):
-        return metrics and metrics.of(link.rank if number is None else number)
