@@ -13,7 +13,9 @@ flight. What a worker then continues with depends on the state's slot
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -27,9 +29,10 @@ from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved, difference, wide
-from laconic.engine.session import Session, Sets
+from laconic.engine.session import Sets
 from laconic.links.agreement import agree
 from laconic.links.null import NullLink
+from laconic.links.texts import Gather
 from laconic.parts import module_buffers
 from laconic.tensors import local, overwrite
 
@@ -63,11 +66,6 @@ def _positions(run: RecipeRun) -> list[list[int]]:
     return [[position[id(p)] for p in batch if id(p) in position] for batch in run.joined]
 
 
-def _gradient_state(gradients: GradientRunner) -> Saved:
-    about = {"scale": gradients.set.scale, "positions": gradients.positions}
-    return {**saved_state.channel_states(gradients), **about}
-
-
 @torch.no_grad()
 def state_dict(run: RecipeRun) -> dict[str, Any]:
     """See `Synchronizer.state_dict`. All that is in flight has arrived."""
@@ -80,7 +78,10 @@ def state_dict(run: RecipeRun) -> dict[str, Any]:
             "stepped": optimizer.stepped if isinstance(optimizer, JointOptimizer) else [],
             "joined": _positions(run),
             "rounds": [saved_state.round_state(running) for running in run.rounds],
-            "gradients": [_gradient_state(gradients) for gradients in _stateful(run)],
+            "gradients": [
+                {**saved_state.channel_states(g), "scale": g.set.scale, "positions": g.positions}
+                for g in _stateful(run)
+            ],
             "auto": None if policy is None else policy.state_dict(),
             "scores": run.scores.state_dict(),
             "quorum": None if run.quorum is None else run.quorum.state_dict(),
@@ -100,24 +101,18 @@ def load(
     ``run``. Raises ``ValueError``, and has changed nothing, where any rank cannot load; ``alone``:
     where this one cannot."""
     session, problem, seen = run.session, None, list[int]()
-    put, undo = list[Callable[[], None]](), list[Callable[[], object]]()
-    try:
-        run = _prepared(run, parts, load_model, put, undo)
-        seen = [] if run.quorum is None else parts[0]["quorum"]["rounds"]
-    except ValueError as error:
-        problem = str(error)
-    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-        kind = type(error).__name__
-        problem = f"this is not what sync.state_dict() returned: {kind}: {error}"
-    try:
-        if not alone:
-            _check_all(session, problem, seen)
-        elif problem is not None:
-            raise ValueError(problem)
-    except BaseException:
-        for each in reversed(undo):
-            each()
-        raise
+    put = list[Callable[[], None]]()
+    with ExitStack() as undo:
+        try:
+            run = _prepared(run, parts, load_model, put, undo)
+            seen = [] if run.quorum is None else parts[0]["quorum"]["rounds"]
+        except ValueError as error:
+            problem = str(error)
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+            kind = type(error).__name__
+            problem = f"this is not what sync.state_dict() returned: {kind}: {error}"
+        _check_all(NullLink().gather if alone else session.gather, problem, seen)
+        undo.pop_all()
     for each in put:
         each()
     run.drift.restart()
@@ -127,12 +122,12 @@ def load(
     return run
 
 
-def _check_all(session: Session, problem: str | None, seen: Sequence[int]) -> None:
+def _check_all(gather: Gather, problem: str | None, seen: Sequence[int]) -> None:
     """Raise on all ranks where any has a ``problem``, or they would not go on from the same rounds
     with a quorum. ``seen``: how many of these this worker has seen close, by kind."""
-    agree(session.gather, problem)
+    agree(gather, problem)
     if seen:
-        everyone = session.gather(torch.tensor(seen))
+        everyone = gather(torch.tensor(seen))
         if bool((everyone != everyone[0]).any()):
             raise ValueError(
                 "the workers continue from different rounds: load states that all ranks saved in "
@@ -145,7 +140,7 @@ def _prepared(
     saved: Sequence[Saved],
     load_model: LoadModel | None,
     put: list[Callable[[], None]],
-    undo: list[Callable[[], object]],
+    undo: ExitStack,
 ) -> RecipeRun:
     """Prepare what ``put`` puts in place, see `saved_state.loaded`, for the run that is returned.
     ``undo`` restores what this changes."""
@@ -157,13 +152,13 @@ def _prepared(
             "with others, call sync.finish(), save the model, and attach again"
         )
     if first["joined"]:  # else no optimizer was bound
-        undo.append(session.join_at(list(chain(*first["joined"]))))
+        undo.callback(session.join_at(list(chain(*first["joined"]))))
     run.refresh()
     if session.policy is not None:
-        undo.append(session.policy.undo())
+        undo.callback(session.policy.undo())
         session.policy.load_state_dict(first["auto"])
         before, run = run, RecipeRun(session, session.policy.recipe, run.drift)
-        undo.append(successor(before, run))
+        undo.callback(successor(before, run))
     held = list(chain(*session.held()))
     joined = [[held[k] for k in batch] for batch in first["joined"]] or run.joined
     workers = None
@@ -176,7 +171,7 @@ def _prepared(
     put.append(partial(setattr, run, "joined", joined))
     for index, gradients in enumerate(_stateful(run)):
         states = [part["gradients"][index] for part in saved]
-        undo.append(gradients.refresh)
+        undo.callback(gradients.refresh)
         gradients.follow(states[0].get("positions", gradients.positions))
         for state, values in saved_state.loaded_states(gradients, states, workers):
             put.append(partial(state.update, values))
@@ -204,7 +199,7 @@ def _at_rest(
     params = session.params()
     kept = session.settings.buffers == "keep"
     buffers = [] if kept else list(module_buffers(session.model)[0].values())
-    means = {id(t): _Mean() for t in (*params, *buffers)}
+    means, totals = dict[int, Tensor](), defaultdict[int, float](float)
     found: list[Saved] = []
     seen: set[int] = set()  # workers, whose ranks all have the same x
     for part in parts:
@@ -212,29 +207,17 @@ def _at_rest(
         rounds, weights = _finished(run, part, joined)
         found.append({**part, "rounds": rounds})
         for t in (*(() if _worker(part) in seen else params), *buffers):
-            means[id(t)].add(local(t), weights.get(id(t), 1.0))
+            x, weight = local(t), weights.get(id(t), 1.0)
+            totals[id(t)] += weight
+            if (mean := means.get(id(t))) is None:
+                means[id(t)] = wide(x)
+            else:  # exact if all are equal
+                mean.add_(difference(x, mean), alpha=weight / totals[id(t)])
         seen.add(_worker(part))
     load_model(None)
     for t in (*params, *buffers):
-        overwrite(local(t), means[id(t)].value)
+        overwrite(local(t), means[id(t)])
     return found
-
-
-class _Mean:
-    """A running weighted mean of tensors, exact if they are equal."""
-
-    value: Tensor
-
-    def __init__(self) -> None:
-        self._total = 0.0
-
-    def add(self, x: Tensor, weight: float) -> None:
-        """Add ``x`` to the mean."""
-        self._total += weight
-        if self._total == weight:
-            self.value = wide(x)
-        else:
-            self.value.add_(difference(x, self.value), alpha=weight / self._total)
 
 
 def _idle_links(part: Saved, sharded: bool) -> Sets:
