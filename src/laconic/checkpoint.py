@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +19,7 @@ from laconic.engine.attached import synchronizer_near
 from laconic.engine.synchronizer import LOAD, SAVE, Synchronizer
 from laconic.errors import LinkError, WorkersChangedError, check_bool, error_text
 
+T = TypeVar("T")
 _EVERY_RANK = (
     "Each rank saves its own parameters, optimizer state and private state: call laconic.save on "
     "every rank"
@@ -63,15 +65,10 @@ def save(
         >>> lr = torch.optim.lr_scheduler.LinearLR(optimizer)
         >>> laconic.save("checkpoint", model, optimizer, others={"lr": lr, "epoch": 3})
     """
-    while True:
-        try:
-            with _meeting(SAVE, path, False, model, optimizer, sync, others) as (at, run, ranks):
-                saving.save(at, run, ranks)
-            return
-        except WorkersChangedError:
-            continue
-        except LinkError as error:
-            raise LinkError(f"{error}. {_EVERY_RANK}", ranks=error.ranks) from None
+    try:
+        _on_all_ranks(SAVE, path, (model, optimizer, sync, others), saving.save)
+    except LinkError as error:
+        raise LinkError(f"{error}. {_EVERY_RANK}", ranks=error.ranks) from None
 
 
 def load(
@@ -126,34 +123,34 @@ def load(
         >>> state = laconic.load("checkpoint", model, optimizer)
         >>> epoch = state["epoch"]
     """
+    work = partial(loading.load, missing_ok=missing_ok)
+    return _on_all_ranks(LOAD, path, (model, optimizer, sync, others), work, missing_ok)
+
+
+def _on_all_ranks(
+    call: str,
+    path: str | os.PathLike[str],
+    given: Sequence[Any],
+    work: Callable[[Path, TrainingState, AllRanks], T],
+    missing_ok: bool = False,
+) -> T:
+    """Do the ``work`` of ``call`` with the directory, the objects (`TrainingState.of` ``given``),
+    and the ranks; again if one is lost meanwhile. What is wrong with an argument on one of them is
+    an error on all."""
     while True:
+        problem = None
         try:
-            given = model, optimizer, sync, others
-            with _meeting(LOAD, path, missing_ok, *given) as (at, run, ranks):
-                return loading.load(at, run, ranks, missing_ok)
-        except WorkersChangedError:
-            continue
-
-
-@contextmanager
-def _meeting(
-    call: str, path: str | os.PathLike[str], missing_ok: bool, *given: Any
-) -> Iterator[tuple[Path, TrainingState, AllRanks]]:
-    """A context for ``call``: the directory, the objects (`TrainingState.of` ``given``), and the
-    ranks. What is wrong with an argument on one of them is an error on all."""
-    problem = None
-    try:
-        training = TrainingState.of(*given)
-        training.sync.driver.session.refuse_in_consensus("laconic.save or load")
-        check_bool("missing_ok", missing_ok)
-        if not isinstance(path, (str, os.PathLike)):
-            raise ValueError(f"path must be the path of a directory, not {path!r}")
-        meeting, folder = training.sync, Path(path).expanduser()
-    except Exception as error:
-        near, problem = synchronizer_near(*given), error_text(error)
-        if near is None:
-            raise
-        meeting = near
-    name = f"laconic.save to {path}" if call == SAVE else f"laconic.load of {path}"
-    with meeting.gathering(call, problem) as gather:
-        yield folder, training, AllRanks(name, gather)
+            training = TrainingState.of(*given)
+            training.sync.driver.session.refuse_in_consensus("laconic.save or load")
+            check_bool("missing_ok", missing_ok)
+            if not isinstance(path, (str, os.PathLike)):
+                raise ValueError(f"path must be the path of a directory, not {path!r}")
+            meeting, folder = training.sync, Path(path).expanduser()
+        except Exception as error:
+            near, problem = synchronizer_near(*given), error_text(error)
+            if near is None:
+                raise
+            meeting = near
+        name = f"laconic.save to {path}" if call == SAVE else f"laconic.load of {path}"
+        with suppress(WorkersChangedError), meeting.gathering(call, problem) as gather:
+            return work(folder, training, AllRanks(name, gather))
