@@ -62,17 +62,14 @@ class Joining(Protocol):
 class Policy(Protocol):
     """Changes the recipe while a run goes on, such as `laconic.auto`."""
 
-    @property
-    def text(self) -> str:
-        """The call that makes it, such as ``auto()``: the same on all ranks and in saved states."""
+    text: str
+    """The call that makes it, such as ``auto()``: the same on all ranks and in saved states."""
+    choices: list[Choice]
+    """The choices so far, for `Synchronizer.choices`."""
 
     @property
     def recipe(self) -> Recipe:
         """The recipe in force."""
-
-    @property
-    def choices(self) -> list[Choice]:
-        """The choices so far, for `Synchronizer.choices`."""
 
     def start(self, session: Session) -> None:
         """Called once, when the ranks have met, and before any round: it may change `recipe`."""

@@ -84,7 +84,7 @@ class Chooser:
     recipe."""
 
     def __init__(self, auto: Auto, workers: int) -> None:
-        self.auto = auto
+        self.auto, self.text = auto, auto.text
         self.now = start(workers)
         self.choices: list[Choice] = []
         self._extra: dict[str, float] = {}
@@ -125,11 +125,6 @@ class Chooser:
             self.now = start(facts.workers, facts)
             if travel(self.now.recipe[0], facts) >= SLOW_SECONDS:
                 self._first = SLOW_WARMUP, SLOW_WINDOW
-
-    @property
-    def text(self) -> str:
-        """The call that makes it, such as ``auto()``."""
-        return self.auto.text
 
     @property
     def recipe(self) -> Recipe:
