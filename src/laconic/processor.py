@@ -10,23 +10,25 @@ OWN = Path("/proc/thread-self/schedstat")
 
 
 class Usage(NamedTuple):
-    """What has been used since the start: ``bytes`` sent, the processor seconds of their ``work``,
-    and of this thread the seconds ``running`` and those ``ready`` to run without a processor."""
+    """What has been used since the start: ``bytes`` sent, the ``seconds`` of the collectives that
+    sent them, the processor seconds of their ``work``, and of this thread the seconds ``running``
+    and those ``ready`` to run without a processor."""
 
     bytes: float
+    seconds: float
     work: float
     running: float
     ready: float
 
     @classmethod
-    def now(cls, sent: float, work: float) -> Usage:
+    def now(cls, sent: float, seconds: float, work: float) -> Usage:
         """The usage up to now, in the calling thread. ``ready`` is 0 where the system does not say:
         Linux does."""
         try:
             ready = int(OWN.read_text().split()[1]) * 1e-9
         except (OSError, ValueError, IndexError):
             ready = 0.0
-        return cls(sent, work, time.thread_time(), ready)
+        return cls(sent, seconds, work, time.thread_time(), ready)
 
     def since(self, before: Usage) -> Usage:
         """What was used between ``before`` and this one."""

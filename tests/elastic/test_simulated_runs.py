@@ -431,7 +431,7 @@ def test_auto_goes_on_with_the_last_worker(
     slow_then_fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It then measures a network of nobody, while messages have slowed its steps down before."""
-    monkeypatch.setattr(Chooser, "_used", lambda *_, **__: (1e-9, 0.5))
+    monkeypatch.setattr(Chooser, "_used", lambda _: (0.0, 1e-9, 0.5))
     plan = laconic.Faults(start=2, kill=((1, 40),))
     found = left(laconic.simulate(program("laconic.auto()", steps=80), faults=plan))
     assert only(found, "step") == 80

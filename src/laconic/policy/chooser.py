@@ -49,7 +49,7 @@ from laconic.policy.choice import (
 )
 from laconic.policy.facts import Facts, Net
 from laconic.policy.predict import often, travel, undisturbed
-from laconic.policy.probe import Probed, probe, shapes_of, traffic, usage
+from laconic.policy.probe import Probed, probe, shapes_of, usage
 from laconic.processor import Usage
 
 log = logging.getLogger("laconic")
@@ -99,8 +99,8 @@ class Chooser:
         """Steps with the current recipe, and the number of steps at which `_paces` is read."""
         self._spans: list[tuple[float, float]] = []
         """Seconds of each step, and of its waiting."""
-        self._last = self._traffic = (0.0, 0.0)
-        self._before = Usage(0.0, 0.0, 0.0, 0.0)
+        self._last = (0.0, 0.0)
+        self._before = Usage(0.0, 0.0, 0.0, 0.0, 0.0)
         """Up to where measured steps begin."""
         self._work = (0.0, 0.0)
         """What messages took of the processors when it was last measured: see `_used`."""
@@ -141,9 +141,7 @@ class Chooser:
         warmup = WARMUP if self.choices else self._first[0]
         if self._steps > warmup:
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
-        if self._steps == WARMUP:  # without the messages of a change of recipe
-            self._traffic = traffic(self._session)
-        if self._steps == warmup:
+        if self._steps == warmup:  # without the messages of a change of recipe
             self._before = usage(self._session)
         before = self.now
         self._review()
@@ -162,7 +160,10 @@ class Chooser:
             if self._steps >= (sum(self._first) if hurry else first):
                 self._choose_anew()
         elif self._paces is None and self._due_for_review():
-            own = [*self._pace(), *self._used(again=True)]
+            spans, self._spans = self._spans, []
+            wall, compute = usual(spans, cycle_of(self.now.recipe))
+            each, *work = self._used()
+            own = [wall, each, compute, *work]
             row = torch.tensor(own, dtype=torch.float64, device=self._device)
             self._announce(PACE)
             self._paces = self._comm.submit(partial(self._world.gather, row), PACE)
@@ -190,26 +191,16 @@ class Chooser:
         begin = partial(self._world.begin_call, Call(self._session.step, name), wait=False)
         self._comm.before_next(begin)
 
-    def _pace(self) -> list[float]:
-        """The usual seconds of a step, the seconds per byte on the link (0 if too few were sent),
-        and the usual seconds of a step without its waiting: see `usual`."""
-        spans, self._spans = self._spans, []
-        so_far, each = traffic(self._session), 0.0
-        sent, seconds = (now - then for now, then in zip(so_far, self._traffic, strict=True))
-        if sent >= LEAST_TRAFFIC:
-            self._traffic, each = so_far, seconds / sent
-        wall, compute = usual(spans, cycle_of(self.now.recipe))
-        return [wall, each, compute]
-
-    def _used(self, *, again: bool = False) -> tuple[float, float]:
-        """What messages take of the processors: `Usage.carry` and `Usage.contention`, or those
-        before if too few were sent. ``again``: the next ones are measured from now on."""
+    def _used(self) -> tuple[float, float, float]:
+        """The seconds per byte on the link, 0 if too few bytes were sent; and what messages take of
+        the processors: `Usage.carry` and `Usage.contention`, or those before if too few were sent,
+        which are then measured on."""
         now = usage(self._session)
-        used = now.since(self._before)
+        used, each = now.since(self._before), 0.0
         if used.bytes >= LEAST_TRAFFIC:
-            self._work = used.carry, used.contention
-            self._before = now if again else self._before
-        return self._work
+            each, self._work = used.seconds / used.bytes, (used.carry, used.contention)
+            self._before = now
+        return each, *self._work
 
     def _compare(self, pace: list[float], measured: tuple[float, float, float]) -> None:
         """Choose again if a step's time is not as predicted, or not as before."""
@@ -277,7 +268,7 @@ class Chooser:
         if len(spans) <= FIRST_WINDOW:  # a single slow one would be half of the median
             spans = sorted(spans)[:1]
         wall, compute = usual(spans, cycle_of(self.now.recipe))
-        used = self._used()  # without the probes
+        _, *used = self._used()  # without the probes
         self._announce(MEASURE)
         found = self._probed or self._comm.call(self._probe, MEASURE)
         shapes, itemsize = shapes_of(self._session)
@@ -288,8 +279,7 @@ class Chooser:
         own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
-        self._traffic = traffic(self._session)  # without the probes, which wait for nothing else
-        self._before = usage(self._session)
+        self._before = usage(self._session)  # without the probes, which wait for nothing else
         ranks = 1 if self._session.sharded else self._ranks  # else each sends a part of a message
         facts, wall = _of_all(everyone, self._workers, ranks, shapes)
         facts = replace(facts, overlapping=self._world.overlapping is not None)
@@ -333,7 +323,7 @@ class Chooser:
         for name in _PLACE:
             setattr(self, f"_{name}", state[name])
         self._facts = None if state["facts"] is None else _facts(state["facts"])
-        self._traffic, self._before = traffic(self._session), usage(self._session)
+        self._before = usage(self._session)
         if state["comparing"]:
             raw = outputs[PACE].contiguous().view(-1).view(torch.uint8)  # or it is bytes already
             self._paces = Pending.of(raw.view(torch.float64).view(-1, 5))

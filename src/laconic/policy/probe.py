@@ -136,12 +136,8 @@ def shapes_of(session: Session) -> tuple[tuple[tuple[int, ...], ...], int]:
     return tuple(tuple(p.shape) for p in params), itemsize_of(params)
 
 
-def traffic(session: Session) -> tuple[float, float]:
-    """Bytes sent so far, and the seconds spent in collectives."""
-    calls = list(session.ledger.by_call.values())
-    return float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)
-
-
 def usage(session: Session) -> Usage:
-    """What messages have used of the processors so far beside this thread, and this thread."""
-    return Usage.now(traffic(session)[0], session.comm.processor_seconds)
+    """What messages have used so far, and this thread."""
+    calls = list(session.ledger.by_call.values())
+    sent = float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)
+    return Usage.now(*sent, session.comm.processor_seconds)
