@@ -18,7 +18,7 @@ from laconic.algorithms.updates.muon_step import operations, orthogonal
 from laconic.device import synchronize
 from laconic.parts import Fragment
 from laconic.policy.facts import Facts
-from laconic.policy.predict import often, travel
+from laconic.policy.predict import load_of, often, travel
 
 
 @dataclass(frozen=True)
@@ -247,10 +247,8 @@ def start(workers: int, facts: Facts | None = None) -> Candidate:
     if facts is None or facts.workers == 1:
         return coded
     facts = replace(facts, overlapping=False)
-    seconds = travel(coded.recipe[0], facts)
-    nets = {name: replace(net, one_way=0.0) for name, net in facts.nets.items()}
-    sending = travel(coded.recipe[0], replace(facts, one_way=0.0, nets=nets))
-    if seconds <= max(SLOW, 2 * sending):
+    load = load_of(coded.recipe[0], facts)
+    if load.network <= max(SLOW, 2 * load.sending):
         return coded
     if facts.muon:
         make = own if facts.own else muon

@@ -107,19 +107,10 @@ class Facts:
         far = 2 * self.net(*names).one_way >= FAR_SECONDS
         return far if self.overlapping is None else self.overlapping
 
-    def travel(
-        self,
-        names: Sequence[str],
-        amount: Cost,
-        n: int,
-        buckets: int,
-        rate: float | None = None,
-    ) -> float:
+    def travel(self, names: Sequence[str], amount: Cost, n: int, buckets: int) -> float:
         """Return the seconds that ``amount``, split into ``buckets``, takes among n ranks on the
-        first known network among ``names``, at its ``rate`` or another one, with the delay by lost
-        packets."""
+        first known network among ``names``, with the delay by lost packets."""
         net = self.net(*names)
-        net = net if rate is None else replace(net, rate=rate)
         messages = amount.messages * buckets
         if not messages or not self.loss:
             return net.seconds(amount, buckets)

@@ -52,11 +52,10 @@ longer than it would without overlap.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import cast
 
 import torch
 
@@ -200,20 +199,16 @@ def travel(r: AnyRound, facts: Facts) -> float:
 
 def often(r: AnyRound) -> float:
     """Return the number of rounds ``r`` per step in the long run."""
-    return _share(r.when) if isinstance(r.when, Hashable) else _count(r.when) / HORIZON
+    return _share(r.when)  # type: ignore[arg-type]  # a frozen value
 
 
 @lru_cache(maxsize=256)
-def _share(when: Hashable) -> float:
+def _share(when: Schedule) -> float:
     if isinstance(when, Every):
         return 1 / when.period
     if isinstance(when, After):
-        return _share(cast("Hashable", when.schedule))
-    return _count(cast("Schedule", when)) / HORIZON
-
-
-def _count(when: Schedule) -> int:
-    return sum(when(step) for step in range(LATER + 1, LATER + HORIZON + 1))
+        return _share(when.schedule)  # type: ignore[arg-type]
+    return sum(when(step) for step in range(LATER + 1, LATER + HORIZON + 1)) / HORIZON
 
 
 def _parameters(r: AnyRound, facts: Facts) -> Load:
@@ -271,7 +266,8 @@ def _gradients(r: AnyRound, facts: Facts) -> Load:
     concurrent = overlap * (work + facts.carry * amount.bytes)
     stretch = facts.contention * concurrent
     sent = _external_share(r, facts) * amount.bytes
-    return Load(seconds, seconds, exposed, stretch, sent)
+    sending = min(seconds, amount.seconds(net.rate, 0.0))
+    return Load(seconds, sending, exposed, stretch, sent)
 
 
 def _overlapped(
@@ -336,7 +332,7 @@ def elements(r: AnyRound, facts: Facts, n: int, carriers: int = 1) -> int:
     return -(-facts.elements // share // multiple) * multiple
 
 
-def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
+def bucket_sizes(exchange: Exchange, total: int, largest: int) -> list[int]:
     """The approximate bytes of each bucket, for ``total`` bytes of gradients, of which the largest
     tensor has ``largest``."""
     first, each = bucket_bytes(exchange, total)
