@@ -21,7 +21,7 @@ from benchmarks.evidence.studies import (
 from benchmarks.evidence.tasks import NAMES, TUNED
 from benchmarks.study import table
 from benchmarks.study import write as write_page
-from laconic.policy.candidates import DELAYED, muon
+from laconic.policy.candidates import MUON
 
 GRAY, COLORS = "#8A8A8A", {"adamw": "#c76a08", "muon": "#3f78d8"}
 NAMED = {"adamw": "AdamW", "muon": "Muon"}
@@ -233,8 +233,7 @@ def signals_picture(found: Sequence[signals.Line]) -> Figure:
         named = at.get_legend_handles_labels()[1]
         look = {"color": color, "marker": shapes[name], "linestyle": ""}
         at.plot(line.agreement, line.growth, label="" if label in named else label, **look)
-    known = DELAYED[muon]
-    at.axhline(known[64] / known[8], color=GRAY, linewidth=0.8, label="auto()'s table")
+    at.axhline(MUON[64] / MUON[8], color=GRAY, linewidth=0.8, label="auto()'s table")
     at.set_xlabel("agreement of the workers over a period of 8")
     at.set_ylabel("growth of steps: f(64) / f(8)")
     at.legend(frameon=False, fontsize=8)

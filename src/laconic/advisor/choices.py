@@ -19,14 +19,13 @@ from laconic.codecs import CODECS
 from laconic.policy.candidates import (
     DELAYED,
     GRADIENTS,
+    LOCAL_SGD,
     OUTER,
+    OWN_STEPS,
+    STREAMING,
+    TURNED,
     candidates,
-    local,
-    muon,
-    own,
-    streaming,
 )
-from laconic.policy.candidates import PERIODS as STEPS
 from laconic.policy.facts import Facts
 from laconic.policy.predict import often
 
@@ -55,7 +54,7 @@ OWN_PACE = (
     "as equal workers of the same speed together, on digits (docs/quorum.md); workers take "
     "different numbers of steps: end the loop by time or by data"
 )
-OWN_STEPS = (
+OWN_OUTER = (
     "outer steps of each worker's own: fewer steps on text and images with AdamW, more with SGD "
     "(docs/evidence.md)"
 )
@@ -65,9 +64,9 @@ KNOWN = (MEASURED, EXACT)
 LONGEST = 64
 """The longest period of `laconic.streaming_diloco` that was measured; with own outer steps, twice
 as long."""
-TIMED = {local: 2, own: 0, muon: 2, streaming: 1}
+TIMED = {LOCAL_SGD: 2, OWN_STEPS: 0, TURNED: 2, STREAMING: 1}
 """The candidates of `laconic.auto` with a delay, and the delay with which each was measured; those
-of `own` had several."""
+of `OWN_STEPS` had several."""
 LOW_RANK = 1.47
 """Steps that gradients of low rank need per step of `laconic.ddp`, measured for rank 4 in Int8."""
 LENGTH = 2**16
@@ -173,7 +172,7 @@ def _quality(text: str, recipe: Recipe) -> str:
     if name not in FAMILIES and not (name == "outer_step" and _turned(recipe)):
         return OWN
     if any(isinstance(r.update, OwnStep) for r in recipe):
-        return OWN_STEPS
+        return OWN_OUTER
     if any(isinstance(r.exchange, QuorumMean) and r.exchange.pace == "own" for r in recipe):
         return OWN_PACE
     return QUALITY.get(text) or QUALITY.get(name, UNMEASURED)
@@ -242,24 +241,23 @@ def steps_of(recipe: Recipe) -> Steps:
     if not share:
         raise ValueError("advise compares only recipes whose rounds continue through the run")
     period = 1 / share
-    for make, delay in TIMED.items():
-        factor = DELAYED[make].get(round(period)) if sent[0].delay else None
-        if factor is None or recipe != make(round(period), sent[0].delay, 1.0).recipe:
+    for text, delay in TIMED.items():
+        factor = DELAYED[text].get(round(period)) if sent[0].delay else None
+        if factor is None or recipe != parse_recipe(text.format(round(period), sent[0].delay)):
             continue
-        longest = 2 * LONGEST if make is own else LONGEST
+        longest = 2 * LONGEST if text == OWN_STEPS else LONGEST
         if period > longest:
             return Steps(factor, f"extrapolated from a period of {longest}")
-        if make in (own, muon) and math.log2(period) % 1:
+        if text in (OWN_STEPS, TURNED) and math.log2(period) % 1:
             return Steps(factor, "interpolated between measured periods")
-        if make is own:
+        if text == OWN_STEPS:
             return Steps(factor, OWN_SOURCE)
         return Steps(factor, MEASURED if sent[0].delay == delay else f"taken from delay={delay}")
-    steps: Mapping[int, float] = STEPS
-    like = "streaming_diloco({0})"
+    steps, like = DELAYED[STREAMING], "streaming_diloco({0})"
     if any(isinstance(r.update, OwnStep) and r.update.muon for r in recipe):
-        steps, like = DELAYED[own], "outer_step(streaming_diloco({0}, ...), average=False)"
+        steps, like = DELAYED[OWN_STEPS], "outer_step(streaming_diloco({0}, ...), average=False)"
     elif _turned(recipe):
-        steps, like = DELAYED[muon], "streaming_diloco({0}, outer='muon')"
+        steps, like = DELAYED[TURNED], "streaming_diloco({0}, outer='muon')"
     nearest = min(steps, key=lambda p: abs(math.log2(p / period)))
     return Steps(steps[nearest], f"assumed equal to {like.format(nearest)}")
 
@@ -281,4 +279,4 @@ def _steps_of_gradients(recipe: Recipe) -> Steps:
     name = "int8" if shortest >= CODECS["int8"].nbytes(LENGTH) else "int4"
     known = bool(codecs) and all(codec == CODECS[name] for codec in codecs)
     source = MEASURED if known else f"assumed equal to {name.capitalize()} gradients"
-    return Steps(GRADIENTS[name], source)
+    return Steps(GRADIENTS[f"ddp(codec={name!r})"], source)

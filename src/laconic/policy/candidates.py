@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -40,9 +40,9 @@ class Candidate:
         return "coded gradients" if self.recipe[0].exchange.slots else "gradients"
 
 
-GRADIENTS = {None: 1.0, "int8": 1.0, "int4": 1.02}
-"""Gradient codecs and their measured steps. bfloat16 is not here, since it sends twice as much as
-Int8, which takes no more steps."""
+GRADIENTS = {"ddp()": 1.0, "ddp(codec='int8')": 1.0, "ddp(codec='int4')": 1.02}
+"""Averages of gradients and their measured steps. bfloat16 is not here, since it sends twice as
+much as Int8, which takes no more steps."""
 OUTER = {8: 0.75, 4: 0.7}
 """Periods of an outer step in Muon's direction over gradients, and its steps for one without. With
 a period of 8, 0.60 was measured in 480 steps, and 0.70 in 704; with 4, 0.93 of that. Longer runs
@@ -61,11 +61,19 @@ between them are interpolated, so that a network too slow for one period does no
 as long again; longer ones are extrapolated."""
 OWN = {8: 0.97, 12: 1.0, 16: 1.02, 20: 1.08, 24: 1.12, 28: 1.15, 32: 1.18, 40: 1.21, 48: 1.25}
 OWN |= {64: 1.31, 128: 1.43, 256: 1.57, 512: 1.7}
-"""The same where each worker takes outer steps of its own in Muon's direction, every `OWN_PERIOD`
-steps. With a delay of a quarter of the period, 0.78, 0.82, 0.94, 1.05 and 1.14 were measured for
-periods of 8, 16, 32, 64 and 128. They count 1.25 times as much, as those of `OUTER` do, since
-longer runs gain less."""
-OWN_PERIOD = 4
+"""The same where each worker takes outer steps of its own in Muon's direction, every 4 steps. With
+a delay of a quarter of the period, 0.78, 0.82, 0.94, 1.05 and 1.14 were measured for periods of 8,
+16, 32, 64 and 128. They count 1.25 times as much, as those of `OUTER` do, since longer runs gain
+less."""
+LOCAL_SGD = "local_sgd({}, delay={}, codec='int4')"
+STREAMING = "streaming_diloco({}, delay={})"
+TURNED = "streaming_diloco({}, delay={}, outer='muon')"
+OWN_STEPS = (
+    "outer_step(streaming_diloco({}, delay={}, merge='loscar'), 4, outer='muon', average=False)"
+)
+DELAYED = {LOCAL_SGD: LOCAL, OWN_STEPS: OWN, TURNED: MUON, STREAMING: PERIODS}
+"""The candidates with a delay: the text of their recipes, of a period and a delay, and their steps
+by period."""
 SHORTEST = 8
 """The least period to choose. Period 4 takes 4% fewer steps, but loses more than that by a message
 in every step, which `predict` does not include if processors are few: at 10 Mbit/s with 4 emulated
@@ -84,19 +92,19 @@ HALF = 0.5
 def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate]:
     """The candidates, those that sacrifice least first. The present one, ``now``, keeps its delay
     while that hides its messages and half a step."""
-    for codec, steps in GRADIENTS.items():
-        yield _gradients(codec, steps)
+    for text, steps in GRADIENTS.items():
+        yield spelled(text, steps)
     for period, share in OUTER.items() if facts.muon else ():
-        for codec, steps in GRADIENTS.items():
-            yield _turned(codec, period, share * steps)
-    for make, periods in delayed(facts).items():
+        for text, steps in GRADIENTS.items():
+            yield spelled(f"outer_step({text}, {period}, outer='muon')", share * steps)
+    for text, periods in delayed(facts).items():
         for period, steps in periods.items():
-            delay, seconds = delay_for(period, facts, make)
-            candidate = make(period, delay, steps)
+            delay, seconds = delay_for(period, facts, text)
+            candidate = spelled(text.format(period, delay), steps)
             if now is not None and same_but_delay(now.recipe, candidate.recipe):
                 present = first_sent(now.recipe).delay
                 if seconds <= (present - HALF) * facts.compute and present <= 2 * delay:
-                    candidate = make(period, present, steps)
+                    candidate = spelled(text.format(period, present), steps)
             yield candidate
 
 
@@ -118,17 +126,13 @@ def lateness(recipe: Recipe, facts: Facts) -> float:
     return found
 
 
-Maker = Callable[[int, int, float], Candidate]
-"""Makes a candidate from a period, a delay, and its steps."""
-
-
-def delay_for(period: int, facts: Facts, make: Maker | None = None) -> tuple[int, float]:
-    """The delay, in steps, and the seconds that a message takes (by default that of a fragment of
-    `streaming`). The delay is 1.25 times these seconds, plus half a step since the last rank sends
+def delay_for(period: int, facts: Facts, text: str) -> tuple[int, float]:
+    """The delay, in steps, and the seconds that a message takes under the recipe with this ``text``
+    of `DELAYED`. The delay is 1.25 times these seconds, plus half a step since the last rank sends
     late, at most the period. The margin is needed: with a message that took 0.6 of its delay of one
     step all ranks waited 13% of the time, at 10 Mbit/s on 4 emulated hosts."""
-    r = first_sent((make or streaming)(period, 1, 1.0).recipe)
-    uneven = facts.largest * fragments_of(r) if make is muon else 0.0
+    r = first_sent(spelled(text.format(period, 1), 1.0).recipe)
+    uneven = facts.largest * fragments_of(r) if text == TURNED else 0.0
     seconds = travel(r, facts) * max(1.0, uneven)
     return min(math.ceil(1.25 * seconds / facts.compute + HALF), period), seconds
 
@@ -141,40 +145,11 @@ def spelled(text: str, steps: float) -> Candidate:
     return Candidate(text, recipe, steps)
 
 
-def local(period: int, delay: int, steps: float) -> Candidate:
-    """Averages of the parameters in Int4, `delay` steps late."""
-    return spelled(f"local_sgd({period}, delay={delay}, codec='int4')", steps)
-
-
-def streaming(period: int, delay: int, steps: float) -> Candidate:
-    """Streaming DiLoCo with the defaults, with which `PERIODS` were measured."""
-    return spelled(f"streaming_diloco({period}, delay={delay})", steps)
-
-
-def muon(period: int, delay: int, steps: float) -> Candidate:
-    """`streaming` with outer steps in Muon's direction, as `MUON` was measured."""
-    return spelled(f"streaming_diloco({period}, delay={delay}, outer='muon')", steps)
-
-
-def own(period: int, delay: int, steps: float) -> Candidate:
-    """`streaming` with outer steps of each worker's own, as `OWN` was measured."""
-    base = f"streaming_diloco({period}, delay={delay}, merge='loscar')"
-    return spelled(f"outer_step({base}, {OWN_PERIOD}, outer='muon', average=False)", steps)
-
-
-DELAYED: Mapping[Maker, Mapping[int, float]] = {
-    local: LOCAL,
-    own: OWN,
-    muon: MUON,
-    streaming: PERIODS,
-}
-"""The candidates with a delay: how to make them, and their steps by period."""
-
-
-def delayed(facts: Facts) -> dict[Maker, dict[int, float]]:
+def delayed(facts: Facts) -> dict[str, dict[int, float]]:
     """The candidates of `DELAYED` to choose from, for `laconic.auto` and ``laconic advise``."""
-    make = (own if facts.own else muon) if facts.muon else streaming
-    return {local: dict(LOCAL), make: {p: s for p, s in DELAYED[make].items() if p >= SHORTEST}}
+    text = (OWN_STEPS if facts.own else TURNED) if facts.muon else STREAMING
+    longer = {period: steps for period, steps in DELAYED[text].items() if period >= SHORTEST}
+    return {LOCAL_SGD: LOCAL, text: longer}
 
 
 def takes_muon(optimizer: Optimizer | None, shapes: Sequence[Sequence[int]]) -> bool:
@@ -213,22 +188,12 @@ def turning(shapes: Sequence[Sequence[int]], device: torch.device) -> float:
 
 
 def largest_fragment(model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> float:
-    """The share of the parameters, by group, in the largest fragment of `muon`."""
+    """The share of the parameters, by group, in the largest fragment of `TURNED`."""
     sizes = [
         sum(s.stop - s.start for group in fragment.segments(model, groups) for s in group)
         for fragment in (Fragment(k, FRAGMENTS, "layers") for k in range(FRAGMENTS))
     ]
     return max(sizes) / max(sum(sizes), 1)
-
-
-def _gradients(codec: str | None, steps: float) -> Candidate:
-    return spelled("ddp()" if codec is None else f"ddp(codec={codec!r})", steps)
-
-
-def _turned(codec: str | None, period: int, steps: float) -> Candidate:
-    """`_gradients` with an outer step in Muon's direction, which sends nothing."""
-    base = _gradients(codec, steps)
-    return spelled(f"outer_step({base.text}, {period}, outer='muon')", steps)
 
 
 def start(workers: int, facts: Facts | None = None) -> Candidate:
@@ -242,8 +207,8 @@ def start(workers: int, facts: Facts | None = None) -> Candidate:
     that follow one another; where they overlap, gradients wait less, but not so little that the
     choice would be another one.
     """
-    codec = "int4" if workers > 1 else None
-    coded = _gradients(codec, GRADIENTS[codec])
+    text = "ddp(codec='int4')" if workers > 1 else "ddp()"
+    coded = spelled(text, GRADIENTS[text])
     if facts is None or facts.workers == 1:
         return coded
     facts = replace(facts, overlapping=False)
@@ -251,7 +216,7 @@ def start(workers: int, facts: Facts | None = None) -> Candidate:
     if load.network <= max(SLOW, 2 * load.sending):
         return coded
     if facts.muon:
-        make = own if facts.own else muon
-        return make(SHORTEST, START_DELAY, DELAYED[make][SHORTEST])
+        text = OWN_STEPS if facts.own else TURNED
+        return spelled(text.format(SHORTEST, START_DELAY), DELAYED[text][SHORTEST])
     period = min(LOCAL)
-    return local(period, period, LOCAL[period])
+    return spelled(LOCAL_SGD.format(period, period), LOCAL[period])
