@@ -29,7 +29,6 @@ from laconic.engine.session import Choice, Session
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
 from laconic.policy.candidates import (
-    candidates,
     largest_fragment,
     spelled,
     start,
@@ -204,11 +203,7 @@ class Chooser:
 
     def _compare(self, pace: list[float], measured: tuple[float, float, float]) -> None:
         """Choose again if a step's time is not as predicted, or not as before."""
-        if self._facts is None:
-            self._baseline = pace
-            self._choose_anew(pace[0])
-            return
-        if not self._baseline:
+        if self._facts is not None and not self._baseline:
             compute, carry, contention = measured
             facts = replace(self._facts, compute=compute, carry=carry, contention=contention)
             self._baseline, facts = pace, undisturbed(self.now.recipe, facts)
@@ -220,9 +215,10 @@ class Chooser:
             self._extra[self.now.kind] = pace[0] - expected(self.now.recipe, facts)
             self._choose(facts)
             return
-        pairs = list(zip(pace, self._baseline, strict=True))
+        pairs = list(zip(pace, self._baseline or pace, strict=True))
         self._baseline = [before or now for now, before in pairs]
-        if any(not 1 / CHANGE < now / before < CHANGE for now, before in pairs if now * before):
+        moved = (not 1 / CHANGE < now / before < CHANGE for now, before in pairs if now * before)
+        if self._facts is None or any(moved):
             self._baseline = pace
             self._choose_anew(pace[0])
 
@@ -239,7 +235,6 @@ class Chooser:
         self._probed, step = None, self._session.step
         differ = workers_differ(self.now.recipe)  # else a change from the first one is cheap
         before = self.now if self.choices or differ else None
-        by_text = {c.text: c for c in candidates(facts, before)}
         stay = change_seconds(facts) / step if self.choices and differ else 0.0
         text, reason = choose(self.auto, facts, before, self._extra, stay)
         self._facts = facts
@@ -249,7 +244,7 @@ class Chooser:
             if self._world.rank == 0:
                 log.info("after step %d: %s. %s", step, text, reason)
             self._steps, self._baseline, self._spans = 0, [], []
-        self.now = by_text.get(text, self.now)
+        self.now = spelled(text, 1.0)  # `choose` finds its steps again
 
     def _rests(self, facts: Facts) -> bool:
         """Whether no choice is possible, because the other workers are lost or have not joined, or
