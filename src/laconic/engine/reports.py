@@ -25,10 +25,6 @@ class Heard(NamedTuple):
     sent: int
     drawn: tuple[tuple[int, int], ...]
 
-    def pack(self) -> str:
-        """As text."""
-        return json.dumps(self)
-
     @classmethod
     def unpack(cls, text: str, samplers: int) -> Heard | None:
         """From any text; None if it is not that of a run with so many ``samplers``."""
@@ -78,11 +74,11 @@ class Reports:
     def note(self) -> str:
         """How far this worker is, to be sent with signs of life."""
         with self._lock:
-            return self._own().pack()
+            return self._own()
 
-    def _own(self) -> Heard:
+    def _own(self) -> str:
         drawn = zip(self._drawn(), self._received, strict=True)
-        return Heard(self._deal, self._step, self._sent, tuple(drawn))
+        return json.dumps(Heard(self._deal, self._step, self._sent, tuple(drawn)))
 
     def _drawn(self) -> list[int]:
         return [sampler.drawn for sampler in self._samplers]
@@ -152,7 +148,7 @@ class Reports:
         with self._lock:
             return {
                 "ids": self._ids,
-                "own": self._own().pack(),
+                "own": self._own(),
                 "deals": [sampler.state_dict() for sampler in self._samplers],
                 "heard": {id: self.heard[id] for id in self._ids if id in self.heard},
                 "lost": [self.workers_lost, self.steps_lost],
@@ -161,9 +157,7 @@ class Reports:
     def hear(self, reports: Mapping[str, Mapping[str, Any]], me: str) -> None:
         """Deal the samples to the workers with these ``reports``, by id in the order of their
         view. The latest deal counts before: others may not know of it."""
-        own = {id: Heard.unpack(r["own"], len(self._samplers)) for id, r in reports.items()}
-        known = {id: heard for id, heard in own.items() if heard is not None}
-        assert len(known) == len(reports), "all run the same program"
+        known = {id: Heard(*json.loads(report["own"])) for id, report in reports.items()}
         deal = max(heard.deal for heard in known.values())
         base = next(reports[id] for id, heard in known.items() if heard.deal == deal)
         gone = [id for id in base["ids"] if id not in reports]
