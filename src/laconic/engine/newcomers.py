@@ -74,11 +74,8 @@ class Newcomer:
         """Of the present donor, once it has sent its state."""
         self._snapshot = Snapshot(0, [])
         """That state."""
-        policies = (each for each in others.values() if isinstance(each, PolicyState))
-        self._policy = next(policies, None)
+        self._policy = next((s for s in others.values() if isinstance(s, PolicyState)), None)
         self._handles: list[RemovableHandle] = []
-        self._task = -1
-        """The latest backward pass, as autograd numbers them."""
 
     # -- until the first step ----
 
@@ -94,10 +91,7 @@ class Newcomer:
                 self._handles.append(hook)
 
     def _on_gradient(self, _: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if self._task != task:
-            self._task = task
-            Variable._execution_engine.queue_callback(self._after_backward)
+        Variable._execution_engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
         # a pass within another one needs the parameters as they are, and one under no_sync()
@@ -320,7 +314,9 @@ class Newcomer:
         quorum = self._driver.run.quorum
         if quorum is None:
             self._skip_to(steps_before(start.call))
-        if start.digest and start.digest != self._digest():
+        session = self._driver.session
+        own = self._inside.gather(digest_of(session) if start.digest else 0)
+        if start.digest != (combined(own) if own[1:] else own[0]):
             log.info("the repeated steps gave another result: this worker gets the state again")
             self._load(None if feed is None else feed.ask_for_state().state)
         if quorum is None:
@@ -340,16 +336,9 @@ class Newcomer:
         self._link.take_part_from(start)
         if quorum is not None:
             quorum.start()
-        session = self._driver.session
         for p in session.params():
             p.grad = None
         log.info("caught up %s", after_step(session.step))
-
-    def _digest(self) -> int:
-        """See `digest_of`: that of all ranks."""
-        own = digest_of(self._driver.session)
-        digests = self._inside.gather(own)
-        return combined(digests) if len(digests) > 1 else own
 
 
 def load(driver: Driver, data: Tensor) -> Tensor | None:
