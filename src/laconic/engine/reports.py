@@ -170,18 +170,15 @@ class Reports:
             self._begin_deal(deal + 1, reports)
             for index, sampler in enumerate(self._samplers):
                 state = base["deals"][index]
-                counts = dict.fromkeys(range(state["workers"]), 0)
-                for worker, id in enumerate(base["ids"]):
-                    if id in gone:
-                        counts[worker] = last[id].drawn[index][1]  # that others have received
-                    elif known[id].deal == deal:  # else it has drawn nothing of this deal
-                        counts[worker] = known[id].drawn[index][0]
-                if not base["ids"]:  # the run begins, perhaps where a saved one ended
-                    for report in reports.values():
-                        own_state = report["deals"][index]
-                        counts[own_state["worker"]] = own_state["drawn"]
+                counts = [0] * state["workers"]
+                for id in gone:  # what others have received
+                    counts[base["ids"].index(id)] = last[id].drawn[index][1]
+                for id, heard in known.items():
+                    if heard.deal == deal:  # else it has drawn nothing of this deal
+                        own = reports[id]["deals"][index]
+                        counts[own["worker"]] = own["drawn"]
                 place = self._ids.index(me), len(reports)
-                deals.append(Recorded(sampler.drawn, state, list(counts.values()), *place))
+                deals.append(Recorded(sampler.drawn, state, counts, *place))
                 sampler.load_state_dict(state)
                 sampler.deal(*deals[-1][2:])
         if deals:
