@@ -188,8 +188,7 @@ class Newcomer:
 
     def _tell(self, what: str, about: Any = None) -> None:
         """On rank 0: the other ranks do the same."""
-        if self._inside.size > 1:
-            self._inside.deal([[what, about]] * self._inside.size)
+        self._inside.deal([[what, about]] * self._inside.size)
 
     def _follow_rank_0(self) -> None:
         """On another rank: do what rank 0 says, until the end."""
@@ -264,8 +263,7 @@ class Newcomer:
         self._load_others(load(self._driver, self._inside.deal(state)))
 
     def _load_others(self, data: Tensor | None) -> None:
-        states = {} if data is None else unpacked(data)
-        for name, state in states.items():
+        for name, state in ({} if data is None else unpacked(data)).items():
             self._others[name].load_state_dict(state)
 
     def _settings_of(self, call: Call, feed: Feed) -> list[dict[str, Any]] | None:
@@ -282,17 +280,12 @@ class Newcomer:
             self._use(groups)
             for p in session.params():  # nothing is sent of a shard without elements
                 p.grad = None if local(p).numel() else torch.zeros_like(p)
-            self._take_step(session.bound)  # its hook averages: the gradients of the donor
-        else:
+        if groups is None or _needs_closure(session.bound):  # `Start` brings what that step gives
             self._driver.advance()
+        else:
+            for each in members(session.bound):
+                each.step()  # its hook averages: the gradients of the donor
         session.comm.drain()  # delayed rounds take their records in the communication thread
-
-    def _take_step(self, optimizer: Optimizer) -> None:
-        if any(_needs_closure(each) for each in members(optimizer)):
-            self._driver.advance()  # it cannot be repeated: `Start` brings the state after it
-            return
-        for each in members(optimizer):
-            each.step()
 
     def _skip_to(self, steps: int) -> None:
         """Count steps in which there was no round."""
@@ -365,6 +358,7 @@ def load(driver: Driver, data: Tensor) -> Tensor | None:
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its ``step`` computes gradients itself, as that of LBFGS does."""
+    """Whether its ``step`` computes gradients itself, as that of LBFGS does. Several optimizers
+    refuse that."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
