@@ -36,12 +36,10 @@ _Settings = tuple[list[dict[str, Any]], Tensor]
 
 
 class PolicyState:
-    """The state that a newcomer's policy continues from, as that of one of the user's objects.
-    ``outputs``: what the policy's collectives have brought last, by the name of their call."""
+    """The state that a newcomer's policy continues from, as that of one of the user's objects."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self.outputs: dict[str, Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """See `Policy.handover`."""
@@ -49,8 +47,7 @@ class PolicyState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Policy.take_over`."""
-        self.outputs.update(state["outputs"])
-        self._policy.take_over(state, self.outputs)
+        self._policy.take_over(state)
 
 
 class Donor:

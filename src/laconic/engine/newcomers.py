@@ -26,12 +26,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from laconic.engine.donor import (
-    RESIDUALS,
-    PolicyState,
-    digest_of,
-    steps_before,
-)
+from laconic.engine.donor import RESIDUALS, digest_of, steps_before
 from laconic.engine.driver import Driver
 from laconic.engine.joint_optimizer import members
 from laconic.engine.saved_state import Runner, Stateful
@@ -74,7 +69,6 @@ class Newcomer:
         """Of the present donor, once it has sent its state."""
         self._snapshot = Snapshot(0, [])
         """That state."""
-        self._policy = next((s for s in others.values() if isinstance(s, PolicyState)), None)
         self._handles: list[RemovableHandle] = []
 
     # -- until the first step ----
@@ -209,8 +203,6 @@ class Newcomer:
 
     def _load_all(self, snapshot: Snapshot) -> None:
         self._tell("load")
-        if self._policy is not None:
-            self._policy.outputs.clear()
         self._load(snapshot.state)
 
     # -- catching up ----
@@ -243,8 +235,6 @@ class Newcomer:
             else:
                 feed.pop()
                 replay.note(frame)
-                if frame.outputs and self._policy is not None:
-                    self._policy.outputs[frame.call.name] = frame.outputs[-1]
         feed.pop()
         self._tell("start", {**vars(frame), "call": list(frame.call)})
         self._start(frame, feed)

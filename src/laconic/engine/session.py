@@ -88,11 +88,10 @@ class Policy(Protocol):
 
     def handover(self) -> dict[str, Any]:
         """Return what another worker needs to continue from this step: `state_dict` and more, as
-        plain data. ``outputs``: what collectives have brought that it has not used yet, by the name
-        of their call."""
+        plain data with tensors. Waits for what its collectives bring."""
 
-    def take_over(self, state: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
-        """Continue from another worker's `handover`, with the ``outputs`` since."""
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Continue from another worker's `handover`."""
 
 
 Buffers = Literal["average", "keep", "broadcast"]

@@ -303,25 +303,22 @@ class Chooser:
 
     def handover(self) -> dict[str, Any]:
         """See `Policy.handover`."""
-        paces = self._paces
         return {
             **self.state_dict(),
             **{name: getattr(self, f"_{name}") for name in _PLACE},
             "facts": None if self._facts is None else asdict(self._facts),
-            "comparing": paces is not None,
-            "outputs": {PACE: paces.wait()} if paces is not None and paces.done() else {},
+            "paces": None if self._paces is None else self._paces.wait(),
         }
 
-    def take_over(self, state: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
+    def take_over(self, state: Mapping[str, Any]) -> None:
         """See `Policy.take_over`."""
         self.load_state_dict(state)
         for name in _PLACE:
             setattr(self, f"_{name}", state[name])
         self._facts = None if state["facts"] is None else _facts(state["facts"])
         self._before = usage(self._session)
-        if state["comparing"]:
-            raw = outputs[PACE].contiguous().view(-1).view(torch.uint8)  # or it is bytes already
-            self._paces = Pending.of(raw.view(torch.float64).view(-1, 5))
+        if state["paces"] is not None:
+            self._paces = Pending.of(state["paces"])
 
     def undo(self) -> Callable[[], None]:
         """A function that restores the present state after a `load_state_dict`."""
