@@ -186,7 +186,7 @@ class Donor:
     def _leave_run(self) -> None:
         self._driver.session.comm.drain()
         self._driver.run.close()
-        self._reports.leave()
+        self._reports.finish(mean=False)
         self._link.members.leave()
         self._inside.say()  # the other ranks end after rank 0 has left
         self._link.close()

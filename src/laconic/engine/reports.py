@@ -92,13 +92,9 @@ class Reports:
                 self._send(complete)
             self._receive()
 
-    def leave(self) -> None:
-        """This worker leaves by itself. All rounds that were begun are complete."""
-        with self._lock:
-            self._receive(everything=True)
-
     def finish(self, *, mean: bool) -> None:
-        """`Synchronizer.finish` is complete. With ``mean``, all steps are in the consensus."""
+        """All rounds that were begun are complete: this worker leaves by itself, or
+        `Synchronizer.finish` is complete. With ``mean``, all steps are in the consensus."""
         with self._lock:
             if mean:
                 self._send(lambda: True)
