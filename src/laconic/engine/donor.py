@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from laconic.engine import loading
 from laconic.engine.driver import Driver
 from laconic.engine.reports import Reports
 from laconic.engine.saved_state import Stateful, checksum
-from laconic.engine.session import Policy, Session
+from laconic.engine.session import Session
 from laconic.errors import LinkError, after_step, when_uncaught
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.link import ElasticLink, Settings
@@ -35,19 +35,12 @@ _Settings = tuple[list[dict[str, Any]], Tensor]
 """The numbers in the optimizer's parameter groups, and the state of the user's objects."""
 
 
-class PolicyState:
-    """The state that a newcomer's policy continues from, as that of one of the user's objects."""
+class PolicyState(NamedTuple):
+    """The state that a newcomer's policy continues from, as that of one of the user's objects: see
+    `Policy.handover` and `Policy.take_over`."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Policy.handover`."""
-        return self._policy.handover()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Policy.take_over`."""
-        self._policy.take_over(state)
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]
 
 
 class Donor:

@@ -86,7 +86,7 @@ class Joined:
             self._check_channels(driver)
             others, policy = dict(self.others), driver.session.policy
             if policy is not None:
-                others["laconic: policy"] = PolicyState(policy)
+                others["laconic: policy"] = PolicyState(policy.handover, policy.take_over)
             donor = Donor(driver, self.link, self.reports, others)
             if self.link.replaying:
                 Newcomer(driver, self.link, others, donor.open).begin()

@@ -248,9 +248,27 @@ class Newcomer:
             feed.say_ready()
         return feed.peek()
 
-    def _load(self, state: Sequence[Tensor] | None) -> None:
-        """Load a donor's ``state``, which rank 0 has for all ranks."""
-        self._load_others(load(self._driver, self._inside.deal(state)))
+    def _load(self, states: Sequence[Tensor] | None) -> None:
+        """Load a donor's ``states``, which rank 0 has for all ranks, as from a checkpoint: see
+        `Donor`."""
+        session, state = self._driver.session, unpacked(self._inside.deal(states))
+        reshard(session.model)
+        sharded = [p for p in session.params() if is_sharded(p)]
+        if sharded:
+            state = on_mesh_of(state, sharded[0])
+        world, workers = session.world, session.workers.size  # those of the donor's latest unit
+        here = {"ranks": world.size, "workers": workers, "rank": world.rank}
+        sync = {**state["sync"], **here, "in_step": False, "stepped": []}
+        try:
+            session.model.load_state_dict(state["model"])
+            session.bound.load_state_dict(state["optimizer"])
+            self._driver.load([sync], alone=True)
+        except (RuntimeError, ValueError) as error:
+            raise LinkError(f"the state of another worker cannot be loaded: {error}") from error
+        for running in self._driver.run.rounds:
+            if running.round.exchange.out_degree is not None:
+                running.in_flight.clear()
+        self._load_others(state["others"])
 
     def _load_others(self, data: Tensor | None) -> None:
         for name, state in ({} if data is None else unpacked(data)).items():
@@ -322,29 +340,6 @@ class Newcomer:
         for p in session.params():
             p.grad = None
         log.info("caught up %s", after_step(session.step))
-
-
-def load(driver: Driver, data: Tensor) -> Tensor | None:
-    """Load what the same rank of a donor has sent, as from a checkpoint; see `Donor`. Returns the
-    state of the user's objects, if it has that."""
-    session, state = driver.session, unpacked(data)
-    reshard(session.model)
-    sharded = [p for p in session.params() if is_sharded(p)]
-    if sharded:
-        state = on_mesh_of(state, sharded[0])
-    world, workers = session.world, session.workers.size  # those of the donor's latest unit
-    here = {"ranks": world.size, "workers": workers, "rank": world.rank}
-    try:
-        session.model.load_state_dict(state["model"])
-        session.bound.load_state_dict(state["optimizer"])
-        driver.load([{**state["sync"], **here, "in_step": False, "stepped": []}], alone=True)
-    except (RuntimeError, ValueError) as error:
-        raise LinkError(f"the state of another worker cannot be loaded: {error}") from error
-    for running in driver.run.rounds:
-        if running.round.exchange.out_degree is not None:
-            running.in_flight.clear()
-    others: Tensor | None = state["others"]
-    return others
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
