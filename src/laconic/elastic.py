@@ -85,7 +85,6 @@ class Elastic:
                 f"{COORDINATOR_VARIABLE}=host:29400, with a host on which a worker or `laconic "
                 "coordinator` runs"
             )
-        parse_address(found)
         return found
 
     def trace_directory(self) -> Path | None:

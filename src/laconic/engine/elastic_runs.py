@@ -265,12 +265,11 @@ def join(
 
     if ranks == 1:
         return Joined(begin(), reports, rest)
-    return _join_as_rank(begin, params, elastic.wait + timeout, reports, rest)
+    return _join_as_rank(begin, elastic.wait + timeout, reports, rest)
 
 
 def _join_as_rank(
     begin: Callable[[], ElasticLink],
-    params: Sequence[Tensor],
     timeout: float,
     reports: Reports,
     others: Mapping[str, Stateful],
@@ -283,7 +282,6 @@ def _join_as_rank(
     jobs, inside, watched = (everyone.split(all_ranks) for _ in range(3))
     watch = Watch(watched)
     try:
-        outer = None
         with on_all_ranks(inside.gather):
             outer = begin() if inside.rank == 0 else None
         link = RankLink(Inside(jobs), outer, reports)
