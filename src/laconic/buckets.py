@@ -49,8 +49,6 @@ class Bucket:
     def __init__(self, segments: Sequence[Segment], group: int, multiple: int) -> None:
         self.segments = tuple(segments)
         self.group = group
-        self.number = 0
-        """The index in its round."""
         self.dtype = local(segments[0].tensor).dtype
         self.device = local(segments[0].tensor).device
         self.shapes = [local(s.tensor).shape for s in segments]

@@ -128,9 +128,9 @@ class ChannelSet:
                 "all workers start with, and its part= had nothing then: use ones without state"
             )
 
-    def cut(self, tensors: Tensors, number: int = 0) -> list[Channel]:
-        """Cut ``tensors`` into buckets, and give each a channel without state. ``number``: of the
-        first bucket. In an elastic run nothing may depend on the number of workers."""
+    def cut(self, tensors: Tensors) -> list[Channel]:
+        """Cut ``tensors`` into buckets, and give each a channel without state. In an elastic run
+        nothing may depend on the number of workers."""
         update, exchange, replica = self._round.update, self._round.exchange, self._replica
         workers = 1 if self._session.elastic is not None else self._link.size
         multiple = exchange.multiple(workers) * replica.size
@@ -139,7 +139,6 @@ class ChannelSet:
         spans = tensors if update.uses_lr else [[t for group in tensors for t in group]]
         found = []
         for bucket in bucketize(spans, multiple, whole=update.scope == "tensors"):
-            bucket.number, number = number, number + 1
             each = bucket.length // replica.size
             part = slice(replica.rank * each, (replica.rank + 1) * each)
             within = exchange.region(self._link, each)
@@ -181,7 +180,7 @@ class ChannelSet:
         ]
 
     def _add(self, tensors: Tensors) -> None:
-        new = self.cut(tensors, len(self.all))
+        new = self.cut(tensors)
         self.all += new
         for channel in new:
             self._make_states(channel)

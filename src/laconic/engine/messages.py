@@ -180,8 +180,7 @@ class ShardedTensors(Tensors):
 
     def __init__(self, bucket: Bucket) -> None:
         super().__init__([s.tensor.shape for s in bucket.segments])
-        self._params = [s.tensor for s in bucket.segments]
-        self._sizes = bucket.sizes
+        self._bucket = bucket
 
     def map(
         self,
@@ -191,10 +190,8 @@ class ShardedTensors(Tensors):
     ) -> None:
         from torch.distributed.tensor import distribute_tensor  # slow to import, seldom needed
 
-        pieces = torch.split(flat[: sum(self._sizes)], self._sizes)
-        chosen = [
-            (p, piece) for p, piece in zip(self._params, pieces, strict=True) if where(p.shape)
-        ]
+        pairs = zip(self._bucket.segments, self._bucket.split(flat), strict=True)
+        chosen = [(s.tensor, piece) for s, piece in pairs if where(s.tensor.shape)]
         chosen.sort(key=lambda each: -each[0].numel())
         shards = [as_shard(piece.view(local(p).shape), p) for p, piece in chosen]
         wholes = [shard.full_tensor() for shard in shards]
