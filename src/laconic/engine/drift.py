@@ -80,8 +80,6 @@ class DriftCheck:
         self._compared: list[Compared] = []
         """Not reported yet. A round with a delay is compared when its messages are complete."""
         self.found = 0
-        self._found_in = -1
-        """The last step in which they differed."""
 
     def restart(self) -> None:
         """A state was loaded: what is not reported yet was about another one, or has failed."""
@@ -102,11 +100,8 @@ class DriftCheck:
         because they change the state."""
         if not self._possible(running) or running.in_flight:
             return no_digest
-        return partial(self._digest_of, running, OF_ROUND * running.executed)
-
-    def _digest_of(self, running: ParameterRunner, first: int) -> int:
-        state = self._equal_state(running)
-        return digest(parts_of(state, first, OF_ROUND)) if state else 0
+        first = OF_ROUND * running.executed
+        return lambda: digest(parts_of(self._equal_state(running), first, OF_ROUND))
 
     def after_start(self, running: ParameterRunner, step: int) -> None:
         """Compare the digests of the round that has started after ``step``. All workers see the
@@ -129,9 +124,13 @@ class DriftCheck:
             )
             compared.append(Compared(session.step, what, session.world, Pending.of(found)))
         self._sent, self._compared = False, [c for c in compared if c.due > session.step]
-        for each in compared:
-            if each.due <= session.step and (differing := each.found.wait()) is not None:
-                self._report(each, *differing)
+        due = [(c, c.found.wait()) for c in compared if c.due <= session.step]
+        differing = [(c, found) for c, found in due if found is not None]
+        replaying = session.elastic is not None and session.elastic.replaying
+        if differing and not replaying:  # else this newcomer did not take part
+            self.found += 1
+            for each, found in differing:
+                self._report(each, *found)
 
     def _possible(self, running: ParameterRunner) -> bool:
         """Whether all workers receive the same result, and every worker sees all digests."""
@@ -153,12 +152,8 @@ class DriftCheck:
         ]
 
     def _report(self, compared: Compared, root: int, others: list[int]) -> None:
-        """Count the difference, and warn about the first one."""
+        """Record the difference, and warn in the first step with one."""
         session = self._session
-        if session.elastic is not None and session.elastic.replaying:
-            return  # this newcomer did not take part
-        if self._found_in != session.step:
-            self.found, self._found_in = self.found + 1, session.step
         if self.found == 1 and compared.link.rank == 0:
             warnings.warn(
                 f"the workers have drifted apart: at step {session.step} ranks {others} differ "
