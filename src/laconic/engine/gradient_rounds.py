@@ -62,7 +62,6 @@ class GradientRunner:
 
     def __init__(self, r: GradientRound, session: Session, announce: Callable[[], str]) -> None:
         self.round = r
-        self._update = r.update
         self._session, self._comm = session, session.comm
         self._link = link = session.links[r.over]
         self._elastic = session.elastic is not None
@@ -233,34 +232,32 @@ class GradientRunner:
         self._follow_stream()
         channel.gather()
         if not self._pending:
-            self._label, step = self._announce(), self._session.step
-            # `_average` looks who takes part
-            self._now = Clock(step + 1, math.nan, step, 0, 1, 0, seed=self._session.settings.seed)
+            self._label = self._announce()
             self._overlap.use(len(self.channels))
-        now = self._now
-        exchange = channel.exchange
-        if "residual" in channel.exchange_state and ends(self.round.when, now.step):
+        exchange, step = channel.exchange, self._session.step + 1
+        if "residual" in channel.exchange_state and ends(self.round.when, step):
             exchange = LastMean(exchange, channel.owned)
-        average = partial(self._average, exchange, channel.flat, channel.exchange_state, now)
+        average = partial(self._average, exchange, channel.flat, channel.exchange_state, step)
         turns = turns_at_once(self.set.largest)
         self._pending.append(self._overlap.begin(average, self._label, turns=turns))
         if len(self._pending) == len(self.channels):
             self._overlap.complete(self._label)
 
     async def _average(
-        self, exchange: Exchange, flat: Tensor, state: State, clock: Clock, link: AsyncLink
+        self, exchange: Exchange, flat: Tensor, state: State, step: int, link: AsyncLink
     ) -> None:
         """``flat`` <- combine(mean over the ranks of ``flat``). It becomes NaN if it is not finite
         on some rank."""
-        clock = replace(clock, workers=self._link.size, worker=self._link.rank)
+        update, seed = self.round.update, self._session.settings.seed
+        clock = Clock(step, math.nan, step - 1, 0, self._link.size, self._link.rank, seed=seed)
         # another attempt of an elastic run needs the message again
         message = flat.clone() if self._elastic and exchange.slots else flat
         try:
             arrival = await exchange.run(
                 link,
                 message,
-                lambda mean: computed(self._update, "combine", [mean], {}, clock),
-                rated(self._update, clock),
+                lambda mean: computed(update, "combine", [mean], {}, clock),
+                rated(update, clock),
                 state,
             )
             if arrival.flat is not flat:
