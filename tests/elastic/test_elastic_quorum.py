@@ -125,7 +125,7 @@ def test_a_quorum_of_all_gives_the_bits_of_the_plain_recipe(codec: str) -> None:
 
 
 def test_what_follows_from_a_poll() -> None:
-    polls = Polls([Rules(2, 1.0)], lambda kind, speeds, ranks: [3] * len(ranks))
+    polls = Polls([Rules(2, 1.0)], [lambda speeds, ranks: [3] * len(ranks)])
 
     def say(*workers: tuple[int, float]) -> dict[str, Standing]:
         each = [Standing(s, 0, waited, 7, 1.0, (0.1,)) for s, waited in workers]

@@ -20,8 +20,8 @@ from laconic.engine.messages import InFlightBucket, InFlightRound, Messenger
 from laconic.engine.overlap import AHEAD, Overlapping
 from laconic.engine.session import Session, Sets
 from laconic.errors import after_step
-from laconic.links.comm_thread import Pending, coroutine, run_here
-from laconic.links.link import one_by_one
+from laconic.links.comm_thread import Pending, coroutine
+from laconic.links.link import complete, one_by_one
 from laconic.links.null import NullLink
 from laconic.parts import Fragment, module_buffers
 from laconic.tensors import overwrite
@@ -180,7 +180,7 @@ class ParameterRunner:
         if self.round.exchange.communicates or self._replica.size > 1:
             pending = self._overlap.begin(job, self.label(step), now=not self.round.delay)
         else:  # not in the communication thread: a newcomer's donor has no record of it
-            pending = Pending.of(run_here(None, coroutine(lambda: job(one_by_one(self.link)))))
+            pending = Pending.of(complete(job(one_by_one(self.link))))
         return InFlightBucket(channel, sent, pending)
 
     def _launch_varying(self, step: int) -> InFlightRound:

@@ -30,10 +30,10 @@ from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.errors import LinkError
 from laconic.links.calls import FINISH
-from laconic.links.comm_thread import Pending, coroutine, run_here
+from laconic.links.comm_thread import Pending
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.polling import polling_over_elastic
-from laconic.links.link import one_by_one
+from laconic.links.link import complete, one_by_one
 from laconic.links.polls import (
     ARRIVED,
     BUSY,
@@ -141,8 +141,7 @@ class Kind:
             worker = own, x is not None, base, anchor
             message = exchange.contribution(*worker, all_arrive=arrived == n)
             combine = outer_step(update, state, clock)
-            job = partial(exchange.run, link, message, combine, clock, carried)
-            arrival = run_here(None, coroutine(job))
+            arrival = complete(exchange.run(link, message, combine, clock, carried))
             return None if x is None else arrival.flat.to(bucket.dtype, copy=True)
 
     def anchors(self) -> list[Tensor | None]:
@@ -327,19 +326,20 @@ class QuorumRounds:
     """The rounds of a recipe that close with a quorum. All ranks must make one at the same time."""
 
     def __init__(self, session: Session, rounds: Sequence[ParameterRunner]) -> None:
-        self._session, self._link = session, session.workers
+        self._session = session
         self.kinds = _kinds(rounds)
         for kind in self.kinds:
             kind.bases = kind.anchors()
         exchanges = [kind.exchange for kind in self.kinds]
         rules = [Rules(e.workers or sys.maxsize, e.grace) for e in exchanges]
+        again = [partial(paces, kind.exchange, kind.schedule.period) for kind in self.kinds]
         elastic = session.elastic
         if elastic is None:
             self._polling = polling_over(session.workers)
         else:
             assert isinstance(elastic, ElasticLink), "`check_quorum` has seen to it"
             self._polling = polling_over_elastic(elastic)
-        self._polls = Polls(rules, self._paces)
+        self._polls = Polls(rules, again)
         self._loop = PollLoop(session, self.kinds, self._polls, self._polling)
         for kind in self.kinds:
             kind.begin(session.step, self._worked(session.step), kind.schedule.offset)
@@ -349,12 +349,6 @@ class QuorumRounds:
             session.comm.run_by(self._loop.around)
         else:
             self._loop.begin()
-
-    def _paces(
-        self, kind: int, speeds: Mapping[int, float], roster: Sequence[int]
-    ) -> Sequence[int]:
-        exchange, period = self.kinds[kind].exchange, self.kinds[kind].schedule.period
-        return paces(exchange, period, speeds, roster)
 
     # -- one round ----
 
@@ -374,15 +368,11 @@ class QuorumRounds:
         seconds, steps = self._worked(step) - kind.began, step - kind.since
         if seconds > 0 and steps > 0:
             loop.speed = steps / seconds
-
-        def arrive() -> Outcome:
-            outcome: Outcome = loop.until(Waits(ARRIVED, loop.clock.arrive(step), index, x, rates))
-            return outcome
-
+        arrived = Waits(ARRIVED, loop.clock.arrive(step), index, x, rates)
         session, comm, start = self._session, self._session.comm, time.perf_counter()
         loop.alone = True
         with session.at_work(f"the rounds after step {step}"):  # later they can be taken over
-            kind.sent = comm.submit(arrive, kind.runners[0].label(step))
+            kind.sent = comm.submit(partial(loop.until, arrived), kind.runners[0].label(step))
         if kind.sent.done():  # where there is no thread, `submit` has waited
             comm.record_wait(start)
         self._take_over(kind, kind.sent)

@@ -43,9 +43,9 @@ class Rules(NamedTuple):
     grace: float
 
 
-Paces = Callable[[int, Mapping[int, float], Sequence[int]], Sequence[int]]
-"""A function of a kind, the latest speed of each worker (steps per second, by rank), and the ranks
-of a roster. Returns after how many steps each rank of the roster arrives again; 0: as the schedule
+Paces = Callable[[Mapping[int, float], Sequence[int]], Sequence[int]]
+"""A function of the latest speed of each worker (steps per second, by rank), and the ranks of a
+roster. Returns after how many steps each rank of the roster arrives again; 0: as the schedule
 says."""
 
 
@@ -148,10 +148,10 @@ def closing_time(
 
 
 class Polls:
-    """Decides, from what all workers say, by id in the order of their ranks. ``rounds``: how many
-    of each kind have closed."""
+    """Decides, from what all workers say, by id in the order of their ranks. ``rules`` and
+    ``paces``: by kind. ``rounds``: how many of each kind have closed."""
 
-    def __init__(self, rules: Sequence[Rules], paces: Paces) -> None:
+    def __init__(self, rules: Sequence[Rules], paces: Sequence[Paces]) -> None:
         self._rules, self._paces = rules, paces
         self.rounds = [0] * len(rules)
 
@@ -199,7 +199,7 @@ class Polls:
             if (s.state, s.kind) == (ARRIVED, kind) and -s.waited <= until
         ]
         speeds = {r: s.speed for r, s in enumerate(standings.values()) if s.speed}
-        return self._decision(standings, kind, roster, self._paces(kind, speeds, roster))
+        return self._decision(standings, kind, roster, self._paces[kind](speeds, roster))
 
     def repeat(
         self, standings: Mapping[str, Standing], closing: Closing
