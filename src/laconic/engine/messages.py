@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -153,22 +153,16 @@ class InFlightBucket(NamedTuple):
 @dataclass
 class InFlightRound:
     """One round in flight, to be folded after step ``due``. ``executed``: how many were
-    started before it. ``copies``: what was sent of tensors that come and go.
-    ``checked``: raises if a message was not finite.
+    started before it. ``copies``: what was sent of tensors that come and go. ``buckets()`` waits
+    until it is known which there are, and returns them; raises if a message was not finite. Those
+    of a round without a delay are sent one after the other, while the caller iterates over them,
+    once.
     """
 
     due: int
     executed: int
-    sent: Pending[list[InFlightBucket]] | Pending[Iterator[InFlightBucket]]
+    buckets: Callable[[], Iterable[InFlightBucket]]
     copies: ByGroup = ()
-    checked: Pending[None] = field(default_factory=lambda: Pending.of(None))
-
-    @property
-    def buckets(self) -> Iterable[InFlightBucket]:
-        """Wait until it is known which buckets there are, and return them. Those of a round without
-        a delay are sent one after the other, while the caller iterates over them, once."""
-        self.checked.wait()
-        return self.sent.wait()
 
 
 class ShardedTensors(Tensors):

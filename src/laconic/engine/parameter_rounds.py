@@ -155,12 +155,17 @@ class ParameterRunner:
             self.set.replace(self._with_other_ranks(groups, found))
         together = self._overlap.use(len(self.channels))
         if not delay:
-            sent = self._sent_in_turn(step, AHEAD if together else 0)
-            return InFlightRound(step, self.executed, Pending.of(sent))
-        each = [self._send(c, step, c.bucket.empty()) for c in self.channels]
+            in_turn = partial(self._sent_in_turn, step, AHEAD if together else 0)
+            return InFlightRound(step, self.executed, in_turn)
+        sent = [self._send(c, step, c.bucket.empty()) for c in self.channels]
         self._overlap.complete(label)
         checked = self._messenger.nonfinite.check(label)
-        return InFlightRound(step + delay, self.executed, Pending.of(each), checked=checked)
+
+        def buckets() -> list[InFlightBucket]:
+            checked.wait()
+            return sent
+
+        return InFlightRound(step + delay, self.executed, buckets)
 
     def _sent_in_turn(self, step: int, ahead: int) -> Iterator[InFlightBucket]:
         """Send a bucket when all but ``ahead`` of those before it are folded: they share memory."""
@@ -200,7 +205,7 @@ class ParameterRunner:
             return found
 
         pending = self._session.comm.submit(coroutine(send), self.label(step))
-        return InFlightRound(step + self.round.delay, executed, pending, copies)
+        return InFlightRound(step + self.round.delay, executed, pending.wait, copies)
 
     # -- folding ----
 
@@ -213,7 +218,7 @@ class ParameterRunner:
     def _fold(self, flight: InFlightRound, step: int, write: bool) -> None:
         """Fold what ``flight`` brings."""
         update = self.round.update
-        buckets, copied = flight.buckets, self.set.copied(flight.copies) if write else []
+        buckets, copied = flight.buckets(), self.set.copied(flight.copies) if write else []
         for tensor, copy in copied:
             overwrite(copy, tensor)
         for channel, y, pending in buckets:
@@ -235,7 +240,13 @@ class ParameterRunner:
         """Fold everything in flight, and have the update quiesce: an outer step of another round
         follows."""
         self.fold_due(step, early=True)
-        self._quiesce(averaged)
+        update = self.round.update
+        if update.quiesce is not None:
+            for channel in self.channels:
+                x = channel.bucket.pack(self._session.memory(channel.bucket))
+                with channel.states() as (state, _):
+                    update.quiesce(x, Seen(state, update, "quiesce"), averaged)
+                channel.bucket.unpack(x)
 
     def finish(self, step: int, *, weighted: bool = False) -> dict[int, float]:
         """Quiesce where the mean of x over workers counts next. With push weights, a part of x is
@@ -244,7 +255,7 @@ class ParameterRunner:
         mean, for which x is left de-biased."""
         self.fold_due(step, early=True, write=self._sends_part_of_x)
         weights = self.push_weights()
-        self._quiesce(averaged=not (weighted and weights))
+        self.quiesce(step, averaged=not (weighted and weights))
         return weights
 
     def push_weights(self) -> dict[int, float]:
@@ -255,15 +266,6 @@ class ParameterRunner:
         return {
             id(s.tensor): float(c.state[name]) for c in self.channels for s in c.bucket.segments
         }
-
-    def _quiesce(self, averaged: bool) -> None:
-        update = self.round.update
-        if update.quiesce is not None:
-            for channel in self.channels:
-                x = channel.bucket.pack(self._session.memory(channel.bucket))
-                with channel.states() as (state, _):
-                    update.quiesce(x, Seen(state, update, "quiesce"), averaged)
-                channel.bucket.unpack(x)
 
     # -- every step ----
 

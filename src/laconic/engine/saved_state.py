@@ -128,7 +128,7 @@ def channel_states(runner: Runner) -> Saved:
 
 def _flight_state(running: ParameterRunner, flight: InFlightRound) -> Saved:
     sent, buckets = set[int](), []
-    for channel, y, pending in flight.buckets:
+    for channel, y, pending in flight.buckets():
         arrival = pending.wait()
         sent.update(id(s.tensor) for s in channel.bucket.segments)
         buckets.append(
@@ -191,7 +191,7 @@ def _load_flight(running: ParameterRunner, saved: Saved, executed: int) -> InFli
         present = None if n is None else (n, running.present[1])
         arrived = Arrival(own["received"].to(device, copy=True), own["weight"], present=present)
         buckets.append(InFlightBucket(channel, y, Pending.of(arrived)))
-    return InFlightRound(saved["due"], executed, Pending.of(buckets), copies)
+    return InFlightRound(saved["due"], executed, lambda: buckets, copies)
 
 
 def loaded_states(
