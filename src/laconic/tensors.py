@@ -215,19 +215,6 @@ def on_mesh_of(value: Any, like: Tensor) -> Any:
     return value
 
 
-def as_shard(value: Any, like: Tensor) -> Any:
-    """``value`` as a DTensor, if ``like`` is one and ``value`` is a rank's part of such a one."""
-    if not (is_sharded(like) and isinstance(value, Tensor) and value.dim()):
-        return value
-    if value.shape != local(like).shape:
-        return value
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(like, DTensor)
-    at = value.to(like.device), like.device_mesh, like.placements
-    return DTensor.from_local(*at, shape=like.shape, stride=like.stride())
-
-
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums and outer state: at least float32."""
     return torch.promote_types(dtype, torch.float32)

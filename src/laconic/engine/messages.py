@@ -22,7 +22,7 @@ from laconic.engine.session import Session
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import Pending
 from laconic.links.link import AsyncLink, Job, Link
-from laconic.tensors import as_shard, is_sharded, local, state_dtype
+from laconic.tensors import is_sharded, local, state_dtype
 
 
 def outer_step(update: Update, state: State, clock: Clock) -> Combine:
@@ -182,12 +182,17 @@ class ShardedTensors(Tensors):
         function: Callable[[Tensor], Tensor],
         where: Callable[[torch.Size], bool] = lambda shape: True,
     ) -> None:
-        from torch.distributed.tensor import distribute_tensor  # slow to import, seldom needed
+        from torch.distributed.tensor import DTensor, distribute_tensor  # slow to import
+
+        def as_shard(p: Tensor, piece: Tensor) -> DTensor:
+            assert isinstance(p, DTensor), "where FSDP shards some, it shards all"
+            at = piece.view(local(p).shape), p.device_mesh, p.placements
+            return DTensor.from_local(*at, shape=p.shape, stride=p.stride())
 
         pairs = zip(self._bucket.segments, self._bucket.split(flat), strict=True)
         chosen = [(s.tensor, piece) for s, piece in pairs if where(s.tensor.shape)]
         chosen.sort(key=lambda each: -each[0].numel())
-        shards = [as_shard(piece.view(local(p).shape), p) for p, piece in chosen]
+        shards = [as_shard(p, piece) for p, piece in chosen]
         wholes = [shard.full_tensor() for shard in shards]
         for k, (shard, whole) in enumerate(zip(shards, wholes, strict=True)):
             if shard.device_mesh.get_local_rank() == k % shard.device_mesh.size():
