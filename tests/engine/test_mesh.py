@@ -254,3 +254,27 @@ def test_a_model_is_sharded_over_the_ranks_of_its_worker(pool: gloo.Pool) -> Non
     assert all(other == first for other in others)
     for said, (*_, words) in zip(first, MISSHARDED, strict=True):
         assert words in said and "fully_shard(model, mesh=mesh['shards'])" in said
+
+
+def sharded_in_part(rank: int) -> list[str]:
+    """What `laconic.attach` says of a block that FSDP has not sharded; and, of one that was frozen,
+    the step after it was thawed."""
+    mesh = mesh_of()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[1], mesh=mesh["shards"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = [refusal(lambda: la.attach(model, optimizer, LOCAL, mesh=mesh))]
+    model[0].requires_grad_(False)
+    with la.attach(model, optimizer, LOCAL, mesh=mesh) as sync:
+        descend(optimizer, model(torch.ones(2, 4)).sum())
+        model[0].requires_grad_(True)
+        found.append(refusal(lambda: descend(optimizer, model(torch.ones(2, 4)).sum())))
+        sync.detach()
+    return found
+
+
+@pytest.mark.fault("what FSDP had left whole, the ranks of a worker trained apart, and no one saw")
+def test_a_model_is_sharded_as_a_whole(pool: gloo.Pool) -> None:
+    for attached, thawed in pool.run(sharded_in_part, ranks=4):
+        for said in (attached, thawed):
+            assert "the optimizer trains '0.weight', which is not sharded" in said

@@ -11,7 +11,7 @@ from itertools import product
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.tensors import check_values, local, parts
+from laconic.tensors import check_values, is_sharded, local, parts
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -40,12 +40,21 @@ def _is_fsdp1(module: nn.Module) -> bool:
 
 def check_tensors(model: nn.Module, params: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` if a tensor of the model has no values that ranks can compare, or if one
-    of ``params`` is trained and consists of several tensors, so that rounds cannot average it. Warn
-    of trained parameters in memory that other processes may train, too."""
+    of ``params`` is trained and consists of several tensors, so that rounds cannot average it, or
+    is whole beside sharded ones. Warn of trained parameters in memory that other processes may
+    train, too."""
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         check_values(repr(name), t)
     names = {id(p): name for name, p in model.named_parameters()}
+    sharded = any(map(is_sharded, (*params, *model.parameters())))
     for p in params:
+        if sharded and p.requires_grad and not is_sharded(p):
+            raise ValueError(
+                f"the optimizer trains {names.get(id(p), 'a parameter')!r}, which is not sharded, "
+                "beside parameters that are: nothing would average its gradients over the ranks of "
+                "a worker. Shard all of the model, by fully_shard(model, mesh=mesh['shards']) "
+                "after its blocks, or freeze the parameter (requires_grad_(False))"
+            )
         if id(p) not in names:
             check_values("a parameter of the optimizer alone", p)
         if p.requires_grad and "" not in parts(local(p)):
