@@ -66,14 +66,8 @@ class Recorder:
     def __init__(self) -> None:
         self._file: JsonLines | None = None
         self._steps = 0
-        self._failure: BaseException | None = None
 
-    def start(
-        self,
-        file: JsonLines,
-        stats: Callable[[], Stats],
-        about: Mapping[str, Any],
-    ) -> None:
+    def start(self, file: JsonLines, stats: Callable[[], Stats], about: Mapping[str, Any]) -> None:
         """Write to ``file`` from now on. ``stats()`` returns the totals so far. ``about`` goes into
         the first record."""
         self._file, self._stats = file, stats
@@ -97,10 +91,8 @@ class Recorder:
             self.event("steps")
 
     def failed(self, error: BaseException) -> None:
-        """Record an error, unless it is the one recorded last."""
-        if self._failure is None or self._failure not in (error, error.__context__):
-            self.event("error", error=f"{type(error).__name__}: {error}")
-        self._failure = error
+        """Record an error."""
+        self.event("error", error=f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Write a last record."""
