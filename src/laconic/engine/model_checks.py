@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,8 +20,11 @@ def check_unwrapped(model: nn.Module) -> None:
     is none."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {model!r}")
+    wrappers: list[Any] = [DistributedDataParallel, nn.DataParallel]
+    if fsdp := sys.modules.get("torch.distributed.fsdp"):  # slow to import, and seldom needed
+        wrappers.append(fsdp.FullyShardedDataParallel)
     for name, module in model.named_modules():
-        if isinstance(module, (DistributedDataParallel, nn.DataParallel)) or _is_fsdp1(module):
+        if isinstance(module, tuple(wrappers)):
             where = f"the model's {name!r} is" if name else "the model is"
             raise ValueError(
                 f"{where} wrapped in {type(module).__name__}, which communicates by itself: pass "
@@ -28,14 +32,6 @@ def check_unwrapped(model: nn.Module) -> None:
                 "per worker pass nprocs_per_node=, or shard the plain module over them with "
                 "torch.distributed.fsdp.fully_shard, and pass mesh="
             )
-
-
-def _is_fsdp1(module: nn.Module) -> bool:
-    if "torch.distributed.fsdp" not in sys.modules:  # slow to import, and seldom needed
-        return False
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return isinstance(module, FullyShardedDataParallel)
 
 
 def check_tensors(model: nn.Module, params: Sequence[Tensor]) -> None:
