@@ -30,8 +30,9 @@ class JointOptimizer(Optimizer):
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         # not super().__init__, which would copy the groups
         self.optimizers = tuple(optimizers)
-        self._done: set[int] = set()
-        """The ids of the optimizers that have stepped, or were skipped, in this step."""
+        self.stepped: set[int] = set()
+        """The positions of those that have stepped, or were skipped, in a step that others have
+        not taken."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -52,28 +53,23 @@ class JointOptimizer(Optimizer):
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
 
-    @property
-    def stepped(self) -> list[int]:
-        """The positions of the optimizers that have stepped in a step that others have not."""
-        return [k for k, each in enumerate(self.optimizers) if id(each) in self._done]
-
     def restart(self, stepped: Sequence[int]) -> None:
         """Those at these positions have ``stepped``: a state was loaded."""
-        self._done = {id(self.optimizers[k]) for k in stepped}
+        self.stepped = set(stepped)
 
     def done(self, optimizer: Optimizer) -> bool:
         """Record that ``optimizer`` has stepped, or that its step was skipped. Returns whether that
         completes the step of all."""
-        self._done.add(id(optimizer))
-        complete = len(self._done) == len(self.optimizers)
+        self.stepped.add(self.optimizers.index(optimizer))
+        complete = len(self.stepped) == len(self.optimizers)
         if complete:
-            self._done.clear()
+            self.stepped.clear()
         return complete
 
     def before(self, hook: Hook, optimizer: Optimizer, args: tuple[Any, ...], options: Any) -> None:
         """Call ``hook`` before ``optimizer`` steps."""
-        if id(optimizer) in self._done:
-            missing = [o for o in self.optimizers if id(o) not in self._done]
+        if self.optimizers.index(optimizer) in self.stepped:
+            missing = [o for k, o in enumerate(self.optimizers) if k not in self.stepped]
             raise ValueError(
                 f"{type(optimizer).__name__} stepped twice before {class_names(missing)} did: in "
                 "each training step call step() once on each optimizer given to laconic.attach"

@@ -75,7 +75,7 @@ def state_dict(run: RecipeRun) -> dict[str, Any]:
             **header(run),
             "step": run.session.step,
             "in_step": run.session.in_step,
-            "stepped": optimizer.stepped if isinstance(optimizer, JointOptimizer) else [],
+            "stepped": sorted(optimizer.stepped) if isinstance(optimizer, JointOptimizer) else [],
             "joined": _positions(run),
             "rounds": [saved_state.round_state(running) for running in run.rounds],
             "gradients": [
