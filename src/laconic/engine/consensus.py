@@ -130,7 +130,8 @@ def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
     with torch.no_grad():
         saved = copies([*session.params(), *session.model.buffers()])
     try:
-        with session.holding_consensus(mean=mean), in_mode(session.optimizer, training=True):
+        session.hold_consensus(mean)
+        with in_mode(session.optimizer, training=True):
             with torch.no_grad():
                 _write_own(run, mean, rest=False)
             with in_mode(session.optimizer, training=False, params=session.params()):
@@ -139,6 +140,7 @@ def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
                 session.status("in consensus()")
                 yield session.model
     finally:
+        session.hold_consensus(None)
         restore(reversed(saved))
         reshard(session.model)
         session.status("computing")

@@ -428,14 +428,9 @@ class Session:
         yield
         self.round_seconds += time.thread_time() - start
 
-    @contextmanager
-    def holding_consensus(self, *, mean: bool) -> Iterator[None]:
-        """A context in which the model holds the consensus of this ``mean``."""
+    def hold_consensus(self, mean: bool | None) -> None:
+        """The model holds the consensus of this ``mean``; None: the worker's x again."""
         self.holds_consensus = mean
-        try:
-            yield
-        finally:
-            self.holds_consensus = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
