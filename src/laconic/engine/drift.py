@@ -115,22 +115,30 @@ class DriftCheck:
         self._compared.append(Compared(step + delay, what, link, found))
 
     def after_step(self) -> None:
-        """Report which workers differed before this step."""
+        """Report which workers differed before this step, and warn in the first step with any."""
         session, compared = self._session, self._compared
         if self._sent:
-            what, found = (
-                "the parameters, though all took the same steps",
-                _difference(session.workers),
-            )
-            compared.append(Compared(session.step, what, session.world, Pending.of(found)))
+            what = "the parameters, though all took the same steps"
+            found = Pending.of(_difference(session.workers))
+            compared.append(Compared(session.step, what, session.world, found))
         self._sent, self._compared = False, [c for c in compared if c.due > session.step]
         due = [(c, c.found.wait()) for c in compared if c.due <= session.step]
         differing = [(c, found) for c, found in due if found is not None]
         replaying = session.elastic is not None and session.elastic.replaying
-        if differing and not replaying:  # else this newcomer did not take part
-            self.found += 1
-            for each, found in differing:
-                self._report(each, *found)
+        if not differing or replaying:  # this newcomer did not take part
+            return
+        self.found += 1
+        for each, (root, others) in differing:
+            if self.found == 1 and each.link.rank == 0:
+                warnings.warn(
+                    f"the workers have drifted apart: at step {session.step} ranks {others} differ "
+                    f"from rank {root} in {each.what}. Their optimizers' settings differ, such as "
+                    "the learning rate, their processors round differently, memory is faulty, or "
+                    "the training program does something else on some ranks. sync.consensus() and "
+                    "sync.finish() average what differs",
+                    stacklevel=2,
+                )
+            session.recorder.event("drift", ranks=others)
 
     def _possible(self, running: ParameterRunner) -> bool:
         """Whether all workers receive the same result, and every worker sees all digests."""
@@ -150,20 +158,6 @@ class DriftCheck:
             for k, t in sorted(state.items())
             if kept.slots.get(k, "owner") in slots and t.dim()
         ]
-
-    def _report(self, compared: Compared, root: int, others: list[int]) -> None:
-        """Record the difference, and warn in the first step with one."""
-        session = self._session
-        if self.found == 1 and compared.link.rank == 0:
-            warnings.warn(
-                f"the workers have drifted apart: at step {session.step} ranks {others} differ "
-                f"from rank {root} in {compared.what}. Their optimizers' settings differ, such as "
-                "the learning rate, their processors round differently, memory is faulty, or the "
-                "training program does something else on some ranks. sync.consensus() and "
-                "sync.finish() average what differs",
-                stacklevel=2,
-            )
-        session.recorder.event("drift", ranks=others)
 
 
 def _difference(link: Link) -> tuple[int, list[int]] | None:
