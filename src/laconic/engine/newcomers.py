@@ -193,7 +193,7 @@ class Newcomer:
                     self._recover()
                     self._load(None)
                 elif what == "replay":
-                    self._replay(Call(*about[0]), about[1])
+                    self._replay(*about)
                 elif what == "start":
                     self._start(Start(**{**about, "call": Call(*about["call"])}))
                 else:
@@ -219,17 +219,17 @@ class Newcomer:
                 self._load_all(frame)
                 continue
             assert isinstance(frame, Record), "settings were taken out"
-            quorum = self._driver.run.quorum
-            if quorum is not None and frame.call[:2] == POLL[:2] and frame.outputs:
-                quorum.follow()
+            run, step = self._driver.run, steps_before(frame.call)
+            if run.quorum is not None and frame.call[:2] == POLL[:2] and frame.outputs:
+                run.quorum.follow()
                 continue
-            rounds = {GRADIENTS, *(running.round.name for running in self._driver.run.rounds)}
-            repeated = steps_before(frame.call) < self._driver.session.step
-            if frame.call.name in rounds and not repeated:
+            rounds = {GRADIENTS, *(running.round.name for running in run.rounds)}
+            if frame.call.name in rounds and step >= self._driver.session.step:
                 begun = time.perf_counter()
-                groups = self._settings_of(frame.call, feed)
-                self._tell("replay", [list(frame.call), groups])
-                self._replay(frame.call, groups)
+                averaged = run.averages_gradients(step + 1)
+                groups = feed.settings_of(step) if averaged else None
+                self._tell("replay", [step, groups])
+                self._replay(step, groups)
                 if feed.waiting:  # else it has waited for a frame
                     self._pace = time.perf_counter() - begun
             else:
@@ -274,16 +274,11 @@ class Newcomer:
         for name, state in ({} if data is None else unpacked(data)).items():
             self._others[name].load_state_dict(state)
 
-    def _settings_of(self, call: Call, feed: Feed) -> list[dict[str, Any]] | None:
-        """Of the optimizer in the step that ``call`` belongs to, if its gradients were averaged."""
-        step = steps_before(call)
-        averaged = any(g.round.when(step + 1) for g in self._driver.run.gradients)
-        return feed.settings_of(step) if averaged else None
-
-    def _replay(self, call: Call, groups: list[dict[str, Any]] | None) -> None:
-        """Repeat the step that ``call`` belongs to. ``groups``: see `_settings_of`."""
+    def _replay(self, step: int, groups: list[dict[str, Any]] | None) -> None:
+        """Repeat the step after ``step`` steps. ``groups``: the numbers in the optimizer's
+        parameter groups then, if its gradients were averaged."""
         session = self._driver.session
-        self._skip_to(steps_before(call))
+        self._skip_to(step)
         if groups is not None:
             self._use(groups)
             for p in session.params():  # nothing is sent of a shard without elements
