@@ -13,7 +13,6 @@ from torch import Tensor
 
 from laconic.engine import loading
 from laconic.engine.driver import Driver
-from laconic.engine.reports import Reports
 from laconic.engine.saved_state import Stateful, checksum
 from laconic.engine.session import Session
 from laconic.errors import LinkError, after_step, when_uncaught
@@ -49,13 +48,9 @@ class Donor:
     leave together."""
 
     def __init__(
-        self,
-        driver: Driver,
-        link: ElasticLink | RankLink,
-        reports: Reports,
-        others: Mapping[str, Stateful],
+        self, driver: Driver, link: ElasticLink | RankLink, others: Mapping[str, Stateful]
     ) -> None:
-        self._driver, self._link, self._reports = driver, link, reports
+        self._driver, self._link = driver, link
         self._others, self._inside = others, driver.session.inside
         self._settings: dict[int, _Settings] = {}
         """By the number of steps before the one that begins with them."""
@@ -157,7 +152,7 @@ class Donor:
         session, rounds = self._driver.session, self._driver.rounds_done
         began = rounds > self._rounds or self._driver.run.averages_gradients(session.step)
         self._rounds = rounds
-        self._reports.after_step(session.comm.latest() if began else None)
+        self._link.reports.after_step(session.comm.latest() if began else None)
         reception, inside = self._link.reception, self._inside
         callers = [] if self._leaving else reception.callers(session.step)
         left, called = inside.any(self._leaving, bool(callers))
@@ -179,14 +174,14 @@ class Donor:
     def _leave_run(self) -> None:
         self._driver.session.comm.drain()
         self._driver.run.close()
-        self._reports.finish(mean=False)
+        self._link.reports.finish(mean=False)
         self._link.members.leave()
         self._inside.say()  # the other ranks end after rank 0 has left
         self._link.close()
         raise SystemExit(LEFT)
 
     def _after_finish(self, mean: bool) -> None:
-        self._reports.finish(mean=mean)
+        self._link.reports.finish(mean=mean)
         self._send_state()
         for relay in self._link.relays:
             relay.flush(self._link.members.limit)

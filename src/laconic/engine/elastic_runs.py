@@ -57,7 +57,6 @@ class Joined:
     and for `Inside`."""
 
     link: ElasticLink | RankLink
-    reports: Reports
     others: Mapping[str, Stateful]
     inside: Inside = field(default_factory=Inside)
     ranks: TcpLink | None = None
@@ -87,7 +86,7 @@ class Joined:
             others, policy = dict(self.others), driver.session.policy
             if policy is not None:
                 others["laconic: policy"] = PolicyState(policy.handover, policy.take_over)
-            donor = Donor(driver, self.link, self.reports, others)
+            donor = Donor(driver, self.link, others)
             if self.link.replaying:
                 Newcomer(driver, self.link, others, donor.open).begin()
             else:
@@ -234,7 +233,7 @@ def join(
     rest = {k: each for k, each in others.items() if k not in samplers}
     part = current_part.get()
     if part is not None:
-        return Joined(SimulatedElasticLink(*part, reports), reports, rest)
+        return Joined(SimulatedElasticLink(*part, reports), rest)
     text, definition = recipe_text(rounds), describe(rounds)
     if isinstance(recipe, Auto):
         text = definition = recipe.text
@@ -264,7 +263,7 @@ def join(
         return start(elastic.address(), elastic.job, about, need, *within, reports, recording)
 
     if ranks == 1:
-        return Joined(begin(), reports, rest)
+        return Joined(begin(), rest)
     return _join_as_rank(begin, elastic.wait + timeout, reports, rest)
 
 
@@ -290,4 +289,4 @@ def _join_as_rank(
     except BaseException:
         watch.over = lambda: True  # the ranks have not joined a run, and need not end together
         raise
-    return Joined(link, reports, others, Inside(inside), everyone)
+    return Joined(link, others, Inside(inside), everyone)

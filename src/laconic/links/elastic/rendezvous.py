@@ -55,6 +55,12 @@ class Reporting(Protocol):
     def deal_again(self, drawn: Mapping[str, Sequence[int]], ids: Sequence[str], me: str) -> None:
         """The samplers have loaded states of workers that had ``drawn`` so many: deal the rest."""
 
+    def after_step(self, complete: Callable[[], bool] | None) -> None:
+        """A step was computed."""
+
+    def finish(self, *, mean: bool) -> None:
+        """All rounds that were begun are complete."""
+
     def release(self) -> None:
         """This worker's run has failed: no view follows."""
 
