@@ -51,7 +51,7 @@ class Donor:
         self, driver: Driver, link: ElasticLink | RankLink, others: Mapping[str, Stateful]
     ) -> None:
         self._driver, self._link = driver, link
-        self._others, self._inside = others, driver.session.inside
+        self.others, self._inside = others, driver.session.inside
         self._settings: dict[int, _Settings] = {}
         """By the number of steps before the one that begins with them."""
         self._rounds = 0
@@ -118,7 +118,7 @@ class Donor:
         """The state of the user's objects. If it cannot be read, this worker's training goes on,
         and newcomers are refused."""
         try:
-            return packed({name: each.state_dict() for name, each in self._others.items()})
+            return packed({name: each.state_dict() for name, each in self.others.items()})
         except Exception:  # anything, of the user's objects
             log.exception("the state of others= cannot be read, so no worker can join")
             for relay in self._link.relays:

@@ -88,7 +88,7 @@ class Joined:
                 others["laconic: policy"] = PolicyState(policy.handover, policy.take_over)
             donor = Donor(driver, self.link, others)
             if self.link.replaying:
-                Newcomer(driver, self.link, others, donor.open).begin()
+                Newcomer(driver, self.link, donor).begin()
             else:
                 donor.open()
         except BaseException:

@@ -17,7 +17,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from laconic.engine.donor import RESIDUALS, digest_of, steps_before
+from laconic.engine.donor import RESIDUALS, Donor, digest_of, steps_before
 from laconic.engine.driver import Driver
 from laconic.engine.joint_optimizer import members
-from laconic.engine.saved_state import Runner, Stateful
+from laconic.engine.saved_state import Runner
 from laconic.errors import LinkError, after_step
 from laconic.links.calls import FINISH, GRADIENTS, Call
 from laconic.links.elastic.feed import Feed
@@ -48,17 +48,11 @@ NEAR_SECONDS = 0.1
 
 
 class Newcomer:
-    """A worker that joins a run. ``ready()`` is called once it takes part. In a worker of several
-    ranks, rank 0 hears from the donor, and says what all ranks do next."""
+    """A worker that joins a run. ``later``: what it is for others once it takes part. In a worker
+    of several ranks, rank 0 hears from the donor, and says what all ranks do next."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        link: ElasticLink | RankLink,
-        others: Mapping[str, Stateful],
-        ready: Callable[[], None],
-    ) -> None:
-        self._driver, self._link, self._others, self._ready = driver, link, others, ready
+    def __init__(self, driver: Driver, link: ElasticLink | RankLink, later: Donor) -> None:
+        self._driver, self._link, self._later = driver, link, later
         self._inside = driver.session.inside
         self._pace = math.inf
         """How many seconds the latest step took to repeat."""
@@ -107,7 +101,7 @@ class Newcomer:
         self._close_feed()
         for p in with_gradients:
             p.grad = torch.zeros_like(p)
-        self._ready()
+        self._later.open()
 
     def finish(self) -> None:
         """Load what `Synchronizer.finish` leaves on the workers of the run."""
@@ -272,7 +266,7 @@ class Newcomer:
 
     def _load_others(self, data: Tensor | None) -> None:
         for name, state in ({} if data is None else unpacked(data)).items():
-            self._others[name].load_state_dict(state)
+            self._later.others[name].load_state_dict(state)
 
     def _replay(self, step: int, groups: list[dict[str, Any]] | None) -> None:
         """Repeat the step after ``step`` steps. ``groups``: the numbers in the optimizer's
