@@ -56,7 +56,6 @@ class Round:
         check_int("delay", self.delay, 0)
         check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
         check_choice("over", self.over, SETS)
-        check_coroutine(self.exchange)
         name = type(self.update).__name__
         check_choice(f"{name}.sends", self.update.sends, get_args(Sends))
         check_choice(f"{name}.scope", self.update.scope, get_args(Scope))
@@ -68,6 +67,7 @@ class Round:
         u, e = type(update).__name__, type(exchange).__name__
         tensors = update.scope == "tensors"
         return {
+            f"{e}.run must be a coroutine: async def run": not iscoroutinefunction(exchange.run),
             f"{e} is for rounds on gradients: use GradientRound": exchange.scope == "tensors",
             f"{u} sends changes of the parameters, which {e} would take relative to the last "
             "result: give the exchange relative=False": (
@@ -142,11 +142,13 @@ class GradientRound:
 
     def __post_init__(self) -> None:
         check_choice("over", self.over, SETS)
-        check_coroutine(self.exchange)
         update, exchange, sends = self.update, self.exchange, type(self.update).send
         combines_only = update.combines_only and not update.slots and sends is Update.send
         refuse(
             {
+                f"{type(exchange).__name__}.run must be a coroutine: async def run": (
+                    not iscoroutinefunction(exchange.run)
+                ),
                 f"{type(update).__name__} needs whole tensors, which rounds on gradients do not "
                 "have: use it in a Round": update.scope == "tensors",
                 f"{type(update).__name__} uses the learning rate, which rounds on gradients do not "
@@ -164,14 +166,6 @@ class GradientRound:
     def name(self) -> str:
         """What messages to the user call this round."""
         return f"{type(self.update).__name__} gradient round"
-
-
-def check_coroutine(exchange: Exchange) -> None:
-    """Raise ``ValueError`` if the ``run`` of ``exchange`` is not ``async``."""
-    name = type(exchange).__name__
-    refuse(
-        {f"{name}.run must be a coroutine: async def run": not iscoroutinefunction(exchange.run)}
-    )
 
 
 AnyRound = Round | GradientRound
