@@ -40,7 +40,8 @@ def named(function: Callable[P, R], name: str | None = None) -> Callable[P, R]:
         try:
             given = signature.bind(*arguments, **options).arguments
         except TypeError as error:
-            raise ValueError(f"{name}{_plain(signature)}: {error}") from None
+            bare = [p.replace(annotation=p.empty) for p in parameters.values()]
+            raise ValueError(f"{name}{inspect.Signature(bare)}: {error}") from None
         made: Any = function(*arguments, **options)
         text = call_text(name, function, given)
         return cast("R", NamedRecipe(made, text) if is_recipe(made) else made)
@@ -64,10 +65,3 @@ def call_text(name: str, function: Callable[..., Any], given: Mapping[str, Any])
         value = plain(given[key])
         words.append(value if positional else f"{key}={value}")
     return f"{name}({', '.join(words)})"
-
-
-def _plain(signature: inspect.Signature) -> str:
-    """Return the signature as a user types it, without annotations."""
-    empty = inspect.Parameter.empty
-    bare = [p.replace(annotation=empty) for p in signature.parameters.values()]
-    return str(inspect.Signature(bare))
