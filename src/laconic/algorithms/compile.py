@@ -66,14 +66,18 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
     are of one rank."""
     with_quorum = [r for r in recipe if isinstance(r.exchange, QuorumMean)]
     for r in with_quorum:
-        assert isinstance(r.exchange, QuorumMean), "selected above"
-        most = r.exchange.workers
+        update, exchange = r.update, r.exchange
+        assert isinstance(exchange, QuorumMean), "selected above"
+        most = exchange.workers
         if most is not None and workers is not None and most > workers:
             raise ValueError(
                 f"quorum must be at most the number of workers, {workers}, not {most}: use 1 to "
                 f"{workers}, or None for all"
             )
-        if not isinstance(r, Round) or not _fits_quorum(r):
+        anchored = update.anchor is not None and update.slots.get(update.anchor) == "owner"
+        keeps = isinstance(r, Round) and r.optimizer_state != "average"
+        regular = isinstance(r.when, Every) and r.over in ("world", "workers") and not r.delay
+        if not (update.combines_only and anchored and exchange.anchored and keeps and regular):
             raise ValueError(
                 f"{r.name} cannot have a quorum: it is a Round over the workers, due every so many "
                 "steps, without delay, which keeps or resets the optimizer's state, and its update "
@@ -146,15 +150,6 @@ def check_identical(recipe: Recipe) -> None:
 def has_quorum(recipe: Recipe) -> bool:
     """Return whether ``recipe`` has rounds that do not wait for all workers."""
     return any(isinstance(r.exchange, QuorumMean) for r in recipe)
-
-
-def _fits_quorum(r: Round) -> bool:
-    update, exchange = r.update, r.exchange
-    anchored = update.anchor is not None and update.slots.get(update.anchor) == "owner"
-    plain = r.over in ("world", "workers") and not r.delay and r.optimizer_state != "average"
-    first = isinstance(exchange, QuorumMean) and exchange.anchored and not is_of_optimizer(r.part)
-    regular = isinstance(r.when, Every)
-    return update.combines_only and anchored and plain and first and regular
 
 
 def replicated(recipe: Recipe) -> Recipe:
