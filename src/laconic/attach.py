@@ -224,7 +224,7 @@ def attach(
     if joined is not None:
         joined.take_part(driver)
     sync = Synchronizer(driver)
-    attached.claim(optimizer, sync)
+    attached.claim(sync)
     if scaler is not None:
         attached.watch(scaler)
     if joined is None and sync.workers > 1:

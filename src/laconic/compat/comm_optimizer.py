@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from laconic.algorithms import recipes
 from laconic.algorithms.round import Recipe
 from laconic.attach import attach
-from laconic.engine.attached import claim
 from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_choice, check_float, check_int
 from laconic.links import Link
@@ -124,8 +123,6 @@ class CommOptimizer(Optimizer):
         for kind in HOOKS:  # the inner optimizer calls them
             name = f"_optimizer_{kind}_hooks"
             setattr(self, name, getattr(optimizer, name))
-        if self.sync is not None:
-            claim(self, self.sync)
 
     @property
     def local_optimizer(self) -> Optimizer:

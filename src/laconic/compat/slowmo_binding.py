@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.compat.slowmo_arguments import HALF
-from laconic.engine.attached import check_free, claim, release
+from laconic.engine.attached import check_free, claim
 from laconic.engine.recipe_run import check_alike
 from laconic.engine.synchronizer import Synchronizer
 from laconic.links.agreement import agree
@@ -133,7 +133,7 @@ class Binding:
             )
         self._before_step.clear()
         self._driver.bind(optimizer)
-        claim(optimizer, self._sync)
+        claim(self._sync)
         if self.waiting is not None:
             try:
                 self._driver.load([self.waiting], alone=True)
@@ -146,9 +146,8 @@ class Binding:
     def _replace(self, optimizer: Optimizer) -> None:
         """Replace the bound optimizer by another one over the same parameters."""
         check_free(optimizer)
-        release(self._driver.session.bound)
         self._driver.follow(optimizer)
-        claim(optimizer, self._sync)
+        claim(self._sync)
 
     def _finish(self) -> None:
         """Finish binding, with checks that need all ranks to be here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,28 +16,23 @@ from laconic.engine.synchronizer import Synchronizer
 from laconic.links import Link
 from laconic.links.simulated import current_link
 
-_by_optimizer: WeakKeyDictionary[Optimizer, ref[Synchronizer]] = WeakKeyDictionary()
-"""Weak on both sides: an attached optimizer's hooks keep its synchronizer alive."""
 _made: WeakKeyDictionary[Synchronizer, None] = WeakKeyDictionary()
-"""All that exist, in the order of `laconic.attach`."""
+"""All that exist and follow an optimizer, whose hooks keep them alive, in the order of
+`laconic.attach`."""
 
 
-def claim(optimizer: Optimizer, sync: Synchronizer) -> None:
-    """Record that ``sync`` follows ``optimizer``."""
+def claim(sync: Synchronizer) -> None:
+    """Record that ``sync`` follows its optimizer from now on."""
+    _made.pop(sync, None)
     _made[sync] = None
-    for each in (optimizer, *members(optimizer)):
-        _by_optimizer[each] = ref(sync)
-
-
-def release(optimizer: Optimizer) -> None:
-    """Record that no synchronizer follows ``optimizer``."""
-    _by_optimizer.pop(optimizer, None)
 
 
 def synchronizer_of(optimizer: object) -> Synchronizer | None:
-    """The synchronizer attached to ``optimizer`` last, if it still exists."""
-    found = _by_optimizer.get(optimizer) if isinstance(optimizer, Optimizer) else None
-    return None if found is None else found()
+    """The synchronizer attached to ``optimizer`` last, if it still exists; that of a front end is
+    its ``sync``."""
+    own, every = getattr(optimizer, "sync", None), ((s, s.driver.session.bound) for s in _all())
+    found = [s for s, o in every if s is own or id(optimizer) in map(id, (o, *members(o)))]
+    return found[-1] if found else None
 
 
 def synchronizer_near(*given: object) -> Synchronizer | None:
