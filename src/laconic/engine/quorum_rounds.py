@@ -65,26 +65,23 @@ class Outcome(NamedTuple):
 class Kind:
     """Rounds that are due at the same steps, and close together.
 
-    ``base``: the number of the round whose result this worker last received; 0: the common start.
+    ``exchange``: that of the first of them, since all have the same rules. ``base``: the number of
+    the round whose result this worker last received; 0: the common start.
     ``bases``: by channel, that result, from which its x has started; None for what has no anchor.
     ``since``: the step after which it received that result, at the time ``began``. ``pace``: the
     number of steps until it arrives again; 0: as the schedule says. ``sent``: what it receives from
     the round that it takes part in after the present step, until it has taken that over.
     """
 
-    runners: list[ParameterRunner]
+    exchange: QuorumMean
     schedule: Every
+    runners: list[ParameterRunner] = field(default_factory=list)
     base: int = 0
     bases: list[Tensor | None] = field(default_factory=list)
     since: int = 0
     began: float = 0.0
     pace: int = 0
     sent: Pending[Outcome] | None = None
-
-    @property
-    def exchange(self) -> QuorumMean:
-        """That of its rounds, which have the same rules."""
-        return _exchange(self.runners[0].round.exchange)
 
     @property
     def all(self) -> list[tuple[ParameterRunner, Channel]]:
@@ -118,31 +115,6 @@ class Kind:
     def rates(self) -> tuple[float, ...]:
         """The learning rates of the channels; NaN where it does not count."""
         return tuple(running.clock(channel.bucket, 0).lr for running, channel in self.all)
-
-    def exchange_one(
-        self, decision: Decision, at: int, x: Tensor | None, arrived: int, seed: int
-    ) -> Tensor | None:
-        """The round on channel number ``at``. ``x``: this worker's, None if it does not contribute;
-        ``arrived``: how many do. Returns the result if this one does."""
-        running, channel = self.all[at]
-        update, bucket = running.round.update, channel.bucket
-        late = self.base != decision.number - 1
-        base = self.bases[at] if late else None
-        own = bucket.empty() if x is None else x
-        n, rank = running.link.size, running.link.rank
-        clock = Clock(
-            *(decision.step, decision.rates[at], decision.number - 1, 0, n, rank),
-            seed=seed,
-            arrived=arrived,
-        )
-        exchange, link = _exchange(channel.exchange), one_by_one(running.link)
-        with channel.states() as (state, carried):
-            anchor = None if update.anchor is None else state[update.anchor]
-            worker = own, x is not None, base, anchor
-            message = exchange.contribution(*worker, all_arrive=arrived == n)
-            combine = outer_step(update, state, clock)
-            arrival = complete(exchange.run(link, message, combine, clock, carried))
-            return None if x is None else arrival.flat.to(bucket.dtype, copy=True)
 
     def anchors(self) -> list[Tensor | None]:
         """Copies of the anchors, as x has them."""
@@ -294,14 +266,28 @@ class PollLoop:
         return Standing(waits.state, waits.kind, waited, step, self.speed, rates)
 
     def _exchange(self, decision: Decision, waits: Waits, at: int) -> Tensor | None:
-        """The round on channel number ``at``, if there is one."""
-        kind = self._kinds[decision.kind]
+        """The round on channel number ``at``, if there is one. Returns the result if this worker
+        contributes."""
+        kind, polling, seed = self._kinds[decision.kind], self._polling, self._session.settings.seed
         if not kind.all:
             return None
-        x = waits.x[at] if self._polling.me in decision.roster else None
+        running, channel = kind.all[at]
+        update, exchange, bucket = running.round.update, channel.exchange, channel.bucket
+        assert isinstance(exchange, QuorumMean), "as in `_kinds`"
+        contributes = polling.me in decision.roster
+        x = waits.x[at] if contributes else bucket.empty()
+        base = None if kind.base == decision.number - 1 else kind.bases[at]
         # one of the roster may have been lost since the poll, in an earlier unit of this round
-        arrived = sum(id in decision.roster for id in self._polling.ids)
-        return kind.exchange_one(decision, at, x, arrived, self._session.settings.seed)
+        arrived = sum(id in decision.roster for id in polling.ids)
+        n, link = running.link.size, one_by_one(running.link)
+        about = decision.step, decision.rates[at], decision.number - 1, 0, n, running.link.rank
+        clock = Clock(*about, seed=seed, arrived=arrived)
+        with channel.states() as (state, carried):
+            anchor = None if update.anchor is None else state[update.anchor]
+            message = exchange.contribution(x, contributes, base, anchor, all_arrive=arrived == n)
+            combine = outer_step(update, state, clock)
+            arrival = complete(exchange.run(link, message, combine, clock, carried))
+            return arrival.flat.to(bucket.dtype, copy=True) if contributes else None
 
     def _close(self, decision: Decision, results: list[Any]) -> list[Outcome]:
         """The round has closed. Returns what this worker has waited for, if it contributes."""
@@ -328,8 +314,7 @@ class QuorumRounds:
     def __init__(self, session: Session, rounds: Sequence[ParameterRunner]) -> None:
         self._session = session
         self.kinds = _kinds(rounds)
-        for kind in self.kinds:
-            kind.bases = kind.anchors()
+        self.rebase()
         exchanges = [kind.exchange for kind in self.kinds]
         rules = [Rules(e.workers or sys.maxsize, e.grace) for e in exchanges]
         again = [partial(paces, kind.exchange, kind.schedule.period) for kind in self.kinds]
@@ -521,15 +506,11 @@ def paces(
     return [own_pace(period, speed, fastest, grace=exchange.grace) for speed in known]
 
 
-def _exchange(exchange: object) -> QuorumMean:
-    assert isinstance(exchange, QuorumMean), "`check_quorum` has seen to it"
-    return exchange
-
-
 def _kinds(rounds: Sequence[ParameterRunner]) -> list[Kind]:
-    found: dict[Every, list[ParameterRunner]] = {}
+    found: dict[Every, Kind] = {}
     for running in rounds:
-        schedule = running.round.when
+        schedule, exchange = running.round.when, running.round.exchange
         assert isinstance(schedule, Every), "`check_quorum` has seen to it"
-        found.setdefault(schedule, []).append(running)
-    return [Kind(runners, schedule) for schedule, runners in found.items()]
+        assert isinstance(exchange, QuorumMean), "`check_quorum` has seen to it"
+        found.setdefault(schedule, Kind(exchange, schedule)).runners.append(running)
+    return list(found.values())
