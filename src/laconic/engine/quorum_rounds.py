@@ -66,8 +66,8 @@ class Kind:
     """Rounds that are due at the same steps, and close together.
 
     ``exchange``: that of the first of them, since all have the same rules. ``base``: the number of
-    the round whose result this worker last received; 0: the common start.
-    ``bases``: by channel, that result, from which its x has started; None for what has no anchor.
+    the round whose result this worker last received; 0: the common start. ``bases``: by channel,
+    that result, from which its x has started; None for what has no anchor.
     ``since``: the step after which it received that result, at the time ``began``. ``pace``: the
     number of steps until it arrives again; 0: as the schedule says. ``sent``: what it receives from
     the round that it takes part in after the present step, until it has taken that over.
@@ -125,25 +125,6 @@ class Kind:
                 a = None if name is None else state[name]
             found.append(None if a is None else a.to(channel.bucket.dtype).to(a.dtype, copy=True))
         return found
-
-    def restart(self) -> None:
-        """x continues from the anchors."""
-        self.bases = self.anchors()
-        for (_, channel), base in zip(self.all, self.bases, strict=True):
-            if base is not None:
-                channel.bucket.unpack(base)
-
-    def catch_up(self, number: int, *, keep: bool) -> None:
-        """See `QuorumRounds.catch_up`. ``number``: that of the latest round."""
-        if self.base == number:
-            return
-        anchors = self.anchors()
-        for (_, channel), a, base in zip(self.all, anchors, self.bases, strict=True):
-            if a is not None and base is not None:
-                x = channel.bucket.pack(channel.bucket.empty())
-                channel.bucket.unpack(x.to(a.dtype) + (a - base))
-        if keep:
-            self.base, self.bases = number, anchors
 
 
 class Waits(NamedTuple):
@@ -418,8 +399,10 @@ class QuorumRounds:
         """This newcomer has caught up, and takes part from now on, from the latest results."""
         step = self._session.step
         for kind, number in zip(self.kinds, self._polls.rounds, strict=True):
-            kind.base = number
-            kind.restart()
+            kind.base, kind.bases = number, kind.anchors()
+            for (_, channel), a in zip(kind.all, kind.bases, strict=True):
+                if a is not None:
+                    channel.bucket.unpack(a)
             kind.begin(step, self._worked(step))
         self._loop.begin()
 
@@ -430,7 +413,15 @@ class QuorumRounds:
         round: ``x <- x + (a - base)``. The mean of x over all workers then includes every step.
         ``keep``: the worker continues from there. All ranks must call it, in a call of all."""
         for kind, number in zip(self.kinds, self._polls.rounds, strict=True):
-            kind.catch_up(number, keep=keep)
+            if kind.base == number:
+                continue
+            anchors = kind.anchors()
+            for (_, channel), a, base in zip(kind.all, anchors, kind.bases, strict=True):
+                if a is not None and base is not None:
+                    x = channel.bucket.pack(channel.bucket.empty())
+                    channel.bucket.unpack(x.to(a.dtype) + (a - base))
+            if keep:
+                kind.base, kind.bases = number, anchors
 
     def rebase(self) -> None:
         """Every worker has replaced what it started from by the anchor."""
