@@ -48,10 +48,6 @@ class Channel:
         start = self.part.start
         return slice(self.region.start - start, self.region.stop - start)
 
-    def home(self, state: State) -> torch.device:
-        """Where the tensors of ``state``, one of the two, are between rounds."""
-        return torch.device("cpu") if isinstance(state, HostState) else self.bucket.device
-
     @contextmanager
     def states(self) -> Iterator[tuple[State, State]]:
         """Both states on the bucket's device, where they may be changed."""

@@ -11,7 +11,6 @@ loads of others' state is the intersection of its own ranges with theirs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival
 from laconic.algorithms.update import Slot, State
-from laconic.engine.channel import ByGroup, Channel
+from laconic.engine.channel import ByGroup, Channel, HostState
 from laconic.engine.comparison import digest
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.messages import InFlightBucket, InFlightRound
@@ -214,10 +213,10 @@ def loaded_states(
             if workers is not None:
                 found = _of_others(place, range(start, start + sizes[index]), parts, workers)
             for name, value in found.items():
-                if value.dim() and value.shape != (shape := place.shape(name, value)):
-                    elements = math.prod(shape)
-                    raise ValueError(f"{name!r} has {value.numel()} elements, not {elements}")
-            home = channel.home(place.state)
+                if value.dim() and value.shape != (shape := place.shape(name)):
+                    raise ValueError(f"{name!r} has {value.numel()} elements, not {shape.numel()}")
+            # where the tensors are between rounds
+            home = "cpu" if isinstance(place.state, HostState) else channel.bucket.device
             values = {k: t.to(home if t.dim() else "cpu", copy=True) for k, t in found.items()}
             yield place.state, values
 
@@ -245,11 +244,11 @@ class _Place(NamedTuple):
             return int(part["starts"][bucket])
         return int(part["parts"][bucket]) if self.key == "carried" else 0
 
-    def shape(self, name: str, value: Tensor) -> Sequence[int]:
-        """The shape that ``value``, which is not a number, must have."""
-        where = self.where(name)
-        own = value.dim() > 1 and name in self.state
-        return self.state[name].shape if own else (where.stop - where.start,)
+    def shape(self, name: str) -> torch.Size:
+        """The shape that the tensor must have, unless it is a number. It may not be made yet: an
+        outer optimizer makes its state in its first step."""
+        made, where = self.state.get(name, torch.tensor(0)), self.where(name)
+        return made.shape or torch.Size([where.stop - where.start])
 
 
 def _places(runner: Runner, channel: Channel) -> Iterator[_Place]:
