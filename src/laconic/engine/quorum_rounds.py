@@ -141,10 +141,11 @@ class Waits(NamedTuple):
 class PollLoop:
     """What the communication thread does for rounds of these ``kinds``."""
 
-    def __init__(
-        self, session: Session, kinds: Sequence[Kind], polls: Polls, polling: Polling
-    ) -> None:
-        self._session, self._kinds, self._polls, self._polling = session, kinds, polls, polling
+    def __init__(self, session: Session, kinds: Sequence[Kind], polling: Polling) -> None:
+        self._session, self._kinds, self._polling = session, kinds, polling
+        rules = [Rules(k.exchange.workers or sys.maxsize, k.exchange.grace) for k in kinds]
+        again = [partial(paces, k.exchange, k.schedule.period) for k in kinds]
+        self.polls = Polls(rules, again)
         self.clock = polling.clock(session.step)
         self.speed = 0.0
         """This worker's steps per second; 0 if unknown."""
@@ -220,7 +221,7 @@ class PollLoop:
         polling, unit = self._polling, self._polling.unit
 
         def begin() -> tuple[Decision, Any] | None:
-            decision = polling.poll(self._standing(waits), self._polls, admit=self._admit)
+            decision = polling.poll(self._standing(waits), self.polls, admit=self._admit)
             if decision is None:
                 return None
             if decision.kind == CALLS:
@@ -273,7 +274,7 @@ class PollLoop:
     def _close(self, decision: Decision, results: list[Any]) -> list[Outcome]:
         """The round has closed. Returns what this worker has waited for, if it contributes."""
         kind, now, me = self._kinds[decision.kind], time.monotonic(), self._polling.me
-        self._polls.rounds[decision.kind] = decision.number
+        self.polls.rounds[decision.kind] = decision.number
         self._latest, self._between, self._admit = now, now - self._latest, True
         if self._session.elastic is None:
             roster = tuple(map(int, decision.roster))
@@ -296,22 +297,18 @@ class QuorumRounds:
         self._session = session
         self.kinds = _kinds(rounds)
         self.rebase()
-        exchanges = [kind.exchange for kind in self.kinds]
-        rules = [Rules(e.workers or sys.maxsize, e.grace) for e in exchanges]
-        again = [partial(paces, kind.exchange, kind.schedule.period) for kind in self.kinds]
         elastic = session.elastic
         if elastic is None:
-            self._polling = polling_over(session.workers)
+            polling = polling_over(session.workers)
         else:
             assert isinstance(elastic, ElasticLink), "`check_quorum` has seen to it"
-            self._polling = polling_over_elastic(elastic)
-        self._polls = Polls(rules, again)
-        self._loop = PollLoop(session, self.kinds, self._polls, self._polling)
+            polling = polling_over_elastic(elastic)
+        self._loop = PollLoop(session, self.kinds, polling)
         for kind in self.kinds:
             kind.begin(session.step, self._worked(session.step), kind.schedule.offset)
         if elastic is None:  # in a call of all, if other rounds with a quorum have run so far
             session.comm.call(self._loop.begin, "opening rounds with a quorum")
-        elif self._polling.replaying:
+        elif polling.replaying:
             session.comm.run_by(self._loop.around)
         else:
             self._loop.begin()
@@ -398,7 +395,7 @@ class QuorumRounds:
     def start(self) -> None:
         """This newcomer has caught up, and takes part from now on, from the latest results."""
         step = self._session.step
-        for kind, number in zip(self.kinds, self._polls.rounds, strict=True):
+        for kind, number in zip(self.kinds, self._loop.polls.rounds, strict=True):
             kind.base, kind.bases = number, kind.anchors()
             for (_, channel), a in zip(kind.all, kind.bases, strict=True):
                 if a is not None:
@@ -412,7 +409,7 @@ class QuorumRounds:
         """Move x of a late worker from the result from which it started to that of the latest
         round: ``x <- x + (a - base)``. The mean of x over all workers then includes every step.
         ``keep``: the worker continues from there. All ranks must call it, in a call of all."""
-        for kind, number in zip(self.kinds, self._polls.rounds, strict=True):
+        for kind, number in zip(self.kinds, self._loop.polls.rounds, strict=True):
             if kind.base == number:
                 continue
             anchors = kind.anchors()
@@ -445,7 +442,7 @@ class QuorumRounds:
             for k in self.kinds
         ]
         bases = [[None if b is None else b.clone() for b in kind.bases] for kind in self.kinds]
-        rounds, speed = [*self._polls.rounds], self._loop.speed
+        rounds, speed = [*self._loop.polls.rounds], self._loop.speed
         return {"kinds": kinds, "bases": bases, "rounds": rounds, "speed": speed}
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
@@ -458,7 +455,7 @@ class QuorumRounds:
             kind.began, kind.sent = worked - saved["taken"], None
             device = self._session.device
             kind.bases = [None if b is None else b.to(device, copy=True) for b in bases]
-        self._polls.rounds = list(state["rounds"])
+        self._loop.polls.rounds = list(state["rounds"])
         self._loop.speed = state["speed"]
 
     # -- ending ----
