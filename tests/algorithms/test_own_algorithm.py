@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic.algorithms.exchanges import CodedMean, Mean, Push, ShardedMean
-from laconic.algorithms.update import Clock, Slot, State, Tensors, Update
+from laconic.algorithms.update import Clock, Seen, Slot, State, Tensors, Update
 from laconic.algorithms.updates import Average, MuonStep, OuterStep
 from laconic.codecs import Int4
 from laconic.parts import Fragment
 
+from tests.support.loops import descend
 from tests.support.own_updates import half
 from tests.support.training import Job, same_bits, simulated
 
@@ -279,6 +280,36 @@ def test_an_exchange_does_not_get_an_unknown_learning_rate(kind: Callable[..., l
             optimizer.step()
 
     la.simulate(run, workers=2)
+
+
+def test_a_method_lists_the_state_that_it_may_use() -> None:
+    """So an outer optimizer of torch's, which gets all that `combine` may use, leaves alone what a
+    subclass keeps besides."""
+
+    @dataclass(frozen=True)
+    class Besides(OuterStep):
+        slots: ClassVar[dict[str, Slot]] = {**OuterStep.slots, "e": "everywhere"}
+
+        def init(self, x: Tensor) -> State:
+            return {**super().init(x), "e": x.clone()}
+
+    update = Besides(0.7, 0.0, lambda params: torch.optim.Adam(params, lr=0.01))
+    state = {"e": torch.ones(2), "anchor": torch.ones(2), "step": torch.tensor(1.0)}
+    assert [*Seen(state, update, "combine")] == ["anchor", "step"]
+    assert {**Seen(state, update, "send")}.keys() == {"e", "step"}
+    assert "anchor" not in Seen(state, update, "send") and len(Seen(state, update, "fold")) == 2
+
+    def run(rank: int) -> Tensor:
+        torch.manual_seed(rank)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with la.attach(model, optimizer, (la.Round(la.every(2), update, Mean()),)):
+            for _ in range(4):
+                descend(optimizer, model(torch.full((1, 3), rank + 1.0)).sum())
+        return model.weight.detach().clone()
+
+    first, other = la.simulate(run, workers=2)
+    assert torch.equal(first, other) and bool(first.isfinite().all())
 
 
 def test_owner_state_has_an_element_for_each_of_x() -> None:

@@ -17,7 +17,7 @@ Symbols are those of the papers:
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -249,12 +249,11 @@ class Seen(UserDict[str, Tensor]):
         self._update, self._method = update, method
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor, slot = self.data[name], self._update.slots.get(name)
-        combines = self._method == "combine"
-        if slot is None or not tensor.dim() or (slot == "owner") == combines:
-            return tensor
+        if self._may_use(name):
+            return self.data[name]
         used = f"{type(self._update).__name__}.{self._method} uses state[{name!r}]"
-        if combines:
+        if self._method == "combine":
+            slot = self._update.slots[name]
             raise ValueError(
                 f'{used}, whose slot is "{slot}": `combine` has state with the slot "owner" only'
             )
@@ -262,6 +261,19 @@ class Seen(UserDict[str, Tensor]):
             f'{used}, of which each worker may have a slice, because its slot is "owner": that is '
             'for `combine`. For other methods give it the slot "everywhere"'
         )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data and self._may_use(str(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return filter(self._may_use, self.data)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _may_use(self, name: str) -> bool:
+        slot, combines = self._update.slots.get(name), self._method == "combine"
+        return slot is None or (slot == "owner") == combines or not self.data[name].dim()
 
 
 def rated(update: Update, clock: Clock) -> Clock:
