@@ -40,7 +40,7 @@ def buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
     fragments at the first, so once per period. Where a round gossips, buffers are mixed with those
     of the same peers: an average over all workers would defeat the purpose. Elsewhere they are
     averaged over the ranks that the round is over: of a group, or of all workers."""
-    found: dict[Round, Schedule] = {}
+    found: dict[str, Round] = {}
     first: dict[tuple[int, str], Fragment] = {}
     for r in rounds:
         if is_of_optimizer(r.part) or r.exchange.identical or isinstance(r.update, OwnStep):
@@ -56,8 +56,10 @@ def buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
             like = replace(like, when=r.when, exchange=exchange, over=r.over)
         elif r.exchange.out_degree is not None:
             like = replace(like, update=Mix(), exchange=r.exchange, over=r.over)
-        found[like] = any_of(found[like], r.when) if like in found else r.when
-    return [replace(like, when=when) for like, when in found.items()]
+        same = found.get(repr(like))
+        when = r.when if same is None else any_of(same.when, r.when)
+        found[repr(like)] = replace(like, when=when)
+    return list(found.values())
 
 
 def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
