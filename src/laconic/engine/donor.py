@@ -119,6 +119,8 @@ class Donor:
         and newcomers are refused."""
         try:
             return packed({name: each.state_dict() for name, each in self.others.items()})
+        except LinkError:  # of auto(), which waits for what workers compare
+            raise
         except Exception:  # anything, of the user's objects
             log.exception("the state of others= cannot be read, so no worker can join")
             for relay in self._link.relays:

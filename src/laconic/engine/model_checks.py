@@ -20,11 +20,10 @@ def check_unwrapped(model: nn.Module) -> None:
     is none."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {model!r}")
-    wrappers: list[Any] = [DistributedDataParallel, nn.DataParallel]
-    if fsdp := sys.modules.get("torch.distributed.fsdp"):  # slow to import, and seldom needed
-        wrappers.append(fsdp.FullyShardedDataParallel)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and seldom needed
+    fsdp1: Any = getattr(fsdp, "FullyShardedDataParallel", nn.DataParallel)
     for name, module in model.named_modules():
-        if isinstance(module, tuple(wrappers)):
+        if isinstance(module, (DistributedDataParallel, nn.DataParallel, fsdp1)):
             where = f"the model's {name!r} is" if name else "the model is"
             raise ValueError(
                 f"{where} wrapped in {type(module).__name__}, which communicates by itself: pass "
